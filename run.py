@@ -1,7 +1,5 @@
 """PackMamba's commands in a checkout: python run.py <command>."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Commands: ``packmamba <command>``, or ``python run.py <command>``. Each imports what it needs."""
 
-from __future__ import annotations
-
 import dataclasses
 import glob
 import hashlib
@@ -10,7 +8,6 @@ import os
 import sys
 import textwrap
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Optional
@@ -18,17 +15,19 @@ from typing import Any, Optional
 from packmamba import __version__
 from packmamba.errors import Unfinished, UserError
 
+MISSING = "the package '{}' is missing; pip install 'packmamba[train]'"
 try:
     from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, registry
     from packmamba.config.load import load_config, read_layers, resolve, sections_of, shown, suggest
 except ModuleNotFoundError as error:  # installed without the extra train
-    sys.exit(f"packmamba: error: the package '{error.name}' is missing; pip install 'packmamba[train]'")
+    sys.exit("packmamba: error: " + MISSING.format(error.name))
 
-DEVICE = "cpu, cuda, cuda:1, ...; auto: a GPU if there is one."
+DEVICE = "cpu, cuda:1, ...; auto: a GPU if there is one."
 FIRST = """name seed data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer
 optimizer.lr trainer.boundary trainer.max_steps""".split()
+RUN = "the folder of a run or checkpoint"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-DECISIVE = ("dtype", "examples", "seed", "limit", "include_path")  # keys of an evaluation that decide its result
+DECISIVE = ("dtype", "examples", "seed", "limit", "include_path")  # for an evaluation's result
 
 
 @dataclasses.dataclass
@@ -43,10 +42,10 @@ class EvalConfig(LoadConfig):
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     examples: int = key(200, "Examples of each task.", low=1)
     seed: int = key(1_000_000, "Seed of the tasks' examples.", low=0)
-    options: dict[str, Any] = key({}, "Of each evaluation, such as options.mqar.num_pairs=4.")
+    options: dict[str, Any] = key({}, "Such as options.mqar.num_pairs=4.")
     max_slots: Optional[int] = key(None, "Tokens of a forward pass; null: fill the device.", low=1)
-    include_path: Optional[str] = key(None, "Folder of lm-evaluation-harness tasks.")
-    limit: Optional[int] = key(None, "Maximum examples of an lm-evaluation-harness task.", low=1)
+    include_path: Optional[str] = key(None, "Folder of harness tasks.")
+    limit: Optional[int] = key(None, "Maximum examples of a harness task.", low=1)
     output: Optional[str] = key(None, "Folder of records and items; null: RUN/evaluation.")
     plugins: list[str] = key([], "Python modules to import first.")
 
@@ -55,7 +54,7 @@ class EvalConfig(LoadConfig):
 class GenerateConfig(LoadConfig):
     max_new_tokens: int = key(64, "Maximum tokens to generate.", low=1)
     temperature: float = key(0.0, "Sampling temperature; 0 for the most likely token.", low=0)
-    top_p: float = key(1.0, "Sample among the likeliest tokens of this total probability.", above=0, high=1)
+    top_p: float = key(1.0, "Sample among the likeliest tokens of this probability.", above=0, high=1)
     seed: int = key(0, "Seed of sampling.", low=0)
 
 
@@ -63,14 +62,14 @@ class GenerateConfig(LoadConfig):
 class LeakcheckConfig(LoadConfig):
     boundaries: str = key("position_ids", "Boundary arguments of a Hugging Face model, joined by +, or attention_mask.")
     patch: bool = key(False, "Patch the Hugging Face model first.")
-    lengths: Optional[list[int]] = key(None, "Lengths of at least two documents; null: awkward ones.", low=1)
+    lengths: Optional[list[int]] = key(None, "Documents' lengths; null: awkward ones.", low=1)
     device: str = key("cpu", DEVICE)
 
 
 @dataclasses.dataclass
 class ReportConfig:
     baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
-    output: Optional[str] = key(None, "Folder for a report of several folders; null: only print.")
+    output: Optional[str] = key(None, "Folder for several folders' report; null: only print.")
     latex: bool = key(False, "Also write LaTeX tables and PDF figures.")
 
 
@@ -113,7 +112,7 @@ def demo(words: list[str]) -> None:
 
 def evaluate(words: list[str]) -> None:
     """Evaluate a trained model: perplexity, synthetic tasks, lm-evaluation-harness."""
-    (folder,), overrides = split(words, "the folder of a run or checkpoint", 1, 1)
+    (folder,), overrides = split(words, RUN, 1, 1)
     from omegaconf import OmegaConf
 
     from packmamba.evaluation.load import load_model, read_config
@@ -131,14 +130,14 @@ def evaluate(words: list[str]) -> None:
     check_writable(output, "output")
     model = load_model(folder, config.device, config.dtype)
     max_slots, trainer = config.max_slots or default_max_slots(model.model), model.config.trainer
-    harness = _harness([name for name in config.tasks if name not in EVALUATIONS], config, list(EVALUATIONS))
+    harness = _harness([name for name in config.tasks if name not in EVALUATIONS], config, EVALUATIONS)
     own = (config.data, model.tokenizer, config.examples, config.seed, max_slots)
     contexts = {name: EvalContext(*own, config.options.get(name, {}), trainer=trainer) for name in config.tasks}
-    for name in [name for name in config.tasks if name in EVALUATIONS]:
+    for name in filter(EVALUATIONS.__contains__, config.tasks):
         check(name, contexts[name], len(model.model.lm_head.weight))
-    decisive = {name: value for name, value in vars(config).items() if name in DECISIVE}
-    decisive |= {"data": {k: v for k, v in dataclasses.asdict(config.data).items() if k != "cache_dir"}}
-    decisive |= {"boundary": {trainer.boundary: trainer.boundary_options}, "max_slots": max_slots}
+    decisive: Any = {name: getattr(config, name) for name in DECISIVE} | {"max_slots": max_slots}
+    decisive["data"] = {k: v for k, v in vars(config.data).items() if k != "cache_dir"}
+    decisive["boundary"] = {trainer.boundary: trainer.boundary_options}
     decisive["weights"] = float(sum(one.detach().double().sum() for one in model.model.parameters()))
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
@@ -152,15 +151,14 @@ def evaluate(words: list[str]) -> None:
                 result = run(name, model.model, contexts[name]) if known else harness(name, model, max_slots)
                 write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
                 what = {"id": digest, "evaluation": settings, "model": model.model.config}
-                seed, seconds = model.config.seed if model.trained else 0, time.perf_counter() - begun
-                numbers: Any = (what, seed, result.corpus_hash, result.metrics, seconds, result.curves)
-                found = [make_record("evaluation", model.name, model.name, *numbers)]
+                numbers: Any = (result.corpus_hash, result.metrics, time.perf_counter() - begun, result.curves)
+                found = [make_record("evaluation", model.name, model.name, what, model.config.seed, *numbers)]
                 append_record(output / "records.jsonl", found[0])
             print(f"\n{format_table(found)}")
     print(f"\nRecords and items: {output}")
 
 
-def _harness(names: list[str], config: EvalConfig, known: list[str]) -> Any:
+def _harness(names: list[str], config: EvalConfig, known: Any) -> Any:
     """Return a function that runs a task of lm-evaluation-harness. Raises ConfigError for an unknown name."""
     if not names:
         return None
@@ -194,7 +192,7 @@ def _harness(names: list[str], config: EvalConfig, known: list[str]) -> Any:
 def generate(words: list[str]) -> None:
     """Continue a text with a trained model."""
     if len(words) < 2:
-        raise UserError("generate: expected the folder of a run or checkpoint, and a text")
+        raise UserError(f"generate: expected {RUN}, and a text")
     folder, prompt = newest(words[0]), words[1]
     config = load(GenerateConfig, None, words[2:])
     from packmamba.evaluation import generate as continue_tokens
@@ -205,14 +203,14 @@ def generate(words: list[str]) -> None:
         raise ConfigError(f"{folder}: expected a model of text, got one without a tokenizer")
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = begin + tokenizer.encode(prompt).tolist()
-    sampling = (config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed)
-    (new,) = continue_tokens(model.model, [ids], *sampling, max_slots=max(2048, len(ids)))
+    sampling = config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed
+    (new,) = continue_tokens(model.model, [ids], *sampling, max(2048, len(ids)))
     print(prompt + tokenizer.decode(new))
 
 
 def export(words: list[str]) -> None:
     """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or FOLDER."""
-    (folder, *target), _ = split(words, "the folder of a run or checkpoint, and a new folder", 1, 2)
+    (folder, *target), _ = split(words, f"{RUN}, and a new folder", 1, 2)
     from packmamba.data.tokenizer import write_template, write_tokenizer
     from packmamba.evaluation.load import load_model, model_card
 
@@ -239,7 +237,7 @@ def export(words: list[str]) -> None:
 
 def leakcheck(words: list[str]) -> int:
     """Check if anything crosses a document boundary in a model, also a Hugging Face one; exit status 1 if so."""
-    (folder,), overrides = split(words, "the folder of a run or checkpoint", 1, 1)
+    (folder,), overrides = split(words, RUN, 1, 1)
     config = load(LeakcheckConfig, None, overrides)
     import torch
 
@@ -256,8 +254,7 @@ def leakcheck(words: list[str]) -> int:
 
             from packmamba.integrations.transformers import patch
 
-            dtype = config.dtype and getattr(torch, config.dtype)
-            theirs: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=dtype)
+            theirs: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
             theirs = patch(theirs) if config.patch else theirs
             result = check(theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths)
         else:
@@ -294,8 +291,8 @@ def report(words: list[str]) -> None:
         folder: Any = Path(name) if Path(name).is_dir() else experiments().get(name)
         if folder is None:
             raise ConfigError(f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}")
-        run = load_config(folder / CONFIGURATION) if (folder / CONFIGURATION).is_file() else None
-        found: Any = [find_record(run)] if run else read_records(folder)
+        run = folder / CONFIGURATION
+        found: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
         if None in found:
             raise ConfigError(f"{folder}: expected a finished run, got one without a record")
         records += with_items(folder, found)
@@ -304,8 +301,8 @@ def report(words: list[str]) -> None:
         arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
         if config.baseline not in (None, *arms):
             raise ConfigError(f"baseline: expected one of {', '.join(arms)}, got '{config.baseline}'")
-        apart = {"baseline": config.baseline, "apart": True}
-        records = [record | {"sweep": {**apart, "seeds": arms[record["arm"]]}} for record in records]
+        for record in records:
+            record["sweep"] = {"baseline": config.baseline, "apart": True, "seeds": arms[record["arm"]]}
     print(f"\n{format_table(records, kinds)}")
     if len(folders) == 1 or config.output is not None:
         page = write_report(config.output or folder, kinds, records, config.latex)
@@ -350,8 +347,9 @@ def kernels(words: list[str]) -> None:
         print(f"{row['kind']} kernels: {row['problem'] or state}")
         if row["kind"] == "cpu" or torch.cuda.is_available():
             print(f"On {row['kind']}, ops.backend=auto runs {backend_name('auto', torch.device(row['kind']))}")
-    for name in [name for name, backend in BACKENDS.items() if backend.missing]:
-        print(f"Backend {name} needs {' and '.join(BACKENDS[name].missing)}")
+    for name, backend in BACKENDS.items():
+        if backend.missing:
+            print(f"Backend {name} needs {' and '.join(backend.missing)}")
 
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str, type | str | None]] = {
@@ -370,7 +368,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str, type | str | N
 
 
 def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[str], list[str]]:
-    """Split words into arguments, with names of runs completed, and ``key=value`` overrides."""
+    """Split words into arguments, runs' names completed, and ``key=value`` overrides."""
     arguments = [newest(word) for word in words if "=" not in word]
     if dashed := [word for word in words if word.startswith("--")]:
         raise UserError(f"expected key=value, got {dashed[0]}; keys have no dashes")
@@ -380,7 +378,7 @@ def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[
 
 
 def newest(name: str) -> str:
-    """Return the newest run of a name: of runs/mine, such as runs/mine-seed0-1f2e3d4c5b."""
+    """Return the newest run of a name, such as runs/mine-seed0-1f2e3d4c5b of runs/mine."""
     runs = [] if os.path.exists(name) else glob.glob(f"{glob.escape(name)}-seed*-*/{CONFIGURATION}")
     return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else name
 
@@ -390,7 +388,7 @@ def help_of(command: str, prog: str) -> Iterator[str]:
     function, usage, schema = COMMANDS[command]
     yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
     config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
-    groups = defaultdict(list, {"the first keys to set": list[str](), "general": []})
+    groups: dict[str, list[str]] = {"the first keys to set": [], "general": []}
     for prefix, section in sections_of(config) if config else ():
         for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
             choices = registry(field.metadata["limits"].get("choices"))
@@ -398,7 +396,8 @@ def help_of(command: str, prog: str) -> Iterator[str]:
             line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
             first = schema is Config and prefix + field.name in FIRST
             heading = "the first keys to set" if first else prefix.rstrip(".") or "general"
-            groups[heading].append(textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      "))
+            wrapped = textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
+            groups.setdefault(heading, []).append(wrapped)
     for heading, lines in groups.items():
         if lines:
             yield "\n".join([f"\n{heading}:", *lines])
@@ -431,7 +430,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ModuleNotFoundError as error:
-        message, status = f"the package '{error.name}' is missing; pip install 'packmamba[train]'", 2
+        message, status = MISSING.format(error.name), 2
     except KeyboardInterrupt:
         message, status = "stopped; the same command resumes", 130
     except (UserError, OSError) as error:

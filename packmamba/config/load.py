@@ -1,6 +1,4 @@
-"""Read configurations from YAML files and ``key=value`` overrides, and validate them once."""
-
-from __future__ import annotations
+"""Read configurations from YAML files and ``key=value``, and validate them once."""
 
 import dataclasses
 import difflib
@@ -36,7 +34,7 @@ to_dict = dataclasses.asdict
 
 
 def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None) -> Schema:
-    """Build ``schema`` from its defaults, a YAML file for ``command`` and ``key=value`` overrides; validate it."""
+    """Build ``schema`` from defaults, a YAML file for ``command`` and overrides; validate it."""
     return resolve(schema, read_layers(path, overrides, command))
 
 
@@ -59,7 +57,7 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
 
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
-    """Merge layers, each with its name in errors, over the defaults of ``schema``; validate."""
+    """Merge layers and their origins over the defaults of ``schema``; validate."""
     config: Any = OmegaConf.structured(schema)
     for update, origin in layers:
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
@@ -84,7 +82,7 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
 
 
 def _instead(key: str, config: Any) -> str:
-    """Return a hint at the new name of a key, the same name in another section, or the nearest."""
+    """Return a hint at a key's new name, the same name in another section, or the nearest."""
     if key in OLD_KEYS:
         return f"; rename it to {OLD_KEYS[key]}"
     section, _, name = key.rpartition(".")
@@ -94,7 +92,7 @@ def _instead(key: str, config: Any) -> str:
 
 
 def validate(config: Schema) -> Schema:
-    """Import plugins, check each key, then the rules between keys. Raises ConfigError."""
+    """Import plugins, check each key, then the rules between keys."""
     import_plugins(getattr(config, "plugins", ()))
     for prefix, section in sections_of(config):
         for key in dataclasses.fields(section):
@@ -107,7 +105,7 @@ def validate(config: Schema) -> Schema:
 
 
 def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dataclasses of a configuration with the prefix of their keys, the outermost last."""
+    """Yield the dataclasses inside with the prefix of their keys, the outermost last."""
     for key in dataclasses.fields(config):
         value = getattr(config, key.name)
         for name, section in value.items() if isinstance(value, dict) else [("", value)]:
@@ -130,7 +128,6 @@ def _check(name: str, value: Any, choices: Any = (), check: Any = None, **bounds
 
 
 def _check_rules(config: Config) -> None:
-    """Check the rules between keys of a run."""
     data, model, trainer, evaluations = config.data, config.model, config.trainer, config.evaluations
     strategy, boundary = registry(STRATEGIES)[data.strategy], registry(BOUNDARIES)[trainer.boundary]
     of_mixer = options(registry(MIXERS)[model.mixer])
@@ -200,7 +197,6 @@ def shown(value: Any) -> str:
 
 
 def import_plugins(plugins: Iterable[str]) -> None:
-    """Import modules, from the current folder or installed."""
     for plugin in plugins:
         sys.path += {os.getcwd()}.difference(sys.path)
         try:
@@ -210,7 +206,7 @@ def import_plugins(plugins: Iterable[str]) -> None:
 
 
 def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
-    """Read a YAML file of keys and values, for a command; a shipped one from any folder."""
+    """Read a YAML file for a command; a shipped one from any folder."""
     try:
         loaded = OmegaConf.load(path if Path(path).exists() else CONFIGS.parent / path)
     except Exception as error:  # of the file system, of YAML
@@ -224,7 +220,6 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
 
 
 def parse_override(override: str) -> DictConfig:
-    """Parse ``a.b=value``; the value is YAML."""
     try:
         if override.partition("=")[0].strip(" .") and "=" in override:
             return OmegaConf.from_dotlist([override])

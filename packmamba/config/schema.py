@@ -1,6 +1,4 @@
-"""Keys of a training configuration: one dataclass per section, with default, help and limits beside each key."""
-
-from __future__ import annotations
+"""Keys of a training configuration, with default, help and limits."""
 
 import copy
 import importlib
@@ -27,8 +25,8 @@ TWO_RATES = "two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= 
 def key(default: Any, help: str, **limits: Any) -> Any:
     """Declare a key of a configuration dataclass.
 
-    ``limits`` of a value that is not null: ``low`` and ``high`` (inclusive), ``above`` (exclusive), ``choices`` (names, or
-    ``module:REGISTRY``), for each element of a list; ``check`` (a description of valid values, and a predicate).
+    ``limits`` unless null: ``low``, ``high``, ``above`` (exclusive) and ``choices`` (names, or ``module:REGISTRY``), for each
+    element of a list; ``check`` (a description of valid values, and a predicate).
     """
     metadata = {"help": help, "limits": limits}
     if isinstance(default, (list, dict)):
@@ -90,12 +88,10 @@ class DataConfig:
 
     @property
     def takes_turns(self) -> bool:
-        """Tell if there are more streams than rows of a step."""
         return self.batching == "stream" and self.streams > self.step_rows >= 1
 
     @property
     def batch_rows(self) -> int:
-        """Count the rows of a micro-batch where streams take turns."""
         return min(self.step_rows, max(1, self.max_tokens_per_batch // (self.row_length or 1)))
 
 

@@ -1,6 +1,4 @@
-"""Batched generation: prompts are read packed, then continue together, one token a step, from their states."""
-
-from __future__ import annotations
+"""Batched generation: prompts are read packed, then continue together from their states."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -30,9 +28,9 @@ def generate(
     """Continue each prompt; return the new tokens, without the stop token.
 
     Args:
-        temperature: 0 takes the most likely token; otherwise logits are divided by it and a token is drawn.
+        temperature: 0 takes the most likely token.
         top_p: draw among the most likely tokens whose probabilities reach this sum.
-        seed: each prompt's draws depend on the seed and its index alone.
+        seed: decides a prompt's draws, with its index.
         max_slots: slots of a pass over the prompts.
         stop: ends a continuation after new tokens for which it is true.
     """
@@ -77,7 +75,6 @@ def generate(
 
 
 def _sample(model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:
-    """(S,) the next token of each prompt."""
     sampled = []
     for rows, log_p in log_probabilities(model, hidden):
         if temperature == 0:

@@ -1,9 +1,4 @@
-"""Language-modelling evaluations on validation documents: loss, loss by position, context gain, remembrance.
-
-Documents are read from a zero state. Losses are nats per target token.
-"""
-
-from __future__ import annotations
+"""Language-modelling evaluations on validation documents, read from a zero state, in nats per target token."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -33,7 +28,7 @@ Losses = list[NDArray[np.float64]]
 def token_losses(
     model: MambaLM, documents: Sequence[Any], max_slots: int = 16384, passes: Iterator[Pass] | None = None
 ) -> Losses:
-    """Return for each document of n tokens the (n - 1,) losses of tokens 1 to n - 1; ``passes``: not from zero states."""
+    """Return each document's losses (n - 1,) of tokens 1 to n - 1; ``passes``: not from zero states."""
 
     def targets(i: int, start: int, end: int) -> tuple[slice, Any]:
         wanted = documents[i][start + 1 : end + 1]
@@ -44,10 +39,7 @@ def token_losses(
 
 
 def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]], list[dict[str, float]]]:
-    """Return each document's sums of losses at positions [edges[i], edges[i + 1]), and the means over documents.
-
-    A document's first target has position 1.
-    """
+    """Return each document's sums of losses at positions [edges[i], edges[i + 1]), from 1, and means over documents."""
     spans = list(zip(edges, edges[1:]))
     parts = [[some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses]
     sums = [[float(part.sum()) for part in own] for own in parts]
@@ -61,7 +53,7 @@ def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]]
 
 
 class Validation(NamedTuple):
-    """Hold an evaluation's documents, their numbers and groups in the corpus, and its options."""
+    """Validation documents, their numbers in the corpus, and an evaluation's options."""
 
     corpus: Corpus
     numbers: list[int]
@@ -69,7 +61,7 @@ class Validation(NamedTuple):
     options: dict[str, int]
 
     def items(self, which: Iterable[int], **columns: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return an item for each of these documents, with its entry of each column."""
+        """Return these documents' items, with their entries of columns."""
         found = []
         for i, *values in zip(which, *columns.values(), strict=True):
             group = {} if self.corpus.groups is None else {"group": int(self.corpus.groups[self.numbers[i]])}
@@ -77,7 +69,7 @@ class Validation(NamedTuple):
         return found
 
     def result(self, metrics: dict[str, float], name: str, curve: Any, items: Any, **by_group: Any) -> EvalResult:
-        """Make a result; ``by_group``: key, sums and items of sums over each group's documents, for intervals over groups."""
+        """Make a result; ``by_group``: key, sums and items of sums over each group's documents."""
         curves = {name: curve}
         if self.corpus.groups is not None and by_group:
             curves["by_group"] = _by_group(**by_group)
@@ -93,7 +85,7 @@ OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
 
 
 def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
-    """Return a ``Validation``; None while the vocabulary size is unknown. Raises ConfigError."""
+    """Return a ``Validation``, None while the vocabulary size is unknown. Raises ConfigError."""
     known, options = OPTIONS.get(name, {}), {}
     for option in context.options.keys() - known:
         raise ConfigError(f"{context.key}.{name}: expected options of {', '.join(known) or 'none'}, got '{option}'")
@@ -163,7 +155,7 @@ def _by_group(key: str, sums: Sequence[str], items_of: list[dict[str, Any]]) -> 
 
 
 def positions(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate the loss by position; buckets double from a sixteenth of a window to ``most`` windows."""
+    """Evaluate loss by position, in buckets that double from a sixteenth of a window to ``most`` windows."""
     texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
     edges = sorted({1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))} - {0})
@@ -178,8 +170,7 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate the context gain at k = 2, 4, ... ``most`` windows that ``documents`` documents of ``groups`` groups reach.
 
     The gain is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) * window - ``context``,
-    minus their mean loss read from the document's start. With context = window, the gain is what states carry beyond one row
-    of training; it begins at 4 windows.
+    minus their mean loss read from the document's start: with context = window, what states carry beyond a row of training.
     """
     texts = validation("long_context", context, len(model.lm_head.weight))
     window, most, before, least, least_groups = texts.options.values()
@@ -213,7 +204,7 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
 def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate effective remembrance (arXiv 2507.02782): how much the first t tokens matter after ``length`` tokens.
 
-    The total variation between the next-token distributions after document[:length] and after document[t:length].
+    It is the total variation between next-token distributions after document[:length] and document[t:length].
     """
     texts = validation("remembrance", context, len(model.lm_head.weight))
     length = texts.options["length"]
@@ -223,7 +214,7 @@ def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
     starts = sorted({0, *shares.values(), *doublings, *(length - t for t in doublings)} - {length})
 
     def distributions(start: int) -> Tensor:
-        """Return (documents, vocabulary), the next-token distribution after each document without its first tokens."""
+        """Return next-token distributions (documents, vocabulary) after documents without their first tokens."""
         hidden = read_to_the_end(model, [texts.documents[i][start:length] for i in reach], context.max_slots)
         return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
 

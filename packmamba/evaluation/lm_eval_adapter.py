@@ -1,6 +1,4 @@
-"""PackMamba's models in lm-evaluation-harness (extra ``[eval]``). Importing this module registers the model ``packmamba``."""
-
-from __future__ import annotations
+"""PackMamba's models in lm-evaluation-harness (extra ``[eval]``); importing this registers ``packmamba``."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,10 +20,10 @@ class PackMambaLM(TemplateLM):
 
     Args:
         pretrained: a checkpoint's folder (state-spaces' or Hugging Face's format), or a MambaLM.
-        tokenizer: a folder or name for transformers' AutoTokenizer, or an object with ``encode``, ``decode`` and
-            ``eos_token_id``; None: the checkpoint's folder.
-        others: such as batch_size are not used: packing fills passes of ``max_slots`` slots.
-        device: None: of a folder, a GPU if there is one; of a MambaLM, where it is.
+        tokenizer: for transformers' AutoTokenizer, or an object with ``encode``, ``decode`` and ``eos_token_id``; None:
+            ``pretrained``.
+        device: None: a folder's model on a GPU if there is one.
+        others: such as batch_size: unused.
     """
 
     def __init__(
@@ -61,7 +59,7 @@ class PackMambaLM(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """Return the token that replaces an empty context: the begin token if there is one, else the end-of-text token."""
+        """Return the token that replaces an empty context."""
         begin = getattr(self.tokenizer, "bos_token_id", None)
         return self.eot_token_id if begin is None else begin
 
@@ -85,7 +83,7 @@ class PackMambaLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts after the begin token; there is no maximum length, so none is cut into windows."""
+        """Score whole texts after the begin token; none is cut into windows."""
         keyless = [(None, [self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
         values = [value for value, _ in self._loglikelihood_tokens(keyless)]
         for request, value in zip(requests, values):

@@ -1,6 +1,4 @@
-"""Load a model with its configuration and tokenizer; the context and the result of its evaluations."""
-
-from __future__ import annotations
+"""Load a trained or published model; the context and the result of its evaluations."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -43,7 +41,7 @@ DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass
 class LoadedModel:
-    """Hold a model in evaluation mode; ``config`` is the run's if ``trained``, else the defaults."""
+    """A model in evaluation mode, with its run's configuration if ``trained``, else the defaults."""
 
     model: MambaLM
     config: Config
@@ -57,7 +55,7 @@ class LoadedModel:
 
 
 def read_config(folder: str | Path) -> Config:
-    """Return the configuration of a folder's model, with the folder's tokenizer. Raises ConfigError without a model."""
+    """Return the configuration of a folder's model, with its tokenizer. Raises ConfigError."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         unfinished = (folder / "checkpoints").is_dir()
@@ -73,10 +71,7 @@ def read_config(folder: str | Path) -> Config:
 
 
 def load_model(folder: str | Path, device: str = "auto", dtype: str | None = None) -> LoadedModel:
-    """Load a run's folder, or a checkpoint's in state-spaces' or Hugging Face's format. Raises ConfigError.
-
-    ``device`` is such as cpu or cuda:0 (auto: a GPU if there is one), ``dtype`` one of ``DTYPES`` (None: the checkpoint's).
-    """
+    """Load a run's folder, or a checkpoint's in state-spaces' or Hugging Face's format. Raises ConfigError."""
     folder = Path(folder)
     config = read_config(folder)
     if device == "auto":
@@ -94,7 +89,6 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
 
 
 def model_card(loaded: LoadedModel) -> str:
-    """Describe a model that is exported to transformers, and its training from its record; the licence is its owner's to add."""
     model, config = loaded.model, loaded.config
     parameters = sum(parameter.numel() for parameter in model.parameters())
     rows = {"parameters": f"{parameters:,}", **{key: model.config[key] for key in ("mixer", "n_layer", "d_model")}}
@@ -111,11 +105,7 @@ def model_card(loaded: LoadedModel) -> str:
 
 @dataclass
 class EvalContext:
-    """Hold what an evaluation uses besides the model.
-
-    ``data`` has validation documents and the rows of training, ``trainer`` the boundary scheme; ``examples`` and ``seed`` are a
-    task's; ``options`` the evaluation's, under the configuration key ``key``.
-    """
+    """Hold what an evaluation uses besides the model; ``options`` are those of configuration key ``key``."""
 
     data: DataConfig
     tokenizer: Tokenizer | None
@@ -127,13 +117,13 @@ class EvalContext:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
     def boundary(self) -> Any:
-        """Return the boundary scheme of the model's training, without states."""
+        """Return the boundary scheme of the training."""
         return registry(BOUNDARIES)[self.trainer.boundary](**self.trainer.boundary_options)
 
 
 @dataclass
 class EvalResult:
-    """Hold metrics (``<name>_as_trained`` under the training's boundary scheme), curves, one item per example."""
+    """Hold metrics (``<name>_as_trained`` under the training's scheme), curves, one item per example."""
 
     metrics: dict[str, float]
     curves: dict[str, list[dict[str, float]]]

@@ -1,9 +1,4 @@
-"""Packed forward passes over documents: each from a zero state, or in rows as in training.
-
-All passes have one batch shape: a matrix product of another size may sum in another order.
-"""
-
-from __future__ import annotations
+"""Packed forward passes over documents, of one batch shape: products of other sizes may sum in another order."""
 
 import bisect
 import functools
@@ -36,27 +31,24 @@ GPU_LOGITS = 1 << 25  # logits at a time on a GPU, where a small vocabulary's la
 
 @dataclass
 class Segment:
-    """Hold a document's tokens from ``first`` on, read from the state ``start`` (None: zero) in one pass or more.
-
-    ``finish`` turns the final state into further segments.
-    """
+    """A document's tokens from ``first`` on, read from ``start`` (None: zero); ``finish`` makes segments of the final state."""
 
     owner: Any
     tokens: Any
     start: DocumentState | None = None
-    finish: Callable[[DocumentState], list[Segment]] | None = None
+    finish: "Callable[[DocumentState], list[Segment]] | None" = None
     first: int = 0
 
     def length(self, max_slots: int) -> int:
         return min(max_slots, len(self.tokens) - self.first)
 
     def keeps(self, max_slots: int) -> bool:
-        """True if the final state of the next pass is used."""
+        """Return True if the final state of the next pass is used."""
         return self.finish is not None or len(self.tokens) - self.first > max_slots
 
 
 def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> Iterator[Pass]:
-    """Compute all segments and those that follow from them, pass by pass. Raises ValueError.
+    """Compute all segments and those that follow from them, pass by pass.
 
     Segments with an initial state go first, so that few states are held; then the longest that fit.
     """
@@ -93,14 +85,14 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
 
 
 def read_documents(model: MambaLM, documents: Sequence[Any], max_slots: int) -> Iterator[Pass]:
-    """Read each document from a zero state; its number is the owner of its pieces."""
+    """Read each document from a zero state; its number owns its pieces."""
     return packed_forward(model, [Segment(i, d) for i, d in enumerate(documents) if len(d)], max_slots)
 
 
 def read_to_the_end(
     model: MambaLM, documents: Sequence[Any], max_slots: int, finals: dict[int, DocumentState | None] | None = None
 ) -> Tensor:
-    """Return (documents, d_model), the activations of documents' last tokens; ``finals`` receives their final states."""
+    """Return (documents, d_model), activations of last tokens; ``finals`` receives final states."""
 
     def store(i: int, final: DocumentState) -> list[Segment]:
         finals[i] = final  # type: ignore[index]
@@ -142,12 +134,12 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[
 
 
 def to_device(part: Any, device: torch.device) -> Any:
-    """Copy a tensor or a layout to a device; to a GPU without waiting."""
+    """Copy to a device, to a GPU without waiting."""
     return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
 
 
 class InitialStates(Sequence):
-    """Gather documents' initial states on access: one layer's copies are held at a time."""
+    """Gather documents' initial states by layer, on access."""
 
     def __init__(self, model: MambaLM, starts: Sequence[DocumentState | None]) -> None:
         self.mixers = [layer.mixer for layer in model.backbone.layers]
@@ -178,10 +170,7 @@ class InitialStates(Sequence):
 
 
 class TrainingLayoutReader:
-    """Read documents in rows of a run's strategy under its boundary scheme (this reader's alone).
-
-    Unless documents are split, rows are at least as long as the longest.
-    """
+    """Read documents in rows of a run's strategy, as long as the longest if it splits none, under its boundary scheme."""
 
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
         lengths = np.array([len(document) for document in documents])
@@ -194,7 +183,6 @@ class TrainingLayoutReader:
         self.plan, self.batches = arrange_as_trained(corpus, np.arange(len(lengths)), data, boundary.continues)
 
     def read(self, model: MambaLM) -> Iterator[Pass]:
-        """Read all documents, batch by batch."""
         device, plan = next(model.parameters()).device, self.plan
         self.boundary.reset()
         for rows in self.batches:
@@ -211,9 +199,9 @@ class TrainingLayoutReader:
 
 
 def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """(T, d_model) -> float32 (float64 for float64) log-probabilities (rows, vocabulary), some rows at a time.
+    """Yield float32 (float64 of float64) log-probabilities (rows, vocabulary) of hidden (T, d_model), some rows at a time.
 
-    The head's product has its weights' dtype, under autocast too, and one shape for a model.
+    The product has its weights' dtype, under autocast too, and one shape.
     """
     weight = model.lm_head.weight
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -233,7 +221,7 @@ Predictions = list[tuple[Tensor, Tensor]]
 
 
 def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any]]]) -> None:
-    """Append to predictions what the model predicts in each pass, of (predictions, activations, targets)."""
+    """Append predictions of each pass, of (predictions, activations, targets)."""
     for asked in filter(None, passes):
         owners, parts, wanted = zip(*asked)
         hidden = torch.cat(parts)
@@ -252,7 +240,7 @@ def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any
 def predict_documents(
     model: MambaLM, passes: Iterable[Pass], targets: Callable[[int, int, int], tuple[Any, Any]], count: int
 ) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
-    """Return each of ``count`` documents' losses in nats and most likely ids.
+    """Return losses in nats and most likely ids of ``count`` documents.
 
     ``targets(document, start, end)`` -> index of the activations that count, and the ids after them.
     """

@@ -1,6 +1,4 @@
-"""Evaluations by name: those on validation documents, and the tasks."""
-
-from __future__ import annotations
+"""Evaluations by name."""
 
 from collections import ChainMap
 from contextlib import nullcontext
@@ -19,7 +17,7 @@ EVALUATIONS: ChainMap[str, Any] = ChainMap(language_modeling.EVALUATIONS, TASKS)
 
 
 def default_max_slots(model: MambaLM) -> int:
-    """Return the slots of a pass that fill the device; narrow models take more."""
+    """Return the slots of a pass that fill the device."""
     head = model.lm_head.weight
     return (16384 if head.shape[1] >= 1024 else 65536) if head.is_cuda else 2048
 
@@ -30,7 +28,7 @@ def check(name: str, context: EvalContext, vocab_size: int | None = None) -> Non
 
 
 def evaluate(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
-    """Run one evaluation. On a GPU, float32 weights trained in mixed precision are evaluated under the same autocast."""
+    """Run an evaluation; float32 weights on a GPU under their training's autocast."""
     weight = next(model.parameters())
     dtype = AUTOCAST.get(context.trainer.precision) if weight.is_cuda and weight.dtype == torch.float32 else None
     with torch.autocast("cuda", dtype) if dtype else nullcontext():

@@ -1,6 +1,4 @@
-"""Log-likelihoods of continuations, packed: a context shared by several continuations is computed once."""
-
-from __future__ import annotations
+"""Log-likelihoods of continuations, packed; continuations share the pass over their context."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,7 +14,7 @@ Ids = tuple[int, ...]
 
 
 class Score(NamedTuple):
-    """Sum of a continuation's log-probabilities in nats, and whether greedy decoding generates it."""
+    """Sum of log-probabilities in nats, and if greedy decoding generates the continuation."""
 
     log_likelihood: float
     is_greedy: bool
@@ -28,7 +26,7 @@ def score(
     max_slots: int = 16384,
     begin_token: int | None = None,
 ) -> list[Score]:
-    """Score continuations given their contexts; a score's bits depend on neither the order nor the other requests.
+    """Score continuations given their contexts; a score's bits do not depend on other requests.
 
     Args:
         requests: pairs (context, continuation) of token ids.
@@ -61,7 +59,7 @@ def score(
         return Segment(owner, context, finish=branch if longer else None)
 
     def asked(pieces: Pass) -> Iterator[tuple[Predictions, Tensor, Ids]]:
-        """Yield the activations at positions p, which predict token p - offset of each continuation."""
+        """Yield activations at positions p, which predict token p - offset of each continuation."""
         for (context, continuations, offset), first, hidden in pieces:
             start = max(offset, first)
             for c in continuations:
@@ -80,7 +78,7 @@ def score(
 
 
 def check_ids(tokens: Iterable[int], name: str, model: MambaLM, least: int = 0) -> Ids:
-    """Return token ids as integers. Raises TypeError or ValueError naming the argument."""
+    """Return token ids as integers. Raises TypeError or ValueError."""
     try:
         ids = tuple(map(operator.index, tokens))
     except TypeError:

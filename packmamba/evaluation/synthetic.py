@@ -1,9 +1,4 @@
-"""Evaluate a model on a task's examples: accuracy and loss of its answers, by length and by load.
-
-Each is read from a zero state, and under the training's boundary scheme too if that lets something cross.
-"""
-
-from __future__ import annotations
+"""Evaluate a model on a task's examples: accuracy and loss of its answers, by length and by load."""
 
 import functools
 import json
@@ -36,7 +31,7 @@ def answer(
 ) -> tuple[Items, list[np.ndarray]]:
     """Return numbers for each example, and its most likely ids (k,) after its k questions.
 
-    Examples are read from zero states, or as in ``passes``; multiple choice is scored from zero states alone.
+    Examples are read from zero states, or as in ``passes``; multiple choice from zero states alone.
     """
 
     def targets(i: int, start: int, end: int) -> tuple[Any, np.ndarray]:
@@ -85,7 +80,7 @@ def summarize(items: Items) -> tuple[dict[str, float], Curves]:
 
 
 def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate accuracy and loss of a task's answers and choices."""
+    """Evaluate a task's answers from zero states, and under the training's boundary scheme."""
     task = make_task(name, context, len(model.lm_head.weight))
     total = getattr(task, "num_examples", None) or context.examples
     count = min(context.examples, total)
@@ -112,7 +107,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
 
 
 def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
-    """Return the task; None for validation documents while the vocabulary size is unknown. Raises ConfigError."""
+    """Return the task, None while its documents' vocabulary is unknown. Raises ConfigError."""
     known, parameters, texts = options(TASKS[name]), dict(context.options), None
     if parameters.get("documents") is not None and "documents" in known:
         if (given := parameters.pop("documents")) != VALIDATION:
@@ -139,7 +134,7 @@ def _construct(make: Any, parameters: str, documents: tuple[tuple[str, str], ...
 
 
 def tokenize(example: Example, tokenizer: Any) -> Example:
-    """Convert an example of bytes, whose answer stands at its end, to a tokenizer's ids."""
+    """Convert an example of bytes, which ends with its answer, to a tokenizer's ids."""
     encode = lambda ids: tokenizer.encode(bytes(map(int, ids)).decode(errors="replace")).tolist()  # noqa: E731
     prompt, choices = encode(example.context), tuple(encode(choice) for choice in example.choices)
     right = encode(example.targets[example.mask]) if example.answer is None else choices[example.answer]

@@ -1,7 +1,5 @@
 """Time optimizer steps of several arms in turns, in one process."""
 
-from __future__ import annotations
-
 import operator
 import time
 import uuid
@@ -23,7 +21,7 @@ WARM_UP = 1  # rounds that are dropped, after each arm's first step
 
 
 class Arm:
-    """Take a configuration's optimizer steps on one device, in the precision of its training."""
+    """Take a configuration's optimizer steps on one device."""
 
     def __init__(self, config: Config) -> None:
         data = PackedDataModule.from_config(config, progress=False)
@@ -41,16 +39,12 @@ class Arm:
         return seconds, step.num_tokens, step.num_slots
 
     def take(self, step: StepBatch, number: int) -> None:
-        """Take a step that is on the device; keep its loss."""
         with self.fabric.autocast():
             self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
 
 
 def measure_throughput(configs: list[Config], rounds: int, output: str, progress: bool = True) -> Iterator[Any]:
-    """Yield one record per configuration: in each round every arm takes its next step (A B C A B C ...).
-
-    Raises RuntimeError where arms with the same weights disagree on the loss of the same documents.
-    """
+    """Yield a record per configuration, whose steps alternate. Raises RuntimeError where losses of the same documents differ."""
     with configured_runtime(max(configs, key=lambda config: config.model.compile)):
         arms = {config.name: Arm(config) for config in configs}
         losses: dict[str, float] = {}

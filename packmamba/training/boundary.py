@@ -1,9 +1,7 @@
-"""Boundary schemes: what crosses from one document to the next, by layouts and initial states. B rows, S documents.
+"""Boundary schemes: what crosses from one document to the next. B rows, S documents.
 
-A constructor's arguments, all with defaults, are the keys of ``trainer.boundary_options``.
+Arguments of a constructor, all with defaults, are the keys of ``trainer.boundary_options``.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -88,10 +86,9 @@ class LeakScan(Leak):
 
 
 class StatefulBoundary(Boundary):
-    """Start documents from detached final states of rows of earlier batches (truncated backpropagation through time).
+    """Start documents from detached final states of earlier batches' rows (truncated backpropagation through time).
 
-    ``forward`` may be replayed as a CUDA graph: it and ``initial_states`` do only tensor operations, and read of a layout only
-    ``shape``, ``starts`` and ``offsets``.
+    CUDA graphs replay ``forward``: it takes tensors alone, and a layout's ``shape``, ``starts`` and ``offsets``.
     """
 
     stateful = True
@@ -104,7 +101,7 @@ class StatefulBoundary(Boundary):
     store: Callable[[PackedBatch, States], None]
 
     def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
-        """Compute ``hidden`` from incoming states; return it and each row's final states."""
+        """Compute ``hidden``, and each row's final states."""
         conv, ssm = self.layouts(batch.layout)
         states = self.initial_states(model, batch.layout, incoming)
         layouts = {"layout": batch.layout, "conv_layout": conv, "ssm_layout": ssm}
@@ -192,10 +189,7 @@ class CarryScan(Carry):
 
 
 class StatePassing(Carry):
-    """Start a continuing document from another stream's state (arXiv 2507.02782), of the batch that computed its own.
-
-    Rows exchange states in one ring, sorted by position.
-    """
+    """Start a continuing document from the state of another stream (arXiv 2507.02782), in a ring sorted by position."""
 
     least_rows = 2
 
@@ -300,28 +294,28 @@ class StatePassingWithinRow(StatefulBoundary):
 
 
 def on_host(layout: SequenceLayout) -> SequenceLayout:
-    """Return the layout on the CPU, without a wait where it was moved from there."""
+    """Return the layout on the CPU, without a wait if it came from there."""
     while layout.device.type != "cpu":
         layout = layout.origin or layout.to("cpu")
     return layout
 
 
 def last_documents(layout: SequenceLayout) -> Tensor:
-    """Return each row's last document (B,); any for a row without one."""
+    """Return each row's last document (B,), any for an empty row."""
     rows, row_length = layout.shape
     ends = torch.arange(1, rows + 1, dtype=torch.int32, device=layout.device) * row_length
     return (torch.searchsorted(layout.starts, ends) - 1).clamp(min=0)
 
 
 def end_positions(layout: SequenceLayout) -> Tensor:
-    """Return where in its document each row's last one ends (B,) int32; -1 for a row without."""
+    """Return the position at which each row's last document ends (B,), -1 for an empty row."""
     last = last_documents(layout)
     here = layout.rows[last] == torch.arange(layout.shape[0], device=layout.device)
     return torch.where(here, (layout.offsets + layout.lengths)[last], -1).to(torch.int32)
 
 
 def row_of(layout: SequenceLayout) -> Tensor:
-    """Return each document's row (S,); any for a document that a CUDA graph's layout lacks."""
+    """Return each document's row (S,), any for one that a CUDA graph's layout lacks."""
     return (layout.starts // layout.shape[1]).clamp(max=layout.shape[0] - 1)
 
 
@@ -334,7 +328,6 @@ def move_states(states: States, device: torch.device | str) -> States:
 
 
 def unflatten_states(parts: Iterable[Tensor], like: States) -> States:
-    """Group the parts of ``flatten_states`` by the layers of ``like``."""
     return tree_unflatten(parts, tree_structure(like))
 
 

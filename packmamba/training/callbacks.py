@@ -1,6 +1,4 @@
-"""Callbacks of a training run: metrics, checkpoints, stopping, leakcheck, weight averaging, evaluations."""
-
-from __future__ import annotations
+"""Callbacks of a training run."""
 
 import logging
 import math
@@ -48,12 +46,9 @@ class SavedCallback(Callback):
 
 
 class RunMetrics(SavedCallback):
-    """Count tokens, slots and seconds of training, and keep curves. Stop at a loss that is not finite, of the step ``diverged``.
+    """Count tokens, slots and seconds of training steps, keep curves, and stop at a loss that is not finite."""
 
-    Seconds are those of optimizer steps and their data; ``timed`` leaves out each process's first steps.
-    """
-
-    WARMUP_STEPS = 3
+    WARMUP_STEPS = 3  # of each process, not in ``timed``
     COUNTS = {"real_tokens": "num_tokens", "slots": "num_slots", "targets": "num_targets", "documents_behind": "num_behind",
               "tokens_behind": "tokens_behind"}  # fmt: skip
     SAVED = ("totals", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
@@ -74,13 +69,12 @@ class RunMetrics(SavedCallback):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Exclude the time spent inside."""
         self._count()
         yield
         self.on_train_start()
 
     def _count(self, wait: bool = True, **amounts: float) -> None:
-        """Add amounts and the seconds since the last call; ``wait`` for the GPU first."""
+        """Add amounts and the seconds since the last call."""
         if wait and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -91,8 +85,8 @@ class RunMetrics(SavedCallback):
                 self.timed[key] += amount
 
     def _point(self, loss: Tensor) -> dict[str, float]:
-        totals = {name: self.totals[name] for name in ("real_tokens", "seconds")}
-        return {"step": self.totals["steps"], **totals, "loss": float(loss)}
+        steps, tokens, seconds = (self.totals[name] for name in ("steps", "real_tokens", "seconds"))
+        return {"step": steps, "real_tokens": tokens, "seconds": seconds, "loss": float(loss)}
 
     def on_train_start(self, *_: Any) -> None:
         self._clock = time.perf_counter()
@@ -101,7 +95,6 @@ class RunMetrics(SavedCallback):
         step = trainer.global_step
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
         self.steps_here += 1
-        # Between logged steps nothing waits for the GPU.
         amounts = {name: getattr(batch, of) for name, of in self.COUNTS.items()}
         self._count(logged or self.steps_here <= self.WARMUP_STEPS, steps=1, **amounts)
         self._unchecked_losses.append(outputs["loss"])
@@ -113,10 +106,9 @@ class RunMetrics(SavedCallback):
             self.check_finite(trainer, module)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:
-        """Stop the run if a loss since the last check is not finite."""
+        """Stop the run if a loss since the last check is not finite, unless a loss scale skips such steps."""
         finite = torch.isfinite(torch.stack(self._unchecked_losses)).tolist() if self._unchecked_losses else []
         self._unchecked_losses.clear()
-        # A loss scale skips such a step and leaves the weights alone.
         if not all(finite) and self.diverged is None and not module.scaled:
             self.diverged = int(self.totals["steps"]) - len(finite) + 1 + finite.index(False)
             trainer.should_stop = True
@@ -131,7 +123,7 @@ class RunMetrics(SavedCallback):
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
         if module.as_trained.update_called:
             point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
-        # A run killed between a validation and its checkpoint validates that step again.
+        # A run killed before the checkpoint validates that step again.
         self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
         means, counts = results["by_position"].tolist(), results["counts"].tolist()
         buckets = zip(POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), means, counts)
@@ -162,17 +154,13 @@ class CheckpointFile(TorchCheckpointIO):
 class Stopped(UserError):
     """A run was stopped, with a checkpoint that it resumes from."""
 
-    def __init__(self, step: int, max_steps: int, signum: int = 0) -> None:
+    def __init__(self, step: int, max_steps: int, signum: int) -> None:
         super().__init__(f"stopped after step {step} of {max_steps}, with a checkpoint; the same command resumes it")
-        self.step = step
-        self.status = 128 + signum if signum else 3
+        self.step, self.status = step, 128 + signum if signum > 1 else 3  # 1: by ``stop``
 
 
 class Checkpoint(LightningCheckpoint):
-    """Save every ``trainer.checkpoint_every`` steps and at the last, after that step's validation; keep the two newest.
-
-    A signal or ``stop`` ends the run with a checkpoint, several ranks at a logged step; ``stopped`` is the exception to raise.
-    """
+    """Save after validation, and keep the two newest; a signal or ``stop`` ends the run with a checkpoint."""
 
     def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
         self.folder, self.metrics, self.stop = folder, metrics, stop
@@ -182,7 +170,7 @@ class Checkpoint(LightningCheckpoint):
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Handle SIGTERM and Ctrl-C, unless the user does; a second Ctrl-C interrupts at once."""
+        """Handle SIGTERM and Ctrl-C, unless the user does."""
         handlers: dict[signal.Signals, Any] = {}
         for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
             if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
@@ -207,7 +195,7 @@ class Checkpoint(LightningCheckpoint):
             return
         step = trainer.global_step
         signum = self._signum or int(self.stop(self.metrics))
-        if trainer.world_size > 1:  # agreeing waits for all ranks
+        if trainer.world_size > 1:
             own, signum = torch.tensor(signum, device=trainer.strategy.root_device), 0
             if step % self.metrics.log_every == 0:
                 signum = int(trainer.strategy.reduce(own, reduce_op="max"))
@@ -222,7 +210,7 @@ class Checkpoint(LightningCheckpoint):
             for old in checkpoints(self.folder)[:-2]:
                 old.unlink(missing_ok=True)
         if signum and not last:
-            self.stopped = Stopped(step, trainer.max_steps, signum if signum > 1 else 0)
+            self.stopped = Stopped(step, trainer.max_steps, signum)
             trainer.should_stop, trainer.limit_val_batches = True, 0  # without a last validation
 
 
@@ -231,12 +219,11 @@ def step_of(path: Path) -> int:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """List a run's checkpoints, oldest first."""
     return sorted(folder.glob("step=*.ckpt"), key=step_of)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint on the CPU, without running code."""
+    """Load a checkpoint on the CPU. Raises ConfigError."""
     try:
         if (damaged := zipfile.ZipFile(path).testzip()) is not None:  # torch.load does not check CRCs
             raise ValueError(f"{damaged} is damaged")
@@ -248,21 +235,21 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 def newest_checkpoint(folder: Path) -> Path | None:
     """Return the newest checkpoint that loads, None without any. Raises ConfigError if none loads."""
-    error = None
+    refused = None
     for path in reversed(checkpoints(folder)):
         try:
             read_checkpoint(path)
             return path
-        except ConfigError as refused:
-            error = refused
+        except ConfigError as error:
+            refused = ConfigError(f"runs_dir: no checkpoint loads: {error} to train from the beginning")
             logger.warning("%s; the run resumes from an older one", error)
-    if error is None:
-        return None
-    raise ConfigError(f"runs_dir: no checkpoint loads: {error} to train from the beginning")
+    if refused:
+        raise refused
+    return None
 
 
 class Average(SavedCallback):
-    """Average the weights after ``snapshots`` steps evenly spaced over the last ``share`` of the run."""
+    """Average the weights of ``snapshots`` steps spaced evenly over the last ``share`` of the run."""
 
     SAVED = ("taken", "mean")
 
@@ -282,7 +269,7 @@ class Average(SavedCallback):
 
 
 class LeakCheck(Callback):
-    """Check documents of a batch's lengths at a process's first step, and every ``every`` steps (0: no further)."""
+    """Check documents of a batch's lengths at a process's first step, and every ``every`` steps (0: never)."""
 
     def __init__(self, every: int, metrics: RunMetrics) -> None:
         self.every, self.metrics = every, metrics
@@ -295,7 +282,7 @@ class LeakCheck(Callback):
 
 
 def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) -> None:
-    """Raise UserError where documents as long as the first eight of the layout's fullest row leak."""
+    """Raise UserError where documents of the layout's fullest row leak, its first eight."""
     rows = layout.rows.cpu()
     lengths = layout.lengths.cpu()[rows == rows.mode().values][:8].tolist() if len(rows) else []
     if len(lengths) < 2 or boundary.stateful or any(used != layout for used in boundary.layouts(layout)):
@@ -323,8 +310,6 @@ def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
 
 
 class Evaluations(SavedCallback):
-    """Evaluate the model every ``trainer.evaluate_every`` steps, on the first rank."""
-
     SAVED = ("points",)
 
     def __init__(self, config: Config, metrics: RunMetrics) -> None:
@@ -345,11 +330,10 @@ class Evaluations(SavedCallback):
             trainer.strategy.barrier()
 
     def evaluate(self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None) -> dict[str, EvalResult]:
-        """Add this step's numbers, null where not finite, to the curve, and log them."""
-        step, results = trainer.global_step, {}
-        for name in self.config.evaluations:
-            more: Any = {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}
-            results[name] = evaluate(name, model, evaluation_context(self.config, name, **more))
+        """Add numbers to the curve, null where not finite, and log them."""
+        step, more = trainer.global_step, {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}
+        contexts = {name: evaluation_context(self.config, name, **more) for name in self.config.evaluations}
+        results = {name: evaluate(name, model, context) for name, context in contexts.items()}
         numbers = {f"{name}.{key}": value for name, result in results.items() for key, value in result.metrics.items()}
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
         point = {"step": step, "real_tokens": self.metrics.totals["real_tokens"], **dict.fromkeys(numbers), **finite}

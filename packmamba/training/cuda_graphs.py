@@ -1,6 +1,4 @@
-"""CUDA graphs of a batch's forward and backward pass."""
-
-from __future__ import annotations
+"""CUDA graphs of forward and backward passes."""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -23,7 +21,7 @@ Loss = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a graph: slots, most documents (a power of four), and the longest (of two, offset included)."""
+    """Shape of a graph: slots, maximum number of documents and their maximum length, offset included."""
 
     rows: int
     row_length: int
@@ -32,7 +30,7 @@ class Shape:
     accumulates: bool  # gradients are added to existing ones
 
     @classmethod
-    def of(cls, batch: PackedBatch, accumulates: bool) -> Shape:
+    def of(cls, batch: PackedBatch, accumulates: bool) -> "Shape":
         rows, row_length = batch.layout.shape
         row_length = -(-row_length // ROW_MULTIPLE) * ROW_MULTIPLE
         longest = 1 << max(0, (batch.layout.longest or ABSENT) - 1).bit_length()
@@ -61,7 +59,7 @@ class StaticBatch:
         self.num_targets = torch.ones((), device=device)
 
     def fill(self, batch: PackedBatch, num_targets: int) -> None:
-        """Copy a batch, rows padded, without a wait for the GPU."""
+        """Copy a batch without waiting for the GPU."""
         static, row_length = self.batch, batch.layout.shape[1]
         for name in ("tokens", "targets", "loss_mask"):
             to, of = getattr(static, name), getattr(batch, name)
@@ -85,11 +83,10 @@ class Captured(NamedTuple):
 
 
 class BatchGraphs:
-    """Run forward and backward passes of batches as CUDA graphs, captured at a shape's first batch and replayed after.
+    """Replay forward and backward passes of batches, captured at a shape's first batch.
 
-    One-batch graphs have gradients of their own; accumulating graphs share one set. While a shape is captured, nothing may hold a
-    loss of an earlier batch with its autograd graph. ``loss``, of a batch and perhaps further tensors, returns the sum over its
-    targets, (B, L) that of each slot, and perhaps further tensors without gradient.
+    While one is captured, nothing may hold a loss of an earlier batch with its autograd graph. ``loss``, of a batch and perhaps
+    further tensors, returns the sum over its targets, (B, L) that of each slot, and perhaps further tensors without gradient.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:
@@ -102,8 +99,9 @@ class BatchGraphs:
     def __call__(
         self, batch: PackedBatch, num_targets: int, first: bool = True, last: bool = True, inputs: Sequence[Tensor] = ()
     ) -> tuple[Tensor, ...]:
-        """Put gradients into the parameters' ``grad``; return the loss over ``num_targets``, (B, L) that of each slot, and the
-        further results, which later calls overwrite. A step's ``first`` and ``last`` batch alone writes, several add gradients.
+        """Set the parameters' ``grad``, to which a step's batches add from ``first`` to ``last``.
+
+        Return ``loss`` over ``num_targets``; later calls overwrite its results.
         """
         shape = Shape.of(batch, accumulates=not (first and last))
         if shape.accumulates:

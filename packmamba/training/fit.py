@@ -1,9 +1,6 @@
 """Train one run, from a configuration to its record; the same call resumes it."""
 
-from __future__ import annotations
-
 import ctypes
-import importlib
 import inspect
 import logging
 import math
@@ -27,14 +24,14 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from omegaconf import OmegaConf
 
 from packmamba import records
-from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, to_dict
+from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, registry, to_dict
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.errors import UserError
-from packmamba.evaluation import registry
 from packmamba.evaluation.load import load_model
+from packmamba.evaluation.registry import check
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name
@@ -48,10 +45,9 @@ MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is reached by a few shapes of r
 
 
 def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool] | None = None) -> dict[str, Any]:
-    """Train and evaluate a run, append its record, and return it.
+    """Train and evaluate a run, or resume it; append its record, and return it.
 
-    A finished run is not repeated. An unfinished one resumes from its newest checkpoint, on a CPU to the same bits. Raises
-    Stopped, with a checkpoint, on SIGTERM or Ctrl-C, or where ``stop`` returns True after a step.
+    Raises Stopped, with a checkpoint, on SIGTERM or Ctrl-C, or where ``stop`` returns True after a step.
     """
     folder = run_id.run_folder(config)
     new = not folder.exists()
@@ -76,7 +72,7 @@ def configured_runtime(config: Config) -> Iterator[None]:
     """Set threads, determinism and the compiler's limits for one run."""
     trainer, threads, strict = config.trainer, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
-    with suppress(AttributeError, OSError):  # glibc: large tensors reuse pages
+    with suppress(AttributeError, OSError):  # large tensors reuse pages
         libc = ctypes.CDLL(None)
         libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD
         libc.mallopt(-4, 0)  # M_MMAP_MAX
@@ -86,10 +82,10 @@ def configured_runtime(config: Config) -> Iterator[None]:
     try:
         if trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # costs bandwidth
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             torch.use_deterministic_algorithms(True)
         if config.model.compile:
-            torch.compiler.reset()  # shapes of earlier runs would decide how sums are split
+            torch.compiler.reset()  # earlier shapes would decide how sums are split
             dynamo: Any = torch._dynamo.config
             dynamo.recompile_limit, dynamo.accumulated_recompile_limit = MAX_COMPILED_SHAPES, 4 * MAX_COMPILED_SHAPES
             dynamo.fail_on_recompile_limit_hit = True  # else the rest runs uncompiled
@@ -197,16 +193,15 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
 
 
 def check_run(config: Config, vocab_size: int | None = None) -> None:
-    """Check options of the boundary scheme and of evaluations, these for a vocabulary too."""
     BOUNDARIES[config.trainer.boundary](**config.trainer.boundary_options)
     for name in config.evaluations:
-        registry.check(name, callbacks.evaluation_context(config, name), vocab_size)
+        check(name, callbacks.evaluation_context(config, name), vocab_size)
 
 
 def check_accelerator(config: Config) -> None:
     """Raise ConfigError where the run needs a GPU and there is none."""
     key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
-    if (config.trainer.cuda_graphs or config.trainer.accelerator in ("gpu", "cuda")) and not torch.cuda.is_available():
+    if getattr(config.trainer, key) in (True, "gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none; change it")
 
 
@@ -265,13 +260,12 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
 
 
 def disable_lightning_signals(trainer: lightning.Trainer) -> None:
-    """Disable Lightning's signal handlers, and its broadcast at each step (Lightning issue 20806)."""
+    """Disable Lightning's signal handlers, and its broadcast at each step (its issue 20806)."""
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
 
 
 def quieten() -> None:
-    """Silence Lightning's advice that does not apply."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for message in ("many workers", "dataloader is not resumable", "litlogger", "LeafSpec", "`srun`", "GPU available"):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
@@ -280,9 +274,8 @@ def quieten() -> None:
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     """Instantiate a class path, or ``class_path`` and ``init_args``, with ``defaults`` that the class takes."""
     path, arguments = (spec, {}) if isinstance(spec, str) else (spec["class_path"], spec.get("init_args", {}))
-    module, _, name = path.rpartition(".")
     try:
-        made = getattr(importlib.import_module(module), name)
+        made = registry(":".join(path.rsplit(".", 1)))
         known = inspect.signature(made).parameters
         return made(**{name: value for name, value in defaults.items() if name in known} | dict(arguments))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
@@ -305,7 +298,7 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
 
 
 def load_initial_weights(model: MambaLM, config: Config) -> int:
-    """Load the weights that ``trainer.init_from`` names, of ``<sweep>:<arm>`` the run of this seed; return their checksum."""
+    """Load the weights that ``trainer.init_from`` names; return their checksum."""
     source, checksum = str(config.trainer.init_from), 0
     path = Path(source)
     if not path.is_dir():
@@ -321,8 +314,8 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
         load_weights(model, weights, path, "this run's keys of model")
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
-    for _, tensor in sorted(weights.items()):
-        checksum = zlib.crc32(tensor.contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+    for name in sorted(weights):
+        checksum = zlib.crc32(weights[name].contiguous().view(torch.uint8).numpy().tobytes(), checksum)
     return checksum
 
 
@@ -343,12 +336,12 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunM
         "peak_memory_bytes": metrics.peak_memory,
         **module.boundary.measures(),
     }
-    optional: dict[str, Any] = {
-        "diverged_at_step": metrics.diverged,
-        "started_from_checksum": metrics.started_from,
-        "val_loss_last_weights": last.get("loss_last_weights"),
-    }
-    values |= {name: value for name, value in optional.items() if value is not None}
+    for name, value in (
+        ("diverged_at_step", metrics.diverged),
+        ("started_from_checksum", metrics.started_from),
+        ("val_loss_last_weights", last.get("loss_last_weights")),
+    ):
+        values |= {} if value is None else {name: value}
     experiment = run_id.name_of(config.output) if config.output else run_id.run_id(config)
     identity = experiment, config.name, run_id.recorded_config(config), config.seed, corpus_hash
     return records.make_record("training", *identity, values, 0.0, curves)

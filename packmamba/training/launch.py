@@ -1,6 +1,4 @@
-"""Train the runs of a sweep: in this process, in a process for each device slot, or as jobs of SLURM."""
-
-from __future__ import annotations
+"""Train the runs of a sweep: here, in a process for each device slot, or as SLURM's jobs."""
 
 import importlib.util
 import multiprocessing
@@ -40,7 +38,7 @@ Report = Callable[[Config, Optional[Outcome], str], None]
 
 
 def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Outcome:
-    """Train a run, which ``stop`` may stop after each step. An error is the run's outcome, its traceback on stderr."""
+    """Train a run, which ``stop`` may stop after each step; an error is its outcome."""
     try:
         with RunLock(run_folder(config), wait):
             metrics = fit(config, progress, lambda _: stop())["metrics"]
@@ -83,7 +81,7 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
 
 
 def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")) -> None:
-    """Train runs in order, each in the next free slot. A worker process that is killed fails its run alone.
+    """Train runs in order, each in the next free slot. A worker that is killed fails its run alone.
 
     ``STOP_SECONDS`` before the deadline, of ``time.monotonic``, runs stop with a checkpoint.
     """
@@ -147,7 +145,7 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
 
 
 def _train_in_worker(config: Config, last: float) -> Outcome:
-    """Train a run, which stops at the time ``last``; its output goes to ``output.txt`` in its folder."""
+    """Train a run until ``last``; its output goes to ``output.txt`` in its folder."""
     run_folder(config).mkdir(parents=True, exist_ok=True)
     with open(run_folder(config) / "output.txt", "a") as file:
         os.dup2(file.fileno(), 1)
@@ -156,7 +154,7 @@ def _train_in_worker(config: Config, last: float) -> Outcome:
 
 
 class Job:
-    """Train one run in a job; submitit requeues one that is preempted or out of time."""
+    """Train a run in a job, which submitit requeues when it is preempted or out of time."""
 
     def __call__(self, config: Config) -> Outcome:
         return train(config, False, wait=1.25 * LEASE_SECONDS)  # for the lock of a job that was killed on another node
@@ -173,7 +171,6 @@ def check_slurm() -> None:
 
 
 def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report) -> None:
-    """Submit an array with a job for each run, and wait."""
     from submitit import AutoExecutor
 
     os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"

@@ -1,7 +1,5 @@
 """The Lightning module: the loss over real targets and the optimizer step."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable
 from typing import Any, cast
@@ -31,9 +29,7 @@ START_TOKENS = 32
 
 
 class LossByPosition(Metric):
-    """Compute the mean loss, that of documents' first START_TOKENS, and that in each bucket [edges[i], edges[i+1]) of positions,
-    from losses, loss masks and position indices (B, L).
-    """
+    """Mean of losses (B, L): over all targets, over documents' first START_TOKENS, and by bucket of positions."""
 
     full_state_update = False
     sums: Tensor
@@ -47,7 +43,7 @@ class LossByPosition(Metric):
         self.register_buffer("edges", torch.tensor(POSITION_EDGES[1:]), persistent=False)
 
     def _apply(self, fn: Any, *arguments: Any, **options: Any) -> Any:
-        """Keep dtypes where precision bf16-true or 16-true converts modules: sums in bfloat16 stop growing."""
+        """Keep dtypes under precision bf16-true and 16-true: sums in bfloat16 stop growing."""
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), *arguments, **options)
 
     def update(self, losses: Tensor, loss_mask: Tensor, position_indices: Tensor) -> None:
@@ -64,8 +60,7 @@ class LossByPosition(Metric):
 class PackedLitModule(lightning.LightningModule):
     """Train a MambaLM on the StepBatches of a PackedDataModule, in any Trainer.
 
-    The loss of a step is the sum over its real targets divided by their number, over all micro-batches and ranks: its gradient
-    does not depend on how documents lie in rows.
+    A step's loss is the sum over its real targets, of all micro-batches and ranks, divided by their number.
 
     Args:
         model: arguments of MambaLM, a MambaLM, or another module with its methods.
@@ -73,7 +68,7 @@ class PackedLitModule(lightning.LightningModule):
         mean_over: "targets"; or "rows", the mean over rows of each row's mean.
         cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph.
         compile: torch.compile the blocks and the loss.
-        optimizer: further keys of the section ``optimizer``. ``schedule_steps``: None takes the Trainer's number of steps.
+        optimizer: keys of the section ``optimizer``; ``schedule_steps`` None: the Trainer's steps.
     """
 
     def __init__(
@@ -107,8 +102,7 @@ class PackedLitModule(lightning.LightningModule):
         self._graphs: BatchGraphs | None = None
 
     @classmethod
-    def from_config(cls, config: Config, vocab_size: int) -> PackedLitModule:
-        """Build the module of a configured run."""
+    def from_config(cls, config: Config, vocab_size: int) -> "PackedLitModule":
         trainer, optimizer = config.trainer, dict(vars(config.optimizer))
         optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
         more = {name: getattr(trainer, name) for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")}
@@ -140,7 +134,7 @@ class PackedLitModule(lightning.LightningModule):
         return self.model(tokens, *args, **kwargs)
 
     def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:
-        """Return the summed cross-entropy, and without gradient (B, L) that at each slot, zero without a target."""
+        """Return the summed cross-entropy, and without gradient that at each slot (B, L)."""
         return self._loss(boundary.hidden(self.model, batch), batch)
 
     def _loss(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:

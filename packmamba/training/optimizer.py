@@ -1,7 +1,5 @@
 """Optimizers, gradient clipping and the learning rate schedule."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 
@@ -36,7 +34,7 @@ def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Opti
 
 
 def clip(optimizer: Optimizer, limit: float) -> None:
-    """Scale gradients to a norm of at most ``limit``; keep the norm before as ``gradient_norm``."""
+    """Scale gradients to a norm of at most ``limit``; keep their norm as ``gradient_norm``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     plain = all(type(g) is Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients)
@@ -51,7 +49,7 @@ def clip(optimizer: Optimizer, limit: float) -> None:
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: float) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up, then a cosine over ``steps``."""
+    """Return the learning rate of a step, from 0: linear warm-up, then a cosine."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)

@@ -1,6 +1,4 @@
-"""Identify a run by a hash of the keys that decide its result; find its records; lock its folder."""
-
-from __future__ import annotations
+"""Identify a run by a hash of its decisive keys; find its record; lock its folder."""
 
 import hashlib
 import json
@@ -25,14 +23,14 @@ LEASE_SECONDS = 60.0  # a process that has not renewed its lock for so long has 
 
 
 def flatten(values: Any) -> dict[str, Any]:
-    """Replace the sections of a configuration by dotted names."""
+    """Replace sections by dotted names."""
     sections = {name: values[name] for name in SECTIONS if isinstance(values.get(name), dict)}
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {**{name: value for name, value in values.items() if name not in sections}, **flat}
 
 
 def recorded_config(config: Config) -> dict[str, Any]:
-    """Return the configuration as a record holds it: without ``PLACES``, and later keys at their first values."""
+    """Return the configuration of a record: without ``PLACES``, and later keys at their first values."""
     values = to_dict(config)
     for name in [*PLACES, *LATER]:
         section, _, key = name.rpartition(".")
@@ -47,10 +45,7 @@ LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": Fa
 
 
 def id_of(arm: str, values: dict[str, Any]) -> str:
-    """Return the id of a run from its configuration as a record holds it.
-
-    A run that is to be continued has the id of the one that ends with its learning-rate schedule.
-    """
+    """Return a run's id from its recorded configuration, that of its schedule's end if it is to be continued."""
     keys = DEFAULTS | LATER | flatten(values)
     if keys["trainer.average_snapshots"] == 1:
         steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
@@ -75,13 +70,12 @@ def record_path(config: Config) -> Path:
 
 
 def training_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Read the records of a folder's training runs."""
     records = read_records(folder) if has_records(folder) else []
     return [record for record in records if record["kind"] == "training"]
 
 
 def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
-    """Read the record of each run, None for one that is not finished."""
+    """Read each run's record, None if it is not finished."""
     wanted = [(record_path(config).parent, run_id(config), config.trainer.max_steps) for config in configs]
     records = {
         (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
@@ -104,17 +98,14 @@ class Locked(ConfigError):
 
 
 class RunLock:
-    """Lock a folder to one process, on machines that share it too; reentrant. Raises Locked.
-
-    A killed process's lock is free at once on its machine, after ``LEASE_SECONDS`` elsewhere.
-    """
+    """Lock a folder to one process, reentrantly; a killed one's lock is free after ``LEASE_SECONDS`` on other machines."""
 
     def __init__(self, folder: Path, wait: float = 0.0) -> None:
         self.folder, self.wait = folder, wait  # seconds
         shared: Any = {"thread_local": False, "is_singleton": True}
         self._lease = SoftFileLease(folder / ".lock", lease_duration=LEASE_SECONDS, **shared)
 
-    def __enter__(self) -> RunLock:
+    def __enter__(self) -> "RunLock":
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             self._lease.acquire(timeout=self.wait)
@@ -126,6 +117,6 @@ class RunLock:
         self._lease.release()
 
     def check(self) -> None:
-        """Raise Locked if this process hung and another has taken the folder."""
+        """Raise Locked if another process took the folder while this one hung."""
         if self._lease.compromise is not None:
             raise Locked(f"{self.folder} was taken by another process, as this one did not renew its lock")

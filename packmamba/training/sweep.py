@@ -1,7 +1,5 @@
 """Train every run of a grid of arms, keys and seeds; finished runs are skipped."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import os
@@ -87,7 +85,7 @@ class SweepConfig:
 
 
 def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
-    """Refuse a key of a grid that gets values elsewhere too, and an override of a key in which the arms differ."""
+    """Refuse a grid's key that gets values elsewhere too, and overrides of keys in which arms differ."""
     arms = {f"arms.{arm}": flatten(keys) for arm, keys in sweep.arms.items()}
     others = arms | overrides
     for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
@@ -104,12 +102,12 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
 
 
 def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
-    """Return the keys that setting one changes, or that change it."""
+    """Return the keys that contain this one, or that it contains."""
     return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
-    """Load a sweep and its runs; overrides are of the sweep's own keys, or of every run's."""
+    """Load a sweep and its runs; overrides are of its own keys, or of every run's."""
     of_runs = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
     own = [override for override in overrides if re.split(r"[.=]", override)[0] not in of_runs]
     # A key of a grid is a whole name: grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
@@ -167,10 +165,7 @@ def _with(config: Config, **keys: Any) -> Config:
 
 
 def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config | None:
-    """Return a run with the values of the best mean metric in its arm's trials; None: trials are not done.
-
-    Values with which a trial diverged are left out. Raises Unfinished without others.
-    """
+    """Return a run with its arm's best values, None while trials are not done. Raises Unfinished if all diverged."""
     means: dict[int, float] = {}
     for number, runs in enumerate(tried):
         records: list[Any] = find_records(runs)
@@ -219,7 +214,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
             print(f"{config.name}, seed {config.seed}: {state}{on}{why and f': {why}'}", flush=True)
 
     def train(wanted: list[Config]) -> None:
-        """Train the runs without a record, last those that start from others' weights."""
+        """Train runs without a record, last those that start from others' weights."""
         waves: tuple[list[Config], list[Config]] = [], []
         names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
         for run, record in zip(wanted, find_records(wanted)):
@@ -262,7 +257,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
 
 
 def _check_corpora(runs: list[Config], progress: bool) -> None:
-    """Prepare the corpora of runs, and compare them with those of finished ones."""
+    """Prepare runs' corpora, and compare them with those of records."""
     records, hashes = find_records(runs), dict[str, str]()
     for run, record in zip(runs, records) if None in records else ():
         documents = repr(run.data)

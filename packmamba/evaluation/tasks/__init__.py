@@ -1,12 +1,11 @@
-"""Synthetic tasks with known answers; nothing is downloaded.
+"""Synthetic tasks with known answers.
 
 ``TASKS`` maps a name to a class whose constructor's parameters all have defaults. A task has
 
-- ``example(seed, index)``: an ``Example``, a pure function of the task's parameters, the seed and the index;
-- ``vocab_size``: a bound of its ids; ``chance``: the accuracy of a guess among the answers that can occur;
-- optionally ``num_examples`` (None: unlimited), and ``of_bytes = True`` where ids are the bytes of a text: models with a
-  tokenizer then get their own tokens;
-- optionally ``annotate(examples, answers, rows)``: further metrics of the model's answers, given the rows of the training.
+- ``example(seed, index)``: an ``Example``, a pure function of parameters, seed and index;
+- ``vocab_size``: a bound of its ids; ``chance``: the accuracy of a guess;
+- perhaps ``num_examples``, and ``of_bytes = True`` where ids are a text's bytes, which a model's tokenizer then replaces;
+- perhaps ``annotate(examples, answers, rows)``: further metrics of the answers, given the rows of the training.
 """
 
 from packmamba.evaluation.tasks import recall, text

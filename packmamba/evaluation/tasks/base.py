@@ -1,6 +1,4 @@
-"""Examples of tasks: documents with targets, drawn by a pure function of (seed, index)."""
-
-from __future__ import annotations
+"""Examples of tasks: documents with targets."""
 
 import zlib
 from dataclasses import dataclass, field
@@ -15,12 +13,12 @@ Span = int | tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One document of a task, of n tokens.
+    """One document of n tokens.
 
     Attributes:
         tokens, targets, mask: (n,); ``targets[t]`` is the answer after ``tokens[: t + 1]`` where ``mask[t]``.
         load: how much there is to remember: pairs, data tokens, or the distance to the answer.
-        choices: continuations of ``context`` in multiple choice; ``answer``: index of the right one.
+        choices: continuations of ``context``; ``answer``: index of the right one.
     """
 
     tokens: NDArray[np.int64]
@@ -47,7 +45,7 @@ def make_example(tokens: Any, answers: dict[int, int], load: int, **others: Any)
 
 
 def draw(name: str, seed: int, index: int) -> np.random.Generator:
-    """Return the random generator of one example, independent of other tasks, seeds and indices."""
+    """Return the random generator of one example."""
     return np.random.default_rng([zlib.crc32(name.encode()), seed, index])
 
 
@@ -57,7 +55,7 @@ def within(rng: np.random.Generator, span: tuple[int, int]) -> int:
 
 
 def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
-    """Return the minimum and maximum. Raises ValueError naming the argument."""
+    """Return the minimum and maximum. Raises ValueError."""
     low, high = value if isinstance(value, (tuple, list)) else (value, value)
     holds = isinstance(low, int) and minimum <= low <= high
     require(holds, name, f"at least {minimum}, or a minimum and maximum", value)
@@ -65,7 +63,7 @@ def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
 
 
 def integer(name: str, value: int, minimum: int) -> int:
-    """Return an integer. Raises ValueError naming the argument."""
+    """Return an integer. Raises ValueError."""
     require(isinstance(value, int) and value >= minimum, name, f"an integer of at least {minimum}", value)
     return value
 

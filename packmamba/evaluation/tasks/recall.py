@@ -1,7 +1,5 @@
 """Recall and copying of random symbols, and parity as a negative control."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, span, within
@@ -12,8 +10,8 @@ Pairs = list[tuple[list[int], list[int]]]
 class MultiQueryRecall:
     """MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
 
-    Gaps between pairs and queries follow a power law, by which most keys return early. The lower half of the ids are keys, the
-    upper half values, also between queries. Published: ``vocab_size=8192``, (length, num_pairs) (64, 4), (128, 8), (256, 16).
+    Gaps follow a power law: most keys return early. The lower half of the ids are keys, the upper half values, also between
+    queries. Published: ``vocab_size=8192``, (length, num_pairs) (64, 4), (128, 8), (256, 16).
     """
 
     POWER = 0.01
@@ -41,7 +39,7 @@ class MultiQueryRecall:
 class Induction:
     """Induction heads (Mamba, arXiv 2312.00752): a second mark at the document's end asks for the first one's successor.
 
-    ``length`` counts both marks; the largest id is the mark. Published: length 256, tested to 2**20; vocabulary 16.
+    The largest id is the mark. Published: length 256, tested to 2**20; vocabulary 16.
     """
 
     def __init__(self, length: Span = (128, 256), vocab_size: int = 16) -> None:
@@ -60,8 +58,8 @@ class Induction:
 class FuzzyRecall:
     """Fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to three tokens.
 
-    Each document has its own eight motifs; a key seen before asks for its value, and no other key has its first token. Half the
-    ids are keys', half values'. Published: vocabulary 16, length 128.
+    A document has eight; a key seen before asks for its value, and no other key has its first token. Half the ids are keys',
+    half values'. Published: vocabulary 16, length 128.
     """
 
     KEYS, MOTIF = 8, 3
@@ -105,7 +103,7 @@ class NoisyRecall:
 def _recall(
     rng: np.random.Generator, pairs: Pairs, length: int, noise: float = 0, others: tuple[int, int] = (0, 0)
 ) -> Example:
-    """Draw pairs, and noise of other ids, up to a length; ask for the value of a key seen before."""
+    """Draw pairs, and noise of other ids; ask for the value of a key seen before."""
     tokens: list[int] = []
     answers: dict[int, int] = {}
     seen: set[int] = set()
@@ -125,8 +123,8 @@ def _recall(
 class SelectiveCopying:
     """Selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844): repeat ``num_data`` tokens among noise in order.
 
-    ``length`` counts the tokens before the markers that ask for them; the two largest ids are noise and marker. Published: 16
-    data tokens in 4096 (Mamba) or 256 (MAD), vocabulary 16.
+    ``length`` excludes the markers that ask for them; the two largest ids are noise and marker. Published: 16 data tokens in
+    4096 (Mamba) or 256 (MAD), vocabulary 16.
     """
 
     def __init__(self, num_data: Span = 16, length: Span = (128, 256), vocab_size: int = 16) -> None:

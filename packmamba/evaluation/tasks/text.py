@@ -1,6 +1,4 @@
-"""Tasks on text, whose ids are bytes: passkey retrieval, and multiple choice of the next line of code."""
-
-from __future__ import annotations
+"""Tasks on text, whose ids are bytes."""
 
 import functools
 import math
@@ -23,8 +21,8 @@ def standard_library() -> Iterable[tuple[str, str]]:
 class Passkey:
     """Passkey retrieval: code holds a line ``KEY_abc = 12345`` and other keys, and ends with ``print(KEY_abc) # ``.
 
-    ``length`` counts bytes, with two further keys and the question; the key of ``digits`` digits stands at a share ``depth`` of
-    it (None: one of 0.1, 0.5, 0.9). ``load`` is the distance from the key's line to the end of the question.
+    ``length`` is in bytes, keys and question included; the key of ``digits`` digits stands at a share ``depth`` of it (None:
+    0.1, 0.5 or 0.9). ``load`` is the distance from the key's line to the end of the question.
     """
 
     vocab_size, of_bytes, chance = 256, True, 0.1
@@ -68,8 +66,8 @@ class Passkey:
 class NextLine:
     """Multiple choice on real code: which of four lines follows about ``context`` bytes of a file?
 
-    The wrong lines stand in the same file with the same indentation, differ by less than a third in length, and do not stand
-    in the context, whose length is ``load``. A package has at most ``per_package`` items.
+    The wrong lines stand in the same file with the same indentation, differ by less than a third in length, and are not in the
+    context, whose length is ``load``. A package has at most ``per_package`` items.
     """
 
     vocab_size, of_bytes = 256, True
@@ -92,7 +90,7 @@ class NextLine:
         require(bool(self.items), "documents", f"lines with {num_choices - 1} others like them", documents)
 
     def example(self, seed: int, index: int) -> Example:
-        """Return item ``index`` (modulo their number) with its choices in an order drawn from the seed."""
+        """Return item ``index`` (modulo their number), choices in an order of the seed."""
         rng = draw("next_line order", seed, index)
         context, right, wrong = self.items[index % len(self.items)]
         answer = int(rng.integers(self.num_choices))
@@ -128,7 +126,7 @@ class NextLine:
 
 @functools.cache
 def _size_class(length: int) -> int:
-    """Return a class of lengths that differ by less than a third. Windows around the right line would put it in their middle."""
+    """Return a class of lengths that differ by less than a third; windows would have the right line in their middle."""
     return int(math.log(length, 4 / 3))
 
 
