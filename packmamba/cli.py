@@ -1,4 +1,4 @@
-"""Commands: ``packmamba <command>``, or ``python run.py <command>``. Each imports what it needs."""
+"""Commands of ``packmamba`` and ``python run.py``. Each imports what it needs."""
 
 import dataclasses
 import glob
@@ -8,7 +8,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Optional
 
@@ -106,7 +106,7 @@ def sweep(words: list[str]) -> None:
 
 
 def demo(words: list[str]) -> None:
-    """Train a small model in seven arms of batching schemes on a CPU, in minutes, and compare them."""
+    """Train a small model in seven arms of batching schemes on a CPU, and compare them."""
     sweep([str(CONFIGS / "demo.yaml"), *words])
 
 
@@ -118,9 +118,9 @@ def evaluate(words: list[str]) -> None:
     from packmamba.evaluation.load import load_model, read_config
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
     from packmamba.evaluation.registry import evaluate as run
-    from packmamba.records import append_record, check_writable, has_records, make_record, read_records, write_items
+    from packmamba.records import append_record, check_writable, make_record, write_items
     from packmamba.report.html import format_table
-    from packmamba.training.run_id import RunLock
+    from packmamba.training.run_id import RunLock, records_of
 
     data = OmegaConf.create({"data": dataclasses.asdict(read_config(folder).data)})
     config = resolve(EvalConfig, [(data, folder), *read_layers(None, overrides)])
@@ -144,7 +144,7 @@ def evaluate(words: list[str]) -> None:
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
             settings = {"name": name, "options": contexts[name].options, **decisive}
             digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
-            found = [r for r in read_records(output) if r["config"].get("id") == digest] if has_records(output) else []
+            found = [r for r in records_of(output, "evaluation") if r["config"].get("id") == digest]
             if not found:
                 begun = time.perf_counter()
                 known = name in EVALUATIONS
@@ -159,7 +159,7 @@ def evaluate(words: list[str]) -> None:
 
 
 def _harness(names: list[str], config: EvalConfig, known: Any) -> Any:
-    """Return a function that runs a task of lm-evaluation-harness. Raises ConfigError for an unknown name."""
+    """Return a function that runs a task of lm-evaluation-harness."""
     if not names:
         return None
     try:
@@ -239,13 +239,8 @@ def leakcheck(words: list[str]) -> int:
     """Check if anything crosses a document boundary in a model, also a Hugging Face one; exit status 1 if so."""
     (folder,), overrides = split(words, RUN, 1, 1)
     config = load(LeakcheckConfig, None, overrides)
-    import torch
-
-    from packmamba.data.batch import PackedBatch
     from packmamba.evaluation.load import load_model
     from packmamba.isolation import leakcheck as check
-    from packmamba.layout import SequenceLayout
-    from packmamba.training.boundary import BOUNDARIES
 
     published = Path(folder, "config.json")
     try:
@@ -260,14 +255,9 @@ def leakcheck(words: list[str]) -> int:
         else:
             model = load_model(folder, config.device, config.dtype)
             trainer, own = model.config.trainer, model.model
-
-            def as_trained(tokens: Any, lengths: Sequence[int]) -> Any:
-                layout = SequenceLayout.from_lengths([list(lengths)], row_length=tokens.shape[1]).to(tokens.device)
-                batch = PackedBatch(tokens, tokens, torch.ones_like(tokens).bool(), layout)
-                return own.lm_head(BOUNDARIES[trainer.boundary](**trainer.boundary_options).hidden(own, batch))
-
             plain = not model.trained or trainer.boundary == "reset"
-            result = check(own if plain else as_trained, vocab_size=len(own.lm_head.weight), lengths=config.lengths)
+            call = own if plain else lambda *given: trainer.scheme().logits(own, *given)
+            result = check(call, vocab_size=len(own.lm_head.weight), lengths=config.lengths)
             if not plain:
                 result.boundaries = f"trainer.boundary={trainer.boundary}, as in training"
     except (ValueError, TypeError, OSError) as error:
@@ -368,7 +358,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str, type | str | N
 
 
 def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[str], list[str]]:
-    """Split words into arguments, runs' names completed, and ``key=value`` overrides."""
+    """Split words into arguments, runs' names completed, and overrides."""
     arguments = [newest(word) for word in words if "=" not in word]
     if dashed := [word for word in words if word.startswith("--")]:
         raise UserError(f"expected key=value, got {dashed[0]}; keys have no dashes")
@@ -384,7 +374,6 @@ def newest(name: str) -> str:
 
 
 def help_of(command: str, prog: str) -> Iterator[str]:
-    """Yield a command's usage, and its keys by section."""
     function, usage, schema = COMMANDS[command]
     yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
     config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
@@ -404,7 +393,7 @@ def help_of(command: str, prog: str) -> Iterator[str]:
 
 
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
-    """Run a command; return its exit status. A user's error is one line."""
+    """Run a command; return its exit status."""
     words = sys.argv[1:] if argv is None else [*argv]
     try:
         if words[:1] == ["--version"]:

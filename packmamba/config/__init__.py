@@ -1,4 +1,4 @@
-"""Configuration: one dataclass per section, YAML files and ``key=value`` overrides, validated once."""
+"""Configuration: a dataclass per section, YAML files and ``key=value``, validated once."""
 
 from packmamba.config.load import (
     CONFIGS,

@@ -1,4 +1,4 @@
-"""Read configurations from YAML files and ``key=value``, and validate them once."""
+"""Read and validate configurations."""
 
 import dataclasses
 import difflib
@@ -9,6 +9,7 @@ import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "confi
 CONFIGURATION = "configuration.yaml"  # in a run's folder
 OLD_KEYS = {f"data.{old}": f"data.{new}" for old, new in RENAMED["data"].items()}
 OLD_KEYS |= {"experiment": "output", "only": "arms=[...] and grid.seed=[...]"}
-# Words of OmegaConf's errors, and the values that are valid.
+# Words of OmegaConf's errors, and valid values.
 TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "to string": "text", "None": "a value"}
 TYPES |= {"List": "a list such as [a,b]", "": "keys and values, or a list, as in the defaults"}
 BOUNDS = {"low": ("at least", operator.ge), "above": ("above", operator.gt), "high": ("at most", operator.le)}
@@ -34,7 +35,7 @@ to_dict = dataclasses.asdict
 
 
 def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None) -> Schema:
-    """Build ``schema`` from defaults, a YAML file for ``command`` and overrides; validate it."""
+    """Build ``schema`` from defaults, a YAML file for ``command`` and overrides."""
     return resolve(schema, read_layers(path, overrides, command))
 
 
@@ -82,13 +83,14 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
 
 
 def _instead(key: str, config: Any) -> str:
-    """Return a hint at a key's new name, the same name in another section, or the nearest."""
+    """Return a hint at a key's new name, other section, or nearest name."""
     if key in OLD_KEYS:
         return f"; rename it to {OLD_KEYS[key]}"
     section, _, name = key.rpartition(".")
-    known = [prefix + field.name for prefix, one in sections_of(config) for field in dataclasses.fields(one)]
-    same = [other for other in known if other.rpartition(".")[2] == name]
-    return suggest(key, same or [other for other in known if other.rpartition(".")[0] == section], 0 if same else 0.6)
+    known = [(prefix, field.name) for prefix, one in sections_of(config) for field in dataclasses.fields(one)]
+    same = [prefix + other for prefix, other in known if other == name]
+    near = [prefix + other for prefix, other in known if prefix.rstrip(".") == section]
+    return suggest(key, same or near, 0 if same else 0.6)
 
 
 def validate(config: Schema) -> Schema:
@@ -97,7 +99,7 @@ def validate(config: Schema) -> Schema:
     for prefix, section in sections_of(config):
         for key in dataclasses.fields(section):
             _check(prefix + key.name, getattr(section, key.name), **key.metadata.get("limits", {}))
-        for problem in section.problems() if hasattr(section, "problems") else ():
+        for problem in getattr(section, "problems", tuple)():
             raise ConfigError(problem)
     if isinstance(config, Config):
         _check_rules(config)
@@ -105,7 +107,7 @@ def validate(config: Schema) -> Schema:
 
 
 def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dataclasses inside with the prefix of their keys, the outermost last."""
+    """Yield the dataclasses inside with their prefix, the outermost last."""
     for key in dataclasses.fields(config):
         value = getattr(config, key.name)
         for name, section in value.items() if isinstance(value, dict) else [("", value)]:
@@ -152,7 +154,7 @@ def _check_rules(config: Config) -> None:
     one = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto" and trainer.accelerator in ON_GPU
     graphs = one and precision in ("32-true", "bf16-mixed", "bf16-true") and config.ops.backend in ("auto", "cuda")
     shuffles = stream and strategy.pads and data.row_length and not boundary.continues
-    only: dict[str, tuple[Any, str]] = {  # keys that have their defaults, unless
+    only: dict[str, tuple[Any, str]] = {  # keys at their defaults, unless
         "data.unit": (data.source == "packages", "data.source=packages"),
         "data.streams": (splits, "data.strategy=concat_split"),
         "data.stagger": (stream and splits, "in streams of concat_split"),
@@ -186,7 +188,6 @@ def value_of(name: str, config: Any) -> Any:
 
 
 def suggest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
-    """Return a hint at the nearest known name, or all."""
     names = [str(one) for one in known]
     close = difflib.get_close_matches(str(name), names, 1, cutoff)
     return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(names) or 'none'}"
@@ -209,7 +210,7 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
     """Read a YAML file for a command; a shipped one from any folder."""
     try:
         loaded = OmegaConf.load(path if Path(path).exists() else CONFIGS.parent / path)
-    except Exception as error:  # of the file system, of YAML
+    except Exception as error:
         raise ConfigError(f"{path}: expected a YAML file, got {' '.join(str(error).split())}") from None
     if not isinstance(loaded, DictConfig) or not loaded:
         raise ConfigError(f"{path}: expected keys and values, got {'a list' if loaded else 'an empty file'}")
@@ -220,9 +221,7 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
 
 
 def parse_override(override: str) -> DictConfig:
-    try:
+    with suppress(Exception):  # of YAML
         if override.partition("=")[0].strip(" .") and "=" in override:
             return OmegaConf.from_dotlist([override])
-    except Exception:  # of YAML
-        pass
     raise ConfigError(f"expected key=value with a YAML value, got '{override}'")

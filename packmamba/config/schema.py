@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-# Registries, imported when a key is validated.
+# Registries, imported when keys are validated.
 BOUNDARIES = "packmamba.training.boundary:BOUNDARIES"
 LENGTH_DISTRIBUTIONS = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 MIXERS = "packmamba.nn.mixers:MIXERS"
@@ -43,7 +43,7 @@ def registry(place: Any) -> Any:
 
 
 def options(function: Callable[..., Any]) -> list[str]:
-    """Return names of a function's arguments with defaults."""
+    """Return a function's arguments with defaults."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
 
@@ -57,8 +57,8 @@ class DataConfig:
     subset: Optional[str] = key(None, "Configuration of the dataset (huggingface).")
     split: str = key("train", "Split of the dataset, such as train[:10%] (huggingface).")
     tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json.")
-    begin_token: Optional[str] = key("<s>", "Token before every document; null for none.")
-    end_token: Optional[str] = key("</s>", "Token after every document; null for none.")
+    begin_token: Optional[str] = key("<s>", "Token before every document; null: none.")
+    end_token: Optional[str] = key("</s>", "Token after every document; null: none.")
     validation_fraction: float = key(0.05, "Fraction of files (text) or documents held out.", above=0, high=0.99)
     distribution: str = key("documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS)
     num_documents: int = key(10000, "Number of synthetic documents, or of a task's examples.", low=1)
@@ -66,20 +66,20 @@ class DataConfig:
     task: Optional[str] = key(None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
-    num_proc: Optional[int] = key(None, "Threads that tokenize; null: one per core, at most 16.", low=1)
+    num_proc: Optional[int] = key(None, "Threads that tokenize; null: a core each, at most 16.", low=1)
     batching: str = key("matched", "Arrange a step's documents, or fill rows (stream).", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
-    row_length: Optional[int] = key(1024, "Tokens of a row, padding included; null (single, padded): no limit.", low=1)
+    row_length: Optional[int] = key(1024, "Tokens of a row with padding; null (single, padded): no limit.", low=1)
     overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
     buffer: int = key(4096, "Window of greedy, in documents.", low=1)
     streams: int = key(1, "Parallel streams of concat_split.", low=1)
-    stagger: bool = key(False, "Begin each stream inside its first document (concat_split, batching stream).")
+    stagger: bool = key(False, "Begin streams inside a document (concat_split, batching stream).")
     shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (batching stream).", low=1)
-    tokens_per_step: int = key(4096, "Tokens of an optimizer step; with batching=stream, padding included.", low=1)
+    tokens_per_step: int = key(4096, "Tokens of an optimizer step; with padding under batching=stream.", low=1)
     cut_documents: Optional[int] = key(None, "Cut training documents to this length.", low=1)
-    cut_at_steps: bool = key(True, "Cut documents so that each step holds exactly tokens_per_step (matched).")
+    cut_at_steps: bool = key(True, "Cut documents so that steps hold exactly tokens_per_step (matched).")
     max_tokens_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
-    validation_documents: Optional[int] = key(None, "Documents to validate on; null for all held out.", low=1)
+    validation_documents: Optional[int] = key(None, "Documents to validate on; null: all held out.", low=1)
     num_workers: int = key(0, "Processes that prepare batches; 0 for none.", low=0)
 
     @property
@@ -97,7 +97,7 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    vocab_size: Optional[int] = key(None, "Rows of the embedding; null for the corpus's vocabulary.", low=1)
+    vocab_size: Optional[int] = key(None, "Rows of the embedding; null: the corpus's vocabulary.", low=1)
     d_model: int = key(128, "Width of the residual stream.", low=1)
     n_layer: int = key(2, "Number of blocks.", low=1)
     mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
@@ -113,7 +113,7 @@ class ModelConfig:
 
     def of_mixer(self) -> dict[str, Any]:
         keys = {name: getattr(self, name) for name in MIXER_KEYS if name in options(registry(MIXERS)[self.mixer])}
-        if self.mixer != "mamba1":  # keys at mamba1's defaults stand for the mixer's own
+        if self.mixer != "mamba1":  # mamba1's defaults stand for the mixer's own
             keys = {name: value for name, value in keys.items() if value != getattr(type(self), name)}
         return keys | self.mixer_options
 
@@ -126,9 +126,9 @@ class OptimizerConfig:
     betas: list[float] = key([0.9, 0.95], "Decay rates of AdamW's moments.", check=TWO_RATES)
     weight_decay: float = key(0.1, "Of matrices alone.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
-    schedule_steps: Optional[int] = key(None, "Steps of the learning rate schedule; null: trainer.max_steps.", low=1)
+    schedule_steps: Optional[int] = key(None, "Steps of the schedule; null: trainer.max_steps.", low=1)
     final_lr_fraction: float = key(0.1, "Fraction of the peak at the cosine's end.", low=0, high=1)
-    grad_clip: Optional[float] = key(1.0, "Maximum gradient norm; null for no clipping.", above=0)
+    grad_clip: Optional[float] = key(1.0, "Maximum gradient norm; null: no clipping.", above=0)
 
 
 @dataclass
@@ -139,8 +139,8 @@ class TrainerConfig:
     max_steps: int = key(200, "Optimizer steps.", low=1)
     validate_every: int = key(50, "Steps between validations.", low=1)
     average_snapshots: int = key(1, "Average the weights of this many steps.", low=1)
-    average_share: float = key(0.1, "Last fraction of the steps, over which snapshots are spaced.", low=0, high=1)
-    evaluate_every: Optional[int] = key(None, "Steps between evaluations; null for only at the end.", low=1)
+    average_share: float = key(0.1, "Last fraction of the steps, which has these.", low=0, high=1)
+    evaluate_every: Optional[int] = key(None, "Steps between evaluations; null: at the end.", low=1)
     checkpoint_every: int = key(50, "Steps between checkpoints.", low=1)
     log_every: int = key(10, "Steps between logged points.", low=1)
     loggers: list[Any] = key(["csv", "tensorboard"], "csv, tensorboard, wandb, mlflow or class paths.", check=LOGGERS)
@@ -152,9 +152,13 @@ class TrainerConfig:
     num_nodes: int = key(1, "Machines, each started by torchrun or SLURM.", low=1)
     strategy: str = key("auto", "Over several devices; auto is ddp.", choices=("auto", "ddp", "fsdp2"))
     cuda_graphs: bool = key(False, "Replay micro-batches as CUDA graphs: faster for small models.")
-    deterministic: bool = key(False, "Give the same bits again, on a CPU or one GPU; slower.")
+    deterministic: bool = key(False, "Give the same bits again, on a CPU or one GPU.")
     init_from: Optional[str] = key(None, "Initial weights: folder of a run or checkpoint, or <sweep>:<arm>.")
     threads: Optional[int] = key(None, "CPU threads; null: PyTorch's default, or 1 if deterministic.", low=1, high=1024)
+
+    def scheme(self) -> Any:
+        """Make the boundary scheme."""
+        return registry(BOUNDARIES)[self.boundary](**self.boundary_options)
 
 
 @dataclass

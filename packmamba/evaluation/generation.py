@@ -40,18 +40,17 @@ def generate(
         if not isinstance(count, Integral) or count < minimum:
             raise ValueError(f"{name}: expected an integer of at least {minimum}, got {count!r}")
     if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature: expected at least 0 and finite, got {temperature}")
+        raise ValueError(f"temperature: expected at least 0, got {temperature}")
     if not 0 < top_p <= 1 or (temperature == 0 and top_p < 1):
         raise ValueError(f"top_p: expected above 0 and at most 1 (1 with temperature=0), got {top_p}")
     if not texts:
         return []
-    finals: dict[int, DocumentState | None] = {}
+    finals: dict[int, DocumentState] = {}
     hidden = read_to_the_end(model, texts, max_slots, finals)
     with torch.inference_mode():
         states = list(InitialStates(model, [finals[i] for i in range(len(texts))]))
     draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]
-    new: list[list[int]] = [[] for _ in texts]
-    active = list(range(len(texts)))
+    new, active = [list[int]() for _ in texts], list(range(len(texts)))
     while active:
         uniform = torch.tensor([draws[i].random() for i in active], dtype=torch.float64)
         sampled = _sample(model, hidden, temperature, top_p, uniform).tolist()

@@ -39,7 +39,7 @@ def token_losses(
 
 
 def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]], list[dict[str, float]]]:
-    """Return each document's sums of losses at positions [edges[i], edges[i + 1]), from 1, and means over documents."""
+    """Return each document's sums of losses at positions [edges[i], edges[i + 1]), from 1, and means over all."""
     spans = list(zip(edges, edges[1:]))
     parts = [[some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses]
     sums = [[float(part.sum()) for part in own] for own in parts]
@@ -53,15 +53,12 @@ def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]]
 
 
 class Validation(NamedTuple):
-    """Validation documents, their numbers in the corpus, and an evaluation's options."""
-
     corpus: Corpus
     numbers: list[int]
     documents: list[np.ndarray]
     options: dict[str, int]
 
     def items(self, which: Iterable[int], **columns: Sequence[Any]) -> list[dict[str, Any]]:
-        """Return these documents' items, with their entries of columns."""
         found = []
         for i, *values in zip(which, *columns.values(), strict=True):
             group = {} if self.corpus.groups is None else {"group": int(self.corpus.groups[self.numbers[i]])}
@@ -81,7 +78,7 @@ OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
     "long_context": {"window": (None, 2), "most": (64, 2), "context": (0, 0), "documents": (1, 1), "groups": (1, 1)},
     "remembrance": {"length": (None, 4)},
 }
-"""For each evaluation its integer options: default (None: the row length) and minimum."""
+"""Integer options of evaluations: default (None: the row length) and minimum."""
 
 
 def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
@@ -92,8 +89,8 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     for option, (default, minimum) in known.items():
         value = context.options.get(option, (context.data.row_length or 1024) if default is None else default)
         if type(value) is not int or value < minimum:
-            key = f"{context.key}.{name}.{option}"
-            raise ConfigError(f"{key}: expected an integer of at least {minimum}, got {value!r}")
+            expected = f"an integer of at least {minimum}, got {value!r}"
+            raise ConfigError(f"{context.key}.{name}.{option}: expected {expected}")
         options[option] = value
     if vocab_size is None:
         return None
@@ -112,7 +109,7 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate loss, bits per byte and loss by position; the loss as trained too."""
     texts = validation("perplexity", context, len(model.lm_head.weight))
     losses = {"": token_losses(model, texts.documents, context.max_slots)}
-    boundary = context.boundary()
+    boundary = context.trainer.scheme()
     if boundary.as_trained:
         rows = TrainingLayoutReader(texts.documents, context.data, boundary)
         losses["_as_trained"] = token_losses(model, texts.documents, passes=rows.read(model))
@@ -122,10 +119,8 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     edges = [2**i for i in range(max(targets).bit_length() + 1)]
     columns: dict[str, Any] = {"targets": targets, "bytes": sizes}
     for suffix, some in losses.items():
-        columns |= {
-            "nats" + suffix: [float(one.sum()) for one in some],
-            "octaves" + suffix: by_position(edges, some)[0],
-        }
+        columns["nats" + suffix] = [float(one.sum()) for one in some]
+        columns["octaves" + suffix] = by_position(edges, some)[0]
     items = texts.items(range(len(targets)), **columns)
     nats, total = sum(columns["nats"]), sum(targets)
     bits_per_byte = nats / math.log(2) / sum(sizes) if all(sizes) else float("nan")
@@ -146,8 +141,8 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
 def _by_group(key: str, sums: Sequence[str], items_of: list[dict[str, Any]]) -> list[dict[str, float]]:
     points: dict[tuple[Any, ...], dict[str, float]] = {}
     for item in items_of:
-        place = {key: item[key], "group": item["group"]}
-        point = points.setdefault(tuple(place.values()), {**place, "documents": 0, **dict.fromkeys(sums, 0.0)})
+        place = {key: item[key], "group": item["group"], "documents": 0, **dict.fromkeys(sums, 0.0)}
+        point = points.setdefault((item[key], item["group"]), place)
         point["documents"] += 1
         for name in sums:
             point[name] += item[name]
@@ -155,7 +150,7 @@ def _by_group(key: str, sums: Sequence[str], items_of: list[dict[str, Any]]) -> 
 
 
 def positions(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate loss by position, in buckets that double from a sixteenth of a window to ``most`` windows."""
+    """Evaluate loss by position, in buckets from a sixteenth of a window to ``most`` windows."""
     texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
     edges = sorted({1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))} - {0})
@@ -192,12 +187,11 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     curve = []
     for k in dict.fromkeys(windows):
         at = [place for place, found in enumerate(windows) if found == k]
-        gain, loss = (float(np.mean(of)) for of in ([items[i]["gain"] for i in at], [full[i] for i in at]))
-        reached = {"documents": len(at), "groups": len({groups[which[i]] for i in at})}
-        curve.append({"windows": k, "gain": gain, "loss": loss, **reached})
-    metrics = {f"gain_{point['windows']}": point["gain"] for point in curve} | {
-        "documents": float(len(texts.documents))
-    }
+        point = {"windows": k, "gain": float(np.mean([items[i]["gain"] for i in at]))}
+        point |= {"loss": float(np.mean([full[i] for i in at])), "documents": len(at)}
+        curve.append(point | {"groups": len({groups[which[i]] for i in at})})
+    metrics: Any = {f"gain_{point['windows']}": point["gain"] for point in curve}
+    metrics["documents"] = float(len(texts.documents))
     return texts.result(metrics, "context_gain", curve, items, key="windows", sums=["gain"], items_of=items)
 
 
@@ -214,7 +208,6 @@ def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
     starts = sorted({0, *shares.values(), *doublings, *(length - t for t in doublings)} - {length})
 
     def distributions(start: int) -> Tensor:
-        """Return next-token distributions (documents, vocabulary) after documents without their first tokens."""
         hidden = read_to_the_end(model, [texts.documents[i][start:length] for i in reach], context.max_slots)
         return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
 

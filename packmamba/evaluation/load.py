@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, TrainerConfig, load_config, registry
-from packmamba.config.schema import BOUNDARIES
+from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, TrainerConfig, load_config
 from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from packmamba.nn import MambaLM
 from packmamba.records import read_records
@@ -36,12 +35,11 @@ from packmamba.integrations.transformers import patch
 model = patch(AutoModelForCausalLM.from_pretrained("{name}"))
 ```
 """
-DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 
 @dataclass
 class LoadedModel:
-    """A model in evaluation mode, with its run's configuration if ``trained``, else the defaults."""
+    """A model in evaluation mode; its run's configuration if ``trained``, else defaults."""
 
     model: MambaLM
     config: Config
@@ -105,7 +103,7 @@ def model_card(loaded: LoadedModel) -> str:
 
 @dataclass
 class EvalContext:
-    """Hold what an evaluation uses besides the model; ``options`` are those of configuration key ``key``."""
+    """Hold what an evaluation uses besides the model; ``options`` are of key ``key``."""
 
     data: DataConfig
     tokenizer: Tokenizer | None
@@ -115,10 +113,6 @@ class EvalContext:
     options: dict[str, Any] = field(default_factory=dict)
     key: str = "options"
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
-
-    def boundary(self) -> Any:
-        """Return the boundary scheme of the training."""
-        return registry(BOUNDARIES)[self.trainer.boundary](**self.trainer.boundary_options)
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Packed forward passes over documents, of one batch shape: products of other sizes may sum in another order."""
+"""Packed forward passes over documents, of one batch shape, which decides how products sum."""
 
 import bisect
 import functools
@@ -24,26 +24,25 @@ DocumentState = tuple[list[tuple[Tensor, ...]], int]
 Pass = list[tuple[Any, int, Tensor]]
 """Pieces that a pass read: the segment's owner, position of the first token, activations (n, d_model)."""
 
-SLOTS_PER_STATE = 64  # slots per final state of a pass: a state is as large as some tens of tokens
+SLOTS_PER_STATE = 64  # of a pass, for each final state that it keeps
 HEAD_ROWS = 512  # minimum rows of logits at a time
-GPU_LOGITS = 1 << 25  # logits at a time on a GPU, where a small vocabulary's launches outlast its products
+GPU_LOGITS = 1 << 25  # at a time on a GPU, where a small vocabulary's launches outlast its products
 
 
 @dataclass
 class Segment:
-    """A document's tokens from ``first`` on, read from ``start`` (None: zero); ``finish`` makes segments of the final state."""
+    """A document's tokens from ``first`` on, read from ``start`` (None: zero); ``finish`` takes the final state."""
 
     owner: Any
     tokens: Any
     start: DocumentState | None = None
-    finish: "Callable[[DocumentState], list[Segment]] | None" = None
+    finish: "Callable[[DocumentState], list[Segment] | None] | None" = None
     first: int = 0
 
     def length(self, max_slots: int) -> int:
         return min(max_slots, len(self.tokens) - self.first)
 
     def keeps(self, max_slots: int) -> bool:
-        """Return True if the final state of the next pass is used."""
         return self.finish is not None or len(self.tokens) - self.first > max_slots
 
 
@@ -85,22 +84,17 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
 
 
 def read_documents(model: MambaLM, documents: Sequence[Any], max_slots: int) -> Iterator[Pass]:
-    """Read each document from a zero state; its number owns its pieces."""
     return packed_forward(model, [Segment(i, d) for i, d in enumerate(documents) if len(d)], max_slots)
 
 
 def read_to_the_end(
-    model: MambaLM, documents: Sequence[Any], max_slots: int, finals: dict[int, DocumentState | None] | None = None
+    model: MambaLM, documents: Sequence[Any], max_slots: int, finals: dict[int, DocumentState] | None = None
 ) -> Tensor:
     """Return (documents, d_model), activations of last tokens; ``finals`` receives final states."""
-
-    def store(i: int, final: DocumentState) -> list[Segment]:
-        finals[i] = final  # type: ignore[index]
-        return []
-
     last: dict[int, Tensor] = {}
-    finishes = [None if finals is None else functools.partial(store, i) for i in range(len(documents))]
-    segments = [Segment(i, document, finish=finishes[i]) for i, document in enumerate(documents)]
+    segments = [Segment(i, document) for i, document in enumerate(documents)]
+    for i, segment in enumerate(segments):
+        segment.finish = None if finals is None else functools.partial(finals.__setitem__, i)
     for pieces in packed_forward(model, segments, max_slots):
         last |= {i: hidden[-1].clone() for i, _, hidden in pieces}
     return torch.stack([last[i] for i in range(len(documents))])
@@ -111,50 +105,41 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[
     lengths = [segment.length(max_slots) for segment in segments]
     layout = to_device(SequenceLayout.from_lengths([lengths], row_length=max_slots), device)
     tokens = torch.zeros(1, max_slots, dtype=torch.int64)
-    ids = [np.asarray(s.tokens[s.first : s.first + length], np.int64) for s, length in zip(segments, lengths)]
-    tokens[0, : sum(lengths)] = torch.from_numpy(np.concatenate(ids))
+    ids = np.concatenate([s.tokens[s.first : s.first + length] for s, length in zip(segments, lengths)])
+    tokens[0, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
     starts = [segment.start for segment in segments]
     states = None if all(start is None for start in starts) else InitialStates(model, starts)
     kept = [number for number, segment in enumerate(segments) if segment.keeps(max_slots)]
+    options: Any = {"states": states, "return_states": bool(kept), "return_hidden": True}
     with torch.inference_mode():
-        out = model(
-            to_device(tokens, device), layout=layout, states=states, return_states=bool(kept), return_hidden=True
-        )
+        out = model(to_device(tokens, device), layout=layout, **options)
         hidden, finals = out if kept else (out, [])
         index = to_device(torch.tensor(kept, dtype=torch.int64), device)
         pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
     pieces, following = [], []
-    for number, (segment, part) in enumerate(zip(segments, hidden[0].split([*lengths, max_slots - sum(lengths)]))):
+    for number, (segment, part) in enumerate(zip(segments, hidden[0, : len(ids)].split(lengths))):
         pieces.append((segment.owner, segment.first, part))
-        if segment.first + len(part) < len(segment.tokens):
-            following.append(replace(segment, start=(pool, kept.index(number)), first=segment.first + len(part)))
+        end = segment.first + len(part)
+        if end < len(segment.tokens):
+            following.append(replace(segment, start=(pool, kept.index(number)), first=end))
         elif segment.finish:
-            following += segment.finish((pool, kept.index(number)))
+            following += segment.finish((pool, kept.index(number))) or []
     return pieces, following
 
 
 def to_device(part: Any, device: torch.device) -> Any:
-    """Copy to a device, to a GPU without waiting."""
     return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
 
 
 class InitialStates(Sequence):
-    """Gather documents' initial states by layer, on access."""
+    """Documents' initial states, gathered by layer."""
 
     def __init__(self, model: MambaLM, starts: Sequence[DocumentState | None]) -> None:
         self.mixers = [layer.mixer for layer in model.backbone.layers]
-        self.documents = len(starts)
-        pools: dict[int, tuple[Any, list[int], list[int]]] = {}
-        for number, start in enumerate(starts):
-            if start is not None:
-                _, rows, places = pools.setdefault(id(start[0]), (start[0], [], []))
-                rows.append(start[1])
-                places.append(number)
-        device = model.lm_head.weight.device
-        self.pools = [
-            (pool, to_device(torch.tensor(rows), device), to_device(torch.tensor(places), device))
-            for pool, rows, places in pools.values()
-        ]
+        self.documents, self.pools = len(starts), list[Any]()
+        for pool in {id(start[0]): start[0] for start in starts if start}.values():
+            places = [(start[1], i) for i, start in enumerate(starts) if start and start[0] is pool]
+            self.pools.append((pool, *to_device(torch.tensor(places), model.lm_head.weight.device).unbind(1)))
 
     def __len__(self) -> int:
         return len(self.mixers)
@@ -170,7 +155,7 @@ class InitialStates(Sequence):
 
 
 class TrainingLayoutReader:
-    """Read documents in rows of a run's strategy, as long as the longest if it splits none, under its boundary scheme."""
+    """Read documents in rows of a run's strategy, under its boundary scheme."""
 
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
         lengths = np.array([len(document) for document in documents])
@@ -191,10 +176,11 @@ class TrainingLayoutReader:
                 hidden = self.boundary.hidden(model, batch)
             pieces: Pass = []
             for row, activations in zip(rows, hidden):
-                of, slot = range(*plan.row_offsets[row : row + 2]), 0
-                for document, start, length in zip(plan.document[of], plan.start[of], plan.length[of]):
-                    pieces.append((int(document), int(start), activations[slot : slot + length]))
-                    slot += length
+                of = slice(*plan.row_offsets[row : row + 2])
+                documents, starts, lengths = (
+                    column[of].tolist() for column in (plan.document, plan.start, plan.length)
+                )
+                pieces += zip(documents, starts, activations[: sum(lengths)].split(lengths))
             yield pieces
 
 
@@ -225,9 +211,7 @@ def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any
     for asked in filter(None, passes):
         owners, parts, wanted = zip(*asked)
         hidden = torch.cat(parts)
-        targets = to_device(
-            torch.from_numpy(np.concatenate([np.asarray(some, np.int64) for some in wanted])), hidden.device
-        )
+        targets = to_device(torch.from_numpy(np.concatenate(wanted).astype(np.int64)), hidden.device)
         values, best = [hidden.new_zeros(0, dtype=torch.float64)], [targets[:0]]
         for rows, log_p in log_probabilities(model, hidden):
             values.append(log_p.gather(1, targets[rows, None]).squeeze(1).double())

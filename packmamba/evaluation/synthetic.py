@@ -1,4 +1,4 @@
-"""Evaluate a model on a task's examples: accuracy and loss of its answers, by length and by load."""
+"""Evaluate a model on a task's examples: accuracy and loss, by length and by load."""
 
 import functools
 import json
@@ -80,7 +80,6 @@ def summarize(items: Items) -> tuple[dict[str, float], Curves]:
 
 
 def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate a task's answers from zero states, and under the training's boundary scheme."""
     task = make_task(name, context, len(model.lm_head.weight))
     total = getattr(task, "num_examples", None) or context.examples
     count = min(context.examples, total)
@@ -88,7 +87,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
     examples = [task.example(context.seed, number) for number in numbers]
     if getattr(task, "of_bytes", False) and not isinstance(context.tokenizer, (ByteTokenizer, type(None))):
         examples = [tokenize(example, context.tokenizer) for example in examples]
-    boundary = context.boundary()
+    boundary = context.trainer.scheme()
     rows = TrainingLayoutReader([example.tokens for example in examples], context.data, boundary)
     annotate: Any = getattr(task, "annotate", lambda *_: {})
     items, predicted = answer(model, examples, context.max_slots)

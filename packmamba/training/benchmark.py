@@ -1,4 +1,4 @@
-"""Time optimizer steps of several arms in turns, in one process."""
+"""Time optimizer steps of several arms in turns."""
 
 import operator
 import time
@@ -33,7 +33,7 @@ class Arm:
         _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
 
     def step(self, number: int) -> tuple[float, int, int]:
-        """Take step ``number``, from 0; return seconds, tokens and slots."""
+        """Take a step, from 0; return seconds, tokens and slots."""
         step = self.steps[number].to(self.fabric.device)
         seconds = timing.seconds(lambda: self.take(step, number), self.fabric.device)
         return seconds, step.num_tokens, step.num_slots

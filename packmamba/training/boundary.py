@@ -3,7 +3,7 @@
 Arguments of a constructor, all with defaults, are the keys of ``trainer.boundary_options``.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -21,33 +21,37 @@ States = list[State]  # by layer, tensors of documents (S, ...) or rows (B, ...)
 
 
 class Boundary:
-    """Start every document from zero, or from the learned states. A scheme overrides what differs."""
+    """Start every document from zero, or from the learned states."""
 
-    continues = False  # row b of a batch continues row b of the one before: needs data.strategy=concat_split
-    as_trained = True  # validate a second time, with documents arranged and read as in training
-    stateful = False  # see StatefulBoundary
+    continues = False  # row b of a batch continues that of the one before: needs concat_split
+    as_trained = True  # validate a second time, as in training
+    stateful = False
     sharded = True  # works with trainer.strategy=fsdp2
     least_rows = 1  # of a batch
-    step = 0  # the optimizer step, from 0, of the next batches
+    step = 0  # of the next batches, from 0
 
     @property
     def name(self) -> str:
         return next((name for name, scheme in BOUNDARIES.items() if type(self) is scheme), type(self).__name__)
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
-        """Return where documents start for convolutions and for recurrences."""
+        """Return the layouts of convolutions and of recurrences."""
         return layout, layout
 
     def hidden(self, model: MambaLM, batch: PackedBatch) -> Tensor:
-        """Compute the activations (B, L, d_model) that the head takes."""
+        """Compute the head's input (B, L, d_model)."""
         conv, ssm = self.layouts(batch.layout)
         return model(batch.tokens, layout=batch.layout, conv_layout=conv, ssm_layout=ssm, return_hidden=True)
+
+    def logits(self, model: MambaLM, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+        """Compute logits (1, L, V) of one row."""
+        layout = SequenceLayout.from_lengths([list(lengths)], tokens.shape[1]).to(tokens.device)
+        return model.lm_head(self.hidden(model, PackedBatch(tokens, tokens, tokens >= 0, layout)))
 
     def reset(self) -> None:
         """Forget all batches."""
 
     def measures(self) -> dict[str, float]:
-        """Return numbers to log and record."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -59,9 +63,9 @@ class Boundary:
 
 
 class Reset(Boundary):
-    """Start every document, or piece of one, from zero (the paper)."""
+    """Start every document from zero (the paper)."""
 
-    as_trained = False  # every run is validated so
+    as_trained = False
 
 
 class Leak(Boundary):
@@ -88,16 +92,15 @@ class LeakScan(Leak):
 class StatefulBoundary(Boundary):
     """Start documents from detached final states of earlier batches' rows (truncated backpropagation through time).
 
-    CUDA graphs replay ``forward``: it takes tensors alone, and a layout's ``shape``, ``starts`` and ``offsets``.
+    CUDA graphs replay ``forward``: it reads a layout's ``shape``, ``starts`` and ``offsets`` alone.
     """
 
     stateful = True
     sharded = False
-    # Return a state for each row (B, ...), without gradient.
+    # Return a state for each row (B, ...), detached; from those, of each document (S, ...).
     incoming: Callable[[MambaLM, PackedBatch], States]
-    # Return the state that each document starts from (S, ...), from those.
     initial_states: Callable[[MambaLM, SequenceLayout, States], States]
-    # Take the final state of each row's last document (B, ...), detached; meaningless for a row without documents.
+    # Take the final state of each row's last document (B, ...), any for an empty row.
     store: Callable[[PackedBatch, States], None]
 
     def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
@@ -116,15 +119,13 @@ class StatefulBoundary(Boundary):
 
 
 class RowStates(NamedTuple):
-    """Final states of each row's last document (B, ...)."""
-
     states: States
-    positions: Tensor  # (B,) int32 on the CPU, the document's tokens so far; -1 without a document
+    positions: Tensor  # (B,) int32 on the CPU, where it ended; -1 without a document
     step: int
 
 
 class Carry(StatefulBoundary):
-    """Continue a document cut at a row's end from its own state in the next batch."""
+    """Continue a document that a row cut from its own state."""
 
     continues = True
 
@@ -141,7 +142,7 @@ class Carry(StatefulBoundary):
         if stored is None or len(stored.positions) != layout.shape[0] or (stored.positions[rows] != offsets).any():
             expected = [] if stored is None else stored.positions.tolist()
             given = dict(zip(rows.tolist(), offsets.tolist()))
-            raise ValueError(f"layout: expected documents to continue at {expected}, by row, got {given}")
+            raise ValueError(f"layout: expected documents to continue at {expected}, got {given}")
         self.age = self.step - stored.step
         return self.exchange(stored, fresh)
 
@@ -182,7 +183,7 @@ class Carry(StatefulBoundary):
 
 
 class CarryScan(Carry):
-    """Continue the state of a document's recurrence; start its convolution fresh."""
+    """Continue the state of the recurrence; start the convolution fresh."""
 
     def continued(self, incoming: States, fresh: States) -> States:
         return [(*new[:-1], old[-1]) for old, new in zip(incoming, fresh)]
@@ -198,7 +199,7 @@ class StatePassing(Carry):
         if len(rows) < 2:
             return fresh
         rows = rows[stored.positions[rows].argsort(stable=True)]
-        ring = torch.cat([rows[::2], rows[1::2].flip(0)])  # up by every other row, and down by those between
+        ring = torch.cat([rows[::2], rows[1::2].flip(0)])  # up by every other row, down by those between
         return index_states(stored.states, torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1)))
 
 
@@ -261,7 +262,7 @@ class FittedNoise(Carry):
 
 
 class StatePassingWithinRow(StatefulBoundary):
-    """Start each document that follows another in its row from a row's final state in the previous batch."""
+    """Start each document but its row's first from a row's final state in the previous batch."""
 
     stored: States | None = None
 
@@ -269,8 +270,7 @@ class StatePassingWithinRow(StatefulBoundary):
         rows = batch.layout.shape[0]
         if self.stored is None:
             return map_states(Tensor.detach, model.start_states(rows))
-        count = len(self.stored[0][-1])
-        return self.stored if count == rows else index_states(self.stored, torch.arange(rows) % count)
+        return index_states(self.stored, torch.arange(rows) % len(self.stored[0][-1]))
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         rows, row_length = row_of(layout), layout.shape[1]
@@ -294,28 +294,28 @@ class StatePassingWithinRow(StatefulBoundary):
 
 
 def on_host(layout: SequenceLayout) -> SequenceLayout:
-    """Return the layout on the CPU, without a wait if it came from there."""
+    """Return the layout on the CPU, without waiting if it came from there."""
     while layout.device.type != "cpu":
         layout = layout.origin or layout.to("cpu")
     return layout
 
 
 def last_documents(layout: SequenceLayout) -> Tensor:
-    """Return each row's last document (B,), any for an empty row."""
+    """Return each row's last document (B,)."""
     rows, row_length = layout.shape
     ends = torch.arange(1, rows + 1, dtype=torch.int32, device=layout.device) * row_length
     return (torch.searchsorted(layout.starts, ends) - 1).clamp(min=0)
 
 
 def end_positions(layout: SequenceLayout) -> Tensor:
-    """Return the position at which each row's last document ends (B,), -1 for an empty row."""
+    """Return where each row's last document ends (B,), -1 for an empty row."""
     last = last_documents(layout)
     here = layout.rows[last] == torch.arange(layout.shape[0], device=layout.device)
     return torch.where(here, (layout.offsets + layout.lengths)[last], -1).to(torch.int32)
 
 
 def row_of(layout: SequenceLayout) -> Tensor:
-    """Return each document's row (S,), any for one that a CUDA graph's layout lacks."""
+    """Return each document's row (S,)."""
     return (layout.starts // layout.shape[1]).clamp(max=layout.shape[0] - 1)
 
 

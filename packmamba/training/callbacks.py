@@ -9,6 +9,7 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from packmamba.config import Config
-from packmamba.data.batch import PackedBatch, StepBatch
+from packmamba.data.batch import StepBatch
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import Tokenizer, load_tokenizer
 from packmamba.errors import ConfigError, UserError
@@ -46,7 +47,7 @@ class SavedCallback(Callback):
 
 
 class RunMetrics(SavedCallback):
-    """Count tokens, slots and seconds of training steps, keep curves, and stop at a loss that is not finite."""
+    """Count tokens, slots and seconds, keep curves, and stop at a loss that is not finite."""
 
     WARMUP_STEPS = 3  # of each process, not in ``timed``
     COUNTS = {"real_tokens": "num_tokens", "slots": "num_slots", "targets": "num_targets", "documents_behind": "num_behind",
@@ -74,7 +75,6 @@ class RunMetrics(SavedCallback):
         self.on_train_start()
 
     def _count(self, wait: bool = True, **amounts: float) -> None:
-        """Add amounts and the seconds since the last call."""
         if wait and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         now = time.perf_counter()
@@ -106,7 +106,7 @@ class RunMetrics(SavedCallback):
             self.check_finite(trainer, module)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:
-        """Stop the run if a loss since the last check is not finite, unless a loss scale skips such steps."""
+        """Stop if a loss since the last check is not finite, unless a loss scale skips such steps."""
         finite = torch.isfinite(torch.stack(self._unchecked_losses)).tolist() if self._unchecked_losses else []
         self._unchecked_losses.clear()
         if not all(finite) and self.diverged is None and not module.scaled:
@@ -152,15 +152,13 @@ class CheckpointFile(TorchCheckpointIO):
 
 
 class Stopped(UserError):
-    """A run was stopped, with a checkpoint that it resumes from."""
-
     def __init__(self, step: int, max_steps: int, signum: int) -> None:
         super().__init__(f"stopped after step {step} of {max_steps}, with a checkpoint; the same command resumes it")
         self.step, self.status = step, 128 + signum if signum > 1 else 3  # 1: by ``stop``
 
 
 class Checkpoint(LightningCheckpoint):
-    """Save after validation, and keep the two newest; a signal or ``stop`` ends the run with a checkpoint."""
+    """Save after validation; a signal or ``stop`` ends the run with a checkpoint."""
 
     def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
         self.folder, self.metrics, self.stop = folder, metrics, stop
@@ -234,7 +232,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint that loads, None without any. Raises ConfigError if none loads."""
+    """Return the newest checkpoint that loads. Raises ConfigError if none of several does."""
     refused = None
     for path in reversed(checkpoints(folder)):
         try:
@@ -249,7 +247,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
 
 
 class Average(SavedCallback):
-    """Average the weights of ``snapshots`` steps spaced evenly over the last ``share`` of the run."""
+    """Average the weights of steps spaced evenly over the last ``share`` of the run."""
 
     SAVED = ("taken", "mean")
 
@@ -269,7 +267,7 @@ class Average(SavedCallback):
 
 
 class LeakCheck(Callback):
-    """Check documents of a batch's lengths at a process's first step, and every ``every`` steps (0: never)."""
+    """Check a batch's documents at a process's first step, and every ``every`` steps (0: never)."""
 
     def __init__(self, every: int, metrics: RunMetrics) -> None:
         self.every, self.metrics = every, metrics
@@ -282,19 +280,15 @@ class LeakCheck(Callback):
 
 
 def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) -> None:
-    """Raise UserError where documents of the layout's fullest row leak, its first eight."""
+    """Raise UserError where the first documents of the layout's fullest row leak."""
     rows = layout.rows.cpu()
     lengths = layout.lengths.cpu()[rows == rows.mode().values][:8].tolist() if len(rows) else []
     if len(lengths) < 2 or boundary.stateful or any(used != layout for used in boundary.layouts(layout)):
         return
 
-    def logits(tokens: Tensor, lengths: list[int]) -> Tensor:
-        row = SequenceLayout.from_lengths([lengths], tokens.shape[1]).to(tokens.device)
-        with eager():
-            return model.lm_head(boundary.hidden(model, PackedBatch(tokens, tokens, tokens >= 0, row)))
-
     try:
-        result = leakcheck(logits, vocab_size=len(model.lm_head.weight), lengths=lengths)
+        with eager():
+            result = leakcheck(partial(boundary.logits, model), vocab_size=len(model.lm_head.weight), lengths=lengths)
     except ValueError as error:  # such as logits that are not finite
         logger.warning("trainer.leakcheck_every: a batch could not be checked: %s", error)
         return
@@ -330,7 +324,6 @@ class Evaluations(SavedCallback):
             trainer.strategy.barrier()
 
     def evaluate(self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None) -> dict[str, EvalResult]:
-        """Add numbers to the curve, null where not finite, and log them."""
         step, more = trainer.global_step, {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}
         contexts = {name: evaluation_context(self.config, name, **more) for name in self.config.evaluations}
         results = {name: evaluate(name, model, context) for name, context in contexts.items()}

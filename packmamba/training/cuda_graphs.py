@@ -12,16 +12,16 @@ from packmamba.data.batch import PackedBatch
 from packmamba.layout import SequenceLayout
 from packmamba.ops.cuda import one_capture
 
-ROW_MULTIPLE = 128  # rows are padded to a multiple of this: fewer shapes, each of which is captured once
+ROW_MULTIPLE = 128  # to which rows are padded, for fewer shapes
 MAX_GRAPHS = 64  # further shapes are computed eagerly
-ABSENT = 2**31 - 1  # start and end of documents that are absent
+ABSENT = 2**31 - 1  # start and end of absent documents
 
 Loss = Callable[..., tuple[Tensor, ...]]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Shape of a graph: slots, maximum number of documents and their maximum length, offset included."""
+    """Slots, maximum number of documents, and their maximum length, offset included."""
 
     rows: int
     row_length: int
@@ -35,24 +35,20 @@ class Shape:
         row_length = -(-row_length // ROW_MULTIPLE) * ROW_MULTIPLE
         longest = 1 << max(0, (batch.layout.longest or ABSENT) - 1).bit_length()
         longest = longest if longest <= row_length else ABSENT  # that of continued documents grows
-        documents = 4 ** -(-max(0, batch.layout.num_documents - 1).bit_length() // 2)  # rounded up to a power of four
+        documents = 4 ** -(-max(0, batch.layout.num_documents - 1).bit_length() // 2)  # a power of four
         return cls(rows, row_length, documents, longest, accumulates)
 
     @property
     def slots(self) -> tuple[int, int, bool]:
-        """Return the key of the graph, which is kept with the largest maxima so far."""
         return self.rows, self.row_length, self.accumulates
 
 
 class StaticBatch:
-    """Hold a batch at fixed addresses."""
-
     def __init__(self, shape: Shape, device: torch.device) -> None:
         slots = (shape.rows, shape.row_length)
         starts, ends, offsets = (torch.zeros(shape.documents, dtype=torch.int32, device=device) for _ in range(3))
-        # All slots are computed: how many hold tokens is not part of the shape.
+        # All slots are computed, whatever holds tokens.
         layout = SequenceLayout(slots, starts, ends, offsets, shape.rows * shape.row_length, shape.longest)
-        # A leak flows through padding too, which nothing reads.
         layout.flowing = SequenceLayout.from_rows(*slots, device=device)
         tokens, targets = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
         self.batch = PackedBatch(tokens, targets, torch.zeros(slots, dtype=torch.bool, device=device), layout)
@@ -85,8 +81,8 @@ class Captured(NamedTuple):
 class BatchGraphs:
     """Replay forward and backward passes of batches, captured at a shape's first batch.
 
-    While one is captured, nothing may hold a loss of an earlier batch with its autograd graph. ``loss``, of a batch and perhaps
-    further tensors, returns the sum over its targets, (B, L) that of each slot, and perhaps further tensors without gradient.
+    Meanwhile nothing may hold a loss of an earlier batch with its autograd graph. ``loss``, of a batch and perhaps further
+    tensors, returns the sum over its targets, (B, L) that of each slot, and perhaps further tensors without gradient.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:
@@ -138,15 +134,15 @@ class BatchGraphs:
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compiles, and lets libraries allocate
+            for _ in range(2):  # compile and allocate
                 self._set_gradients(None)
                 self._run(static.batch, static.num_targets, *inputs)
         current.wait_stream(stream)
         self._set_gradients(self.sums if shape.accumulates else None)
-        torch.clear_autocast_cache()  # a weight that was cast before would be the graph's forever
+        torch.clear_autocast_cache()  # else weights that were cast before stay
         gc.collect()  # autograd's leftovers belong to other streams
         graph = torch.cuda.CUDAGraph()
-        # Other threads pin the next batches' memory meanwhile.
+        # thread_local: others pin the next batches' memory.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), one_capture():
             results = self._run(static.batch, static.num_targets, *inputs)
         torch.clear_autocast_cache()

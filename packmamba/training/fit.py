@@ -1,4 +1,4 @@
-"""Train one run, from a configuration to its record; the same call resumes it."""
+"""Train one run, from a configuration to its record."""
 
 import ctypes
 import inspect
@@ -36,18 +36,17 @@ from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name
 from packmamba.training import callbacks, run_id
-from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.callbacks import RunMetrics
 from packmamba.training.lit_module import PackedLitModule
 
 logger = logging.getLogger(__name__)
-MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is reached by a few shapes of rows
+MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
 def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool] | None = None) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
-    Raises Stopped, with a checkpoint, on SIGTERM or Ctrl-C, or where ``stop`` returns True after a step.
+    Raises Stopped, with a checkpoint, on SIGTERM, Ctrl-C, or where ``stop`` is true after a step.
     """
     folder = run_id.run_folder(config)
     new = not folder.exists()
@@ -69,7 +68,7 @@ def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool
 
 @contextmanager
 def configured_runtime(config: Config) -> Iterator[None]:
-    """Set threads, determinism and the compiler's limits for one run."""
+    """Set threads, determinism and the compiler's limits."""
     trainer, threads, strict = config.trainer, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
     with suppress(AttributeError, OSError):  # large tensors reuse pages
@@ -78,7 +77,7 @@ def configured_runtime(config: Config) -> Iterator[None]:
         libc.mallopt(-4, 0)  # M_MMAP_MAX
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
-    torch.set_num_threads(trainer.threads or (1 if trainer.deterministic and on_cpu else threads))  # they decide sums
+    torch.set_num_threads(trainer.threads or (1 if trainer.deterministic and on_cpu else threads))
     try:
         if trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -193,13 +192,12 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
 
 
 def check_run(config: Config, vocab_size: int | None = None) -> None:
-    BOUNDARIES[config.trainer.boundary](**config.trainer.boundary_options)
+    config.trainer.scheme()
     for name in config.evaluations:
         check(name, callbacks.evaluation_context(config, name), vocab_size)
 
 
 def check_accelerator(config: Config) -> None:
-    """Raise ConfigError where the run needs a GPU and there is none."""
     key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
     if getattr(config.trainer, key) in (True, "gpu", "cuda") and not torch.cuda.is_available():
         raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none; change it")
@@ -235,7 +233,7 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
     except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"{'ops.' if reason.startswith('backend') else 'trainer: '}{reason}") from None
-    if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":  # Lightning would take bfloat16
+    if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":  # bfloat16 to Lightning
         raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
     disable_lightning_signals(trainer)
     return trainer
@@ -254,7 +252,7 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
         return FSDP2(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
     if options.strategy == "auto" and devices == 1:
         return "auto"
-    # Blocks compile one by one: splitting them at DDP's buckets only costs.
+    # Blocks compile one by one.
     torch._dynamo.config.optimize_ddp = False
     return DDPStrategy(gradient_as_bucket_view=True)
 
@@ -272,7 +270,7 @@ def quieten() -> None:
 
 
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
-    """Instantiate a class path, or ``class_path`` and ``init_args``, with ``defaults`` that the class takes."""
+    """Instantiate a class path, or ``class_path`` and ``init_args``, with ``defaults`` that it takes."""
     path, arguments = (spec, {}) if isinstance(spec, str) else (spec["class_path"], spec.get("init_args", {}))
     try:
         made = registry(":".join(path.rsplit(".", 1)))
@@ -298,12 +296,12 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
 
 
 def load_initial_weights(model: MambaLM, config: Config) -> int:
-    """Load the weights that ``trainer.init_from`` names; return their checksum."""
+    """Load the weights of ``trainer.init_from``; return their checksum."""
     source, checksum = str(config.trainer.init_from), 0
     path = Path(source)
     if not path.is_dir():
         folder, _, arm = source.rpartition(":")
-        runs = [r for r in run_id.training_records(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
+        runs = [r for r in run_id.records_of(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
         paths = {Path(folder) / "runs" / run_id.id_of(arm, record["config"]) for record in runs}
         if len(paths) != 1:
             expected = f"a model's folder, or <sweep>:<arm> with one run of seed {config.seed}"

@@ -1,4 +1,4 @@
-"""Train the runs of a sweep: here, in a process for each device slot, or as SLURM's jobs."""
+"""Train a sweep's runs: here, in a process for each device slot, or as SLURM's jobs."""
 
 import importlib.util
 import multiprocessing
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 
@@ -25,7 +25,7 @@ from packmamba.training.run_id import LEASE_SECONDS, Locked, RunLock, run_folder
 
 START_METHOD, CLUSTER = "spawn", "slurm"
 STOP_SECONDS = 10.0  # for a step and a checkpoint
-THREADS = 4  # maximum of a run on a GPU; of a run on a CPU under jobs=auto
+THREADS = 4  # at most, of a run on a GPU or under jobs=auto
 
 
 class Outcome(NamedTuple):
@@ -33,12 +33,12 @@ class Outcome(NamedTuple):
     why: str = ""
 
 
-# Called with a run and its place when it begins (no outcome), and when it has ended.
-Report = Callable[[Config, Optional[Outcome], str], None]
+BEGINS = Outcome("begins")
+Report = Callable[..., None]  # of a run, outcome and place
 
 
 def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Outcome:
-    """Train a run, which ``stop`` may stop after each step; an error is its outcome."""
+    """Train a run, which ``stop`` may stop after each step."""
     try:
         with RunLock(run_folder(config), wait):
             metrics = fit(config, progress, lambda _: stop())["metrics"]
@@ -47,7 +47,7 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
     except Locked as error:
         return Outcome("locked", str(error))
     except Stopped as stopped:
-        if stopped.status > 128:  # by a signal to this process
+        if stopped.status > 128:  # by a signal
             raise KeyboardInterrupt from None
         return Outcome("stopped", f"after step {stopped.step}")
     except UserError as error:
@@ -59,8 +59,8 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
 
 def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
     for config in configs:
-        report(config, None, "")
-        report(config, train(config, progress), "")
+        report(config)
+        report(config, train(config, progress))
 
 
 class Slot(NamedTuple):
@@ -70,7 +70,7 @@ class Slot(NamedTuple):
 
 
 def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
-    """Return slots on the visible GPUs, in turn, or on shares of the cores."""
+    """Return slots on the visible GPUs, in turn, or on cores."""
     count = torch.cuda.device_count() if on_gpu else 0
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -81,7 +81,7 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
 
 
 def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")) -> None:
-    """Train runs in order, each in the next free slot. A worker that is killed fails its run alone.
+    """Train runs in order, each in the next free slot; a worker that is killed fails its run alone.
 
     ``STOP_SECONDS`` before the deadline, of ``time.monotonic``, runs stop with a checkpoint.
     """
@@ -92,13 +92,13 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
         pool = None
         while queue and not stop.is_set() and time.monotonic() < last:
             config = queue.popleft()
-            report(config, None, slot.name)
+            report(config, place=slot.name)
             pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
             try:
                 outcome = pool.submit(_train_in_worker, config, last).result()
             except BrokenProcessPool:
                 outcome = Outcome("stopped" if stop.is_set() else "failed", "its process was killed")
-            if outcome.state == "failed":  # the next run gets a fresh process
+            if outcome.state == "failed":  # a fresh process for the next
                 pool.shutdown(wait=False)
                 pool = None
             report(config, outcome, slot.name)
@@ -130,7 +130,7 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
     global _stop
     _stop = stop
     os.setsid()  # Ctrl-C is the parent's
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which SLURM sends to every process of a job
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM's
 
     def end_with_parent() -> None:
         while os.getppid() == parent:
@@ -145,19 +145,16 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
 
 
 def _train_in_worker(config: Config, last: float) -> Outcome:
-    """Train a run until ``last``; its output goes to ``output.txt`` in its folder."""
-    run_folder(config).mkdir(parents=True, exist_ok=True)
-    with open(run_folder(config) / "output.txt", "a") as file:
+    (folder := run_folder(config)).mkdir(parents=True, exist_ok=True)
+    with open(folder / "output.txt", "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     return train(config, False, lambda: _stop.is_set() or time.monotonic() > last)
 
 
 class Job:
-    """Train a run in a job, which submitit requeues when it is preempted or out of time."""
-
     def __call__(self, config: Config) -> Outcome:
-        return train(config, False, wait=1.25 * LEASE_SECONDS)  # for the lock of a job that was killed on another node
+        return train(config, False, wait=1.25 * LEASE_SECONDS)  # for the lock of a killed job on another node
 
     def checkpoint(self, config: Config) -> Any:
         from submitit.helpers import DelayedSubmission
@@ -186,6 +183,6 @@ def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, o
     for config, job in submitted:
         try:
             outcome = job.result()
-        except Exception as error:  # of submitit: the job failed, or was cancelled
+        except Exception as error:  # of submitit
             outcome = Outcome("failed", str(error).strip().splitlines()[-1])
         report(config, outcome, f"job {job.job_id}")

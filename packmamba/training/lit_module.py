@@ -1,4 +1,4 @@
-"""The Lightning module: the loss over real targets and the optimizer step."""
+"""The Lightning module: loss and optimizer step."""
 
 import random
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.training.boundary import BOUNDARIES, Boundary, Reset, StatefulBoundary, flatten_states, unflatten_states
+from packmamba.training.boundary import Boundary, Reset, StatefulBoundary, flatten_states, unflatten_states
 from packmamba.training.cuda_graphs import BatchGraphs
 from packmamba.training.optimizer import learning_rate, make_optimizer
 
@@ -29,7 +29,7 @@ START_TOKENS = 32
 
 
 class LossByPosition(Metric):
-    """Mean of losses (B, L): over all targets, over documents' first START_TOKENS, and by bucket of positions."""
+    """Mean of losses (B, L): of all targets, of documents' first START_TOKENS, by bucket of positions."""
 
     full_state_update = False
     sums: Tensor
@@ -43,7 +43,7 @@ class LossByPosition(Metric):
         self.register_buffer("edges", torch.tensor(POSITION_EDGES[1:]), persistent=False)
 
     def _apply(self, fn: Any, *arguments: Any, **options: Any) -> Any:
-        """Keep dtypes under precision bf16-true and 16-true: sums in bfloat16 stop growing."""
+        """Keep dtypes under precision bf16-true and 16-true: bfloat16 sums stop growing."""
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), *arguments, **options)
 
     def update(self, losses: Tensor, loss_mask: Tensor, position_indices: Tensor) -> None:
@@ -87,15 +87,16 @@ class PackedLitModule(lightning.LightningModule):
         self.automatic_optimization, self.compiled = False, compile
         if model is None:
             raise ConfigError("model: expected MambaLM's arguments or a module; pass your own module again")
-        validate(TrainerConfig(boundary=boundary, mean_over=mean_over))
+        trainer = validate(
+            TrainerConfig(boundary=boundary, boundary_options=boundary_options or {}, mean_over=mean_over)
+        )
         self.optimizer_config = validate(OptimizerConfig(lr=lr, **optimizer))
-        self.boundary, self.evaluation_boundary = (BOUNDARIES[boundary](**boundary_options or {}) for _ in range(2))
+        self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
         self.model: Any = MambaLM(**model) if isinstance(model, dict) else model
-        saved = {"boundary": boundary, "boundary_options": boundary_options, "lr": lr, "mean_over": mean_over}
-        saved |= {"cuda_graphs": cuda_graphs, "compile": compile, **optimizer}
-        own = {"model": dict(self.model.config)} if isinstance(self.model, MambaLM) else {}
-        self.save_hyperparameters({**saved, **own})
+        self.save_hyperparameters(ignore="model")
+        if isinstance(self.model, MambaLM):
+            self.save_hyperparameters({"model": dict(self.model.config)})
         if compile:
             cast(Any, self.model).compile_blocks()
         self.alone, self.as_trained = LossByPosition(), LossByPosition()
@@ -116,13 +117,11 @@ class PackedLitModule(lightning.LightningModule):
 
     def configure_model(self) -> None:
         if self.device_mesh is not None and not isinstance(self.model, FSDPModule):
-            mesh = self.device_mesh["data_parallel"]  # of float32 parameters; a block is gathered while it computes
-            for layer in self.model.backbone.layers:
-                fully_shard(layer, mesh=mesh)
-            fully_shard(self.model, mesh=mesh)
+            for part in (*self.model.backbone.layers, self.model):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Under a loss scale the fused step would unscale by itself, after clipping.
+        # Under a loss scale the fused step would unscale after clipping.
         fused = self.device.type in ("cpu", "cuda") and not self.scaled
         return make_optimizer(self.model, self.optimizer_config, fused)
 
@@ -140,7 +139,7 @@ class PackedLitModule(lightning.LightningModule):
     def _loss(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         layout, mask, weights = batch.layout, batch.loss_mask, None
         slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
-        if self.mean_over == "rows":  # the sum over the number of targets is the mean over rows of each row's mean
+        if self.mean_over == "rows":  # whose sum over the number of targets is the mean over rows
             of_row = mask.sum(1, keepdim=True)
             rows = (of_row > 0).sum().clamp(min=1)
             weights = (of_row.sum() / rows / of_row.clamp(min=1)).expand(mask.shape)
@@ -204,11 +203,11 @@ class PackedLitModule(lightning.LightningModule):
             torch.distributed.all_reduce(loss)  # the strategy's reduce would wait for all ranks
         every = getattr(self.trainer, "log_every_n_steps", None) or 1
         if number + 1 in (1, self.trainer.max_steps) or (number + 1) % every == 0:
-            # On the CPU, and only here: reading a GPU's number waits for it.
+            # On the CPU, and only here: it waits for the GPU.
             self.log("train/loss", loss.cpu(), prog_bar=True)
             logged: dict[str, Any] = {f"train/{name}": value for name, value in self.boundary.measures().items()}
-            logged |= {"train/learning_rate": self.learning_rate(number)}
-            logged |= {"data/padding_fraction": 1 - step.num_tokens / step.num_slots}
+            logged["train/learning_rate"] = self.learning_rate(number)
+            logged["data/padding_fraction"] = 1 - step.num_tokens / step.num_slots
             if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
                 logged["train/gradient_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
             self.log_dict({name: torch.tensor(float(value), dtype=torch.float64) for name, value in logged.items()})
@@ -255,7 +254,7 @@ class PackedLitModule(lightning.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self._trainer is None or self._trainer.state.fn != "fit":
-            return  # only a training that is resumed needs states and random numbers
+            return
         carried = checkpoint["carry"]
         if len(carried) != (ranks := self.trainer.world_size):
             raise ConfigError(f"trainer.devices: expected {len(carried)}, as the checkpoint has, got {ranks}")

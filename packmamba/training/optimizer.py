@@ -1,4 +1,4 @@
-"""Optimizers, gradient clipping and the learning rate schedule."""
+"""Optimizers, gradient clipping and the learning rate."""
 
 import math
 from collections.abc import Callable
@@ -14,34 +14,30 @@ from packmamba.nn import MambaLM
 
 def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     """AdamW (arXiv 1711.05101)."""
-    groups = model.weight_decay_groups(config.weight_decay)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.betas[0], config.betas[1]), fused=fused)
+    groups, (first, second) = model.weight_decay_groups(config.weight_decay), config.betas
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), fused=fused)
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw}
-"""Functions (model, config, fused, **options) -> optimizer, with the section ``optimizer`` and the keys of ``optimizer.options``.
-
-fused: a step may take ``grad_scale``.
-"""
+"""Functions (model, config, fused, **optimizer.options) -> optimizer; fused: a step may take ``grad_scale``."""
 
 
 def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     """Make the configured optimizer, which clips gradients when it steps."""
     optimizer = OPTIMIZERS[config.name](model, config, fused, **config.options)
-    if (limit := config.grad_clip) is not None:  # after float16's loss scale has been removed from the gradients
+    if (limit := config.grad_clip) is not None:  # after a loss scale is removed
         optimizer.register_step_pre_hook(lambda optimizer, *_: clip(optimizer, limit))
     return optimizer
 
 
 def clip(optimizer: Optimizer, limit: float) -> None:
-    """Scale gradients to a norm of at most ``limit``; keep their norm as ``gradient_norm``."""
+    """Scale gradients to a norm of at most ``limit``; keep it as ``gradient_norm``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     plain = all(type(g) is Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients)
     if optimizer.defaults.get("fused") and plain:
-        # The fused step divides gradients by this as it reads them.
         norm = get_total_norm(gradients)
-        optimizer.grad_scale = (norm / limit).clamp(min=1)  # type: ignore[attr-defined]
+        optimizer.grad_scale = (norm / limit).clamp(min=1)  # type: ignore[attr-defined]  # the step divides by it
     else:
         vars(optimizer).pop("grad_scale", None)
         norm = clip_grad_norm_(parameters, limit)
@@ -53,5 +49,5 @@ def learning_rate(config: OptimizerConfig, step: int, steps: float) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
-    cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
-    return config.lr * (config.final_lr_fraction + (1 - config.final_lr_fraction) * cosine)
+    cosine, last = (1 + math.cos(math.pi * min(progress, 1.0))) / 2, config.final_lr_fraction
+    return config.lr * (last + (1 - last) * cosine)

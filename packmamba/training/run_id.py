@@ -14,23 +14,22 @@ from packmamba.config import Config, to_dict
 from packmamba.errors import ConfigError
 from packmamba.records import LATER_KEYS, has_records, read_records
 
-SCHEMA_VERSION = 2  # raise it when a key's default changes: keys at their defaults are no part of an id
+SCHEMA_VERSION = 2  # raise it when a key's default changes
 SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
-# Keys that records leave out, and keys that do not decide a result (under trainer.deterministic, threads do).
+# Keys that records leave out, and that do not decide a result (threads do under trainer.deterministic).
 PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every", "trainer.loggers")
 EXCLUDED = (*PLACES, "data.num_workers", "trainer.log_every", "trainer.checkpoint_every", "trainer.threads")
-LEASE_SECONDS = 60.0  # a process that has not renewed its lock for so long has lost it
+LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost
 
 
 def flatten(values: Any) -> dict[str, Any]:
-    """Replace sections by dotted names."""
     sections = {name: values[name] for name in SECTIONS if isinstance(values.get(name), dict)}
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
-    return {**{name: value for name, value in values.items() if name not in sections}, **flat}
+    return {name: value for name, value in values.items() if name not in sections} | flat
 
 
 def recorded_config(config: Config) -> dict[str, Any]:
-    """Return the configuration of a record: without ``PLACES``, and later keys at their first values."""
+    """Return a record's configuration: without ``PLACES``, and later keys at their first values."""
     values = to_dict(config)
     for name in [*PLACES, *LATER]:
         section, _, key = name.rpartition(".")
@@ -69,9 +68,9 @@ def record_path(config: Config) -> Path:
     return run_folder(config) / "record.json" if config.output is None else Path(config.output) / "records.jsonl"
 
 
-def training_records(folder: str | Path) -> list[dict[str, Any]]:
+def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any]]:
     records = read_records(folder) if has_records(folder) else []
-    return [record for record in records if record["kind"] == "training"]
+    return [record for record in records if record["kind"] == kind]
 
 
 def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
@@ -80,7 +79,7 @@ def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
     records = {
         (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
         for folder in {folder for folder, *_ in wanted}
-        for record in training_records(folder)
+        for record in records_of(folder)
     }
     return [records.get(one) for one in wanted]
 
@@ -119,4 +118,4 @@ class RunLock:
     def check(self) -> None:
         """Raise Locked if another process took the folder while this one hung."""
         if self._lease.compromise is not None:
-            raise Locked(f"{self.folder} was taken by another process, as this one did not renew its lock")
+            raise Locked(f"{self.folder} was taken by another process while this one hung")

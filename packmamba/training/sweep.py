@@ -1,4 +1,4 @@
-"""Train every run of a grid of arms, keys and seeds; finished runs are skipped."""
+"""Train every run of a grid of arms, keys and seeds."""
 
 import copy
 import itertools
@@ -8,7 +8,7 @@ import statistics
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Optional
@@ -19,12 +19,12 @@ from packmamba.config import AUTO, Config, key, load, parse_override, read_yaml,
 from packmamba.config.load import ON_GPU
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
-from packmamba.records import METRICS, append_record, check_writable, has_records, read_records, write_sweep
+from packmamba.records import METRICS, append_record, check_writable, write_sweep
 from packmamba.training import launch
 from packmamba.training.benchmark import measure_throughput
 from packmamba.training.fit import check_accelerator, check_run
-from packmamba.training.launch import Outcome
-from packmamba.training.run_id import find_records, flatten, id_of, run_folder, run_id
+from packmamba.training.launch import BEGINS, Outcome
+from packmamba.training.run_id import find_records, flatten, id_of, records_of, run_folder, run_id
 
 
 @dataclass
@@ -43,10 +43,10 @@ class TuneConfig:
 
 @dataclass
 class SweepConfig:
-    output: str = key("runs/sweep", "Folder of the sweep's records, tables and report.")
+    output: str = key("runs/sweep", "Folder of records, tables and report.")
     name: Optional[str] = key(None, "Name in sweep.json; null for the file's.")
-    base: Optional[str] = key(None, "Configuration that every run starts from, relative to this file.")
-    common: dict[str, Any] = key({}, "Keys that every run sets, such as data.row_length: 512.")
+    base: Optional[str] = key(None, "Configuration that runs start from, relative to this file.")
+    common: dict[str, Any] = key({}, "Keys of every run, such as data.row_length: 512.")
     arms: dict[str, dict[str, Any]] = key({}, "Keys of each arm that is compared.", check=("at least one arm", bool))
     grid: dict[str, list[Any]] = key({}, "Values of keys, combined with every arm, such as seed: [0, 1].")
     evaluations: list[str] = key([], "Of every trained model, such as [next_line, passkey].")
@@ -54,7 +54,7 @@ class SweepConfig:
     plugins: list[str] = key([], "Python modules to import first.")
     throughput_rounds: int = key(0, "Time this many interleaved steps of all arms first.", low=0)
     train: bool = key(True, "Train the runs; false: only time them.")
-    baseline: Optional[str] = key(None, "Arm that tables compare with; null: the first of padded, single, packed.")
+    baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
     margin: Optional[float] = key(None, "Differences within ± this are equivalent.", above=0)
     primary: list[str] = key([], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'.")
     table: TableConfig = field(default_factory=TableConfig)
@@ -72,7 +72,7 @@ class SweepConfig:
         if self.baseline is not None and self.baseline not in self.arms:
             yield f"baseline: expected one of {', '.join(self.arms)} or null, got '{self.baseline}'"
         for contrast in self.primary:
-            if not set(contrast.split(" - ")) <= self.arms.keys() or contrast.count(" - ") > 1:
+            if not set(contrast.split(" - ", 1)) <= self.arms.keys():
                 yield f"primary: expected arms ({', '.join(self.arms)}) or '<arm> - <arm>', got '{contrast}'"
         if bool(self.tune.grid) != bool(self.tune.seeds):
             yield "tune: expected both grid and seeds, or neither"
@@ -85,15 +85,14 @@ class SweepConfig:
 
 
 def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
-    """Refuse a grid's key that gets values elsewhere too, and overrides of keys in which arms differ."""
+    """Refuse a grid's key that is set elsewhere too, and overrides of keys in which arms differ."""
     arms = {f"arms.{arm}": flatten(keys) for arm, keys in sweep.arms.items()}
     others = arms | overrides
     for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
         for name, (other, keys) in itertools.product(grid, others.items()):
             if _overlapping(name, keys):
-                raise ConfigError(
-                    f"{where}.{name}: expected a key that {other} does not set; give {where}.{name}=[...]"
-                )
+                expected = f"a key that {other} does not set; give {where}.{name}=[...]"
+                raise ConfigError(f"{where}.{name}: expected {expected}")
         others["grid"] = sweep.grid
     for origin, name in [(origin, name) for origin, keys in overrides.items() for name in keys]:
         values = [[keys[one] for one in _overlapping(name, keys)] for keys in arms.values()]
@@ -139,7 +138,7 @@ def _suffix(point: dict[str, Any]) -> str:
 
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each run; grid values become part of the arm's name."""
+    """Yield the keys of each run, whose name has the grid's values."""
     own = {name: it for name in ("plugins", "evaluations", "evaluation_options") if (it := getattr(sweep, name))}
     for point, (arm, keys) in itertools.product(_points(sweep.grid), sweep.arms.items()):
         place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
@@ -154,8 +153,8 @@ def _layer(keys: dict[str, Any]) -> DictConfig:
 
 
 def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
-    """Return the runs that choose an arm's values: for each combination, one with each seed."""
-    points, output = _points(tune.grid) if tune.grid else [], f"{config.output}/tuning"
+    """Return the runs that choose an arm's values, one of each seed for each combination."""
+    output, points = f"{config.output}/tuning", _points(tune.grid) if tune.grid else []
     keys = [{"name": config.name + _suffix(point), "output": output, **point} for point in points]
     return [[_with(config, **each, seed=seed) for seed in tune.seeds] for each in keys]
 
@@ -178,12 +177,12 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
             means[number] = statistics.fmean(values)
     if not means:
         raise Unfinished(f"no {' and '.join(tune.grid)} has a finite {tune.metric} with every seed")
-    best = (min if tune.best == "least" else max)(means, key=lambda number: means[number])
+    best = (min if tune.best == "least" else max)(means, key=means.__getitem__)
     return _with(config, **_points(tune.grid)[best])
 
 
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
-    """Time a sweep's arms, train each run without a record; return the folder of records.
+    """Time a sweep's arms, train runs without a record; return the folder of records.
 
     The deadline counts from ``begun``, of ``time.monotonic``. Raises Unfinished where some runs are not done.
     """
@@ -206,12 +205,11 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     _check_corpora([*trial_runs, *runs], progress)
     states: Counter[str] = Counter()
 
-    def report(config: Config, outcome: Outcome | None, place: str = "") -> None:
-        state, why = outcome or ("begins", "")
-        states[state] += 1
+    def report(config: Config, outcome: Outcome = BEGINS, place: str = "") -> None:
+        states[outcome.state] += 1
         if progress:
-            on = place and f" on {place}"
-            print(f"{config.name}, seed {config.seed}: {state}{on}{why and f': {why}'}", flush=True)
+            told = f"{outcome.state}{place and f' on {place}'}{outcome.why and f': {outcome.why}'}"
+            print(f"{config.name}, seed {config.seed}: {told}", flush=True)
 
     def train(wanted: list[Config]) -> None:
         """Train runs without a record, last those that start from others' weights."""
@@ -226,8 +224,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         for wave in filter(None, waves):
             start(wave, report=report)
 
-    records = read_records(sweep.output) if has_records(sweep.output) else []
-    timed = {id_of(record["arm"], record["config"]) for record in records if record["kind"] == "throughput"}
+    timed = {id_of(record["arm"], record["config"]) for record in records_of(sweep.output, "throughput")}
     if sweep.throughput_rounds and not timed.issuperset(map(run_id, arms)):
         for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
             append_record(Path(sweep.output) / "records.jsonl", record)
@@ -237,7 +234,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         if tune.grid:
             more["tuned"] = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds}
         if sweep.table != TableConfig():
-            more["table"] = asdict(sweep.table)
+            more["table"] = vars(sweep.table)
         write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)
     train(trial_runs)
     final = []
@@ -263,5 +260,5 @@ def _check_corpora(runs: list[Config], progress: bool) -> None:
         documents = repr(run.data)
         hashes[documents] = hashes.get(documents) or load_corpora(run.data, progress=progress).corpus_hash
         if record is not None and record["corpus_hash"] != hashes[documents]:
-            changed = f"data: the documents have changed since {run.name}, seed {run.seed}, was trained"
+            changed = f"data: the documents have changed since {run.name}, seed {run.seed}"
             raise ConfigError(f"{changed}; give another output, or remove its record and {run_folder(run)}")

@@ -45,12 +45,10 @@ def make_example(tokens: Any, answers: dict[int, int], load: int, **others: Any)
 
 
 def draw(name: str, seed: int, index: int) -> np.random.Generator:
-    """Return the random generator of one example."""
     return np.random.default_rng([zlib.crc32(name.encode()), seed, index])
 
 
 def within(rng: np.random.Generator, span: tuple[int, int]) -> int:
-    """Draw an integer of a span."""
     return int(rng.integers(*span, endpoint=True))
 
 

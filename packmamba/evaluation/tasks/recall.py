@@ -1,4 +1,4 @@
-"""Recall and copying of random symbols, and parity as a negative control."""
+"""Recall and copying of random symbols, and parity."""
 
 import numpy as np
 
@@ -10,8 +10,8 @@ Pairs = list[tuple[list[int], list[int]]]
 class MultiQueryRecall:
     """MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
 
-    Gaps follow a power law: most keys return early. The lower half of the ids are keys, the upper half values, also between
-    queries. Published: ``vocab_size=8192``, (length, num_pairs) (64, 4), (128, 8), (256, 16).
+    Gaps follow a power law: most keys return early. The lower half of the ids are keys. Published: ``vocab_size=8192``, (length,
+    num_pairs) (64, 4), (128, 8), (256, 16).
     """
 
     POWER = 0.01
@@ -58,8 +58,8 @@ class Induction:
 class FuzzyRecall:
     """Fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to three tokens.
 
-    A document has eight; a key seen before asks for its value, and no other key has its first token. Half the ids are keys',
-    half values'. Published: vocabulary 16, length 128.
+    A key seen before asks for its value, and no other has its first token. Half the ids are keys'. Published: vocabulary 16,
+    length 128.
     """
 
     KEYS, MOTIF = 8, 3
@@ -83,7 +83,7 @@ class FuzzyRecall:
 class NoisyRecall:
     """Noisy in-context recall (MAD, arXiv 2403.17844): pairs among noise; a key seen before asks for its value.
 
-    A quarter of the ids are keys, a quarter values, half noise. Published: vocabulary 32, noise 0.2, length 128.
+    A quarter of the ids are keys, a quarter values. Published: vocabulary 32, noise 0.2, length 128.
     """
 
     NOISE = 0.2
@@ -103,7 +103,6 @@ class NoisyRecall:
 def _recall(
     rng: np.random.Generator, pairs: Pairs, length: int, noise: float = 0, others: tuple[int, int] = (0, 0)
 ) -> Example:
-    """Draw pairs, and noise of other ids; ask for the value of a key seen before."""
     tokens: list[int] = []
     answers: dict[int, int] = {}
     seen: set[int] = set()
@@ -123,8 +122,7 @@ def _recall(
 class SelectiveCopying:
     """Selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844): repeat ``num_data`` tokens among noise in order.
 
-    ``length`` excludes the markers that ask for them; the two largest ids are noise and marker. Published: 16 data tokens in
-    4096 (Mamba) or 256 (MAD), vocabulary 16.
+    ``length`` excludes the markers that ask for them. Published: 16 data tokens in 4096 (Mamba) or 256 (MAD), vocabulary 16.
     """
 
     def __init__(self, num_data: Span = 16, length: Span = (128, 256), vocab_size: int = 16) -> None:

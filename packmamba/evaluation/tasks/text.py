@@ -21,8 +21,8 @@ def standard_library() -> Iterable[tuple[str, str]]:
 class Passkey:
     """Passkey retrieval: code holds a line ``KEY_abc = 12345`` and other keys, and ends with ``print(KEY_abc) # ``.
 
-    ``length`` is in bytes, keys and question included; the key of ``digits`` digits stands at a share ``depth`` of it (None:
-    0.1, 0.5 or 0.9). ``load`` is the distance from the key's line to the end of the question.
+    ``length`` is in bytes; the key of ``digits`` digits stands at a share ``depth`` of it (None: 0.1, 0.5 or 0.9). ``load`` is
+    the distance from the key's line to the end of the question.
     """
 
     vocab_size, of_bytes, chance = 256, True, 0.1
@@ -66,8 +66,8 @@ class Passkey:
 class NextLine:
     """Multiple choice on real code: which of four lines follows about ``context`` bytes of a file?
 
-    The wrong lines stand in the same file with the same indentation, differ by less than a third in length, and are not in the
-    context, whose length is ``load``. A package has at most ``per_package`` items.
+    Wrong lines are of the same file, indentation, and nearly the same length, and not in the context, whose length is ``load``.
+    A package has at most ``per_package`` items.
     """
 
     vocab_size, of_bytes = 256, True
@@ -126,7 +126,7 @@ class NextLine:
 
 @functools.cache
 def _size_class(length: int) -> int:
-    """Return a class of lengths that differ by less than a third; windows would have the right line in their middle."""
+    """Return a class of lengths that differ by less than a third."""
     return int(math.log(length, 4 / 3))
 
 
