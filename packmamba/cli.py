@@ -8,7 +8,7 @@ import os
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Optional
 
@@ -213,10 +213,11 @@ def export(words: list[str]) -> None:
     (folder, *target), _ = split(words, f"{RUN}, and a new folder", 1, 2)
     from packmamba.data.tokenizer import write_template, write_tokenizer
     from packmamba.evaluation.load import load_model, model_card
+    from packmamba.training.run_id import find_record, records_of
 
     model, path = load_model(folder, "cpu"), Path(*target or [folder, "huggingface"])
     if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
-        raise ConfigError(f"{path}: expected a new or empty folder; name another")
+        raise ConfigError(f"{path}: expected a new or empty folder")
     try:
         model.model.save_pretrained(path, format="huggingface")
     except ValueError as error:
@@ -226,12 +227,13 @@ def export(words: list[str]) -> None:
         write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token)
         if model.trained:
             write_template(path, data.begin_token, model.tokenizer.begin_id)
-        # Without eos_token_id, transformers takes 0, which may be any token.
+        # Without eos_token_id, transformers takes 0.
         ids = {"bos_token_id": model.tokenizer.begin_id, "eos_token_id": model.tokenizer.end_id}
-        published = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        published = json.loads((path / "config.json").read_text())
         for name, content in (("config.json", published | ids), ("generation_config.json", ids)):
-            (path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-    (path / "README.md").write_text(model_card(model), encoding="utf-8")
+            (path / name).write_text(json.dumps(content, indent=2) + "\n")
+    record = (records_of(folder) or [find_record(model.config)])[0] if model.trained else None
+    (path / "README.md").write_text(model_card(model, record), encoding="utf-8")
     print(f"Written: {path}, for transformers' AutoModelForCausalLM")
 
 
@@ -244,7 +246,7 @@ def leakcheck(words: list[str]) -> int:
 
     published = Path(folder, "config.json")
     try:
-        if published.is_file() and "model_type" in json.loads(published.read_text(encoding="utf-8")):
+        if published.is_file() and "model_type" in json.loads(published.read_text()):
             from transformers import AutoModelForCausalLM
 
             from packmamba.integrations.transformers import patch
@@ -373,9 +375,9 @@ def newest(name: str) -> str:
     return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else name
 
 
-def help_of(command: str, prog: str) -> Iterator[str]:
+def print_help(command: str, prog: str) -> None:
     function, usage, schema = COMMANDS[command]
-    yield f"usage: {prog} {command} {usage}\n\n{function.__doc__}"
+    print(f"usage: {prog} {command} {usage}\n\n{function.__doc__}")
     config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
     groups: dict[str, list[str]] = {"the first keys to set": [], "general": []}
     for prefix, section in sections_of(config) if config else ():
@@ -389,7 +391,7 @@ def help_of(command: str, prog: str) -> Iterator[str]:
             groups.setdefault(heading, []).append(wrapped)
     for heading, lines in groups.items():
         if lines:
-            yield "\n".join([f"\n{heading}:", *lines])
+            print(f"\n{heading}:", *lines, sep="\n")
 
 
 def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
@@ -408,7 +410,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         if command not in COMMANDS:
             raise UserError(f"expected a command, got '{command}'{suggest(command, COMMANDS)}")
         if {"-h", "--help"}.intersection(words):
-            print("\n".join(help_of(command, prog)))
+            print_help(command, prog)
             return 0
         if command in ("train", "sweep"):
             print("Loading PyTorch and Lightning ...", flush=True)

@@ -5,11 +5,11 @@ import difflib
 import functools
 import importlib
 import json
-import operator
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from operator import attrgetter, ge, gt, le
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,7 +28,7 @@ OLD_KEYS |= {"experiment": "output", "only": "arms=[...] and grid.seed=[...]"}
 # Words of OmegaConf's errors, and valid values.
 TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "to string": "text", "None": "a value"}
 TYPES |= {"List": "a list such as [a,b]", "": "keys and values, or a list, as in the defaults"}
-BOUNDS = {"low": ("at least", operator.ge), "above": ("above", operator.gt), "high": ("at most", operator.le)}
+BOUNDS = {"low": ("at least", ge), "above": ("above", gt), "high": ("at most", le)}
 ON_GPU = ("auto", "gpu", "cuda")
 Schema = TypeVar("Schema")
 to_dict = dataclasses.asdict
@@ -137,7 +137,7 @@ def _check_rules(config: Config) -> None:
 
     def need(holds: Any, name: str, expected: str) -> None:
         if not holds:
-            raise ConfigError(f"{name}: expected {expected}, got {shown(value_of(name, config))}")
+            raise ConfigError(f"{name}: expected {expected}, got {shown(attrgetter(name)(config))}")
 
     for key, given, known in (
         ("model.mixer_options", model.mixer_options, {*of_mixer} - {*MIXER_KEYS, "recompute", "backend"}),
@@ -165,8 +165,8 @@ def _check_rules(config: Config) -> None:
         **{f"model.{name}": (name in of_mixer, "with another mixer") for name in MIXER_KEYS},
     }
     for name, (allowed, where) in only.items():
-        default = value_of(name, Config())
-        need(allowed or value_of(name, config) == default, name, f"{shown(default)}, unless {where}")
+        default = attrgetter(name)(Config())
+        need(allowed or attrgetter(name)(config) == default, name, f"{shown(default)}, unless {where}")
     if boundary.continues:
         devices, turns, carries = trainer.devices * trainer.num_nodes, data.takes_turns, f"with {trainer.boundary}"
         rows = data.batch_rows if turns else data.streams // devices
@@ -181,10 +181,6 @@ def _check_rules(config: Config) -> None:
             need(alike, "data.max_tokens_per_batch", f"equal batches of a step's {data.step_rows} rows")
     need(not sharded or boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={trainer.boundary}")
     need(not sharded or precision in ("32-true", "bf16-mixed"), "trainer.precision", "32-true or bf16-mixed with fsdp2")
-
-
-def value_of(name: str, config: Any) -> Any:
-    return functools.reduce(getattr, name.split("."), config)
 
 
 def suggest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
@@ -211,7 +207,7 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
     try:
         loaded = OmegaConf.load(path if Path(path).exists() else CONFIGS.parent / path)
     except Exception as error:
-        raise ConfigError(f"{path}: expected a YAML file, got {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{path}: expected a YAML file, got {error}") from None
     if not isinstance(loaded, DictConfig) or not loaded:
         raise ConfigError(f"{path}: expected keys and values, got {'a list' if loaded else 'an empty file'}")
     kind = "bench" if "bench" in loaded else "sweep" if "arms" in loaded else "train"

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from packmamba.config import ConfigError
 from packmamba.data.token_store import Corpus, evaluation_documents, load_corpora
@@ -17,7 +16,6 @@ from packmamba.evaluation.packed_forward import (
     TrainingLayoutReader,
     log_probabilities,
     predict_documents,
-    read_documents,
     read_to_the_end,
 )
 from packmamba.nn import MambaLM
@@ -34,8 +32,8 @@ def token_losses(
         wanted = documents[i][start + 1 : end + 1]
         return slice(len(wanted)), wanted
 
-    passes = passes or read_documents(model, [document[:-1] for document in documents], max_slots)
-    return [losses for losses, _ in predict_documents(model, passes, targets, len(documents))]
+    inputs = [document[:-1] for document in documents]
+    return [losses for losses, _ in predict_documents(model, inputs, targets, max_slots, passes)]
 
 
 def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]], list[dict[str, float]]]:
@@ -207,7 +205,7 @@ def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
     doublings = [2**i for i in range((length - 1).bit_length())]
     starts = sorted({0, *shares.values(), *doublings, *(length - t for t in doublings)} - {length})
 
-    def distributions(start: int) -> Tensor:
+    def distributions(start: int) -> torch.Tensor:
         hidden = read_to_the_end(model, [texts.documents[i][start:length] for i in reach], context.max_slots)
         return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
 

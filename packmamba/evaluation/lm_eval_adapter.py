@@ -48,7 +48,7 @@ class PackMambaLM(TemplateLM):
             except (OSError, ValueError) as error:
                 raise ValueError(f"tokenizer: transformers loads none from {tokenizer} ({error})") from None
         if getattr(tokenizer, "eos_token_id", None) is None:
-            raise ValueError(f"tokenizer: expected one with an end-of-text token (eos_token_id), got {tokenizer!r:.60}")
+            raise ValueError(f"tokenizer: expected one with eos_token_id, got {tokenizer!r:.60}")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.model, self.tokenizer = pretrained.to(device=device, dtype=dtype).eval(), tokenizer
         self.max_slots = int(max_slots)

@@ -9,7 +9,6 @@ import torch
 from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, TrainerConfig, load_config
 from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from packmamba.nn import MambaLM
-from packmamba.records import read_records
 
 CARD = """---
 library_name: transformers
@@ -56,8 +55,7 @@ def read_config(folder: str | Path) -> Config:
     """Return the configuration of a folder's model, with its tokenizer. Raises ConfigError."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        unfinished = (folder / "checkpoints").is_dir()
-        hint = "; the run has not ended: repeat its command" if unfinished else ""
+        hint = "; the run has not ended: repeat its command" if (folder / "checkpoints").is_dir() else ""
         raise ConfigError(f"{folder}: expected a folder of a run or a checkpoint, got no config.json{hint}")
     trained = (folder / CONFIGURATION).is_file()
     config = load_config(folder / CONFIGURATION if trained else None)
@@ -86,17 +84,16 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
     return LoadedModel(model, config, tokenizer, folder, (folder / CONFIGURATION).is_file())
 
 
-def model_card(loaded: LoadedModel) -> str:
-    model, config = loaded.model, loaded.config
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    rows = {"parameters": f"{parameters:,}", **{key: model.config[key] for key in ("mixer", "n_layer", "d_model")}}
+def model_card(loaded: LoadedModel, record: dict[str, Any] | None) -> str:
+    config, data = loaded.config, loaded.config.data
+    rows: dict[str, Any] = {"parameters": f"{sum(parameter.numel() for parameter in loaded.model.parameters()):,}"}
+    rows |= {key: loaded.model.config[key] for key in ("mixer", "n_layer", "d_model")}
     if loaded.trained:
-        record: dict[str, Any] = next(iter(read_records(loaded.folder)), {"metrics": {}, "hardware": {}})
-        metrics, hardware, data = record["metrics"], record["hardware"], config.data
         rows["data"] = f"source={data.source}, strategy={data.strategy}, row_length={data.row_length}"
         rows["training"] = f"boundary={config.trainer.boundary}, lr={config.optimizer.lr}, seed={config.seed}"
-        rows |= {name: metrics.get(name) for name in ("steps", "real_tokens", "val_loss")}
-        rows["hardware"] = ", ".join(hardware.get("gpus", [])) or hardware.get("cpu")
+    if record:
+        rows |= {name: record["metrics"].get(name) for name in ("steps", "real_tokens", "val_loss")}
+        rows["hardware"] = ", ".join(record["hardware"]["gpus"]) or record["hardware"]["cpu"]
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value is not None)
     return CARD.format(name=loaded.name, table=table)
 
@@ -106,7 +103,7 @@ class EvalContext:
     """Hold what an evaluation uses besides the model; ``options`` are of key ``key``."""
 
     data: DataConfig
-    tokenizer: Tokenizer | None
+    tokenizer: Tokenizer | None = None
     examples: int = 200
     seed: int = 1_000_000
     max_slots: int = 16384

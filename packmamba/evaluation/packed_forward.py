@@ -83,10 +83,6 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
             yield pieces
 
 
-def read_documents(model: MambaLM, documents: Sequence[Any], max_slots: int) -> Iterator[Pass]:
-    return packed_forward(model, [Segment(i, d) for i, d in enumerate(documents) if len(d)], max_slots)
-
-
 def read_to_the_end(
     model: MambaLM, documents: Sequence[Any], max_slots: int, finals: dict[int, DocumentState] | None = None
 ) -> Tensor:
@@ -222,14 +218,16 @@ def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any
 
 
 def predict_documents(
-    model: MambaLM, passes: Iterable[Pass], targets: Callable[[int, int, int], tuple[Any, Any]], count: int
+    model: MambaLM, documents: Sequence[Any], targets: Callable, max_slots: int, passes: Iterable[Pass] | None
 ) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
-    """Return losses in nats and most likely ids of ``count`` documents.
+    """Return documents' losses in nats and most likely ids, read from a zero state or in ``passes``.
 
     ``targets(document, start, end)`` -> index of the activations that count, and the ids after them.
     """
     empty = (torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
-    results: list[Predictions] = [[] for _ in range(count)]
+    results: list[Predictions] = [[] for _ in documents]
+    alone = [Segment(i, document) for i, document in enumerate(documents) if len(document)]
+    passes = passes or packed_forward(model, alone, max_slots)
 
     def piece(i: int, first: int, hidden: Tensor) -> tuple[Predictions, Tensor, Any]:
         places, wanted = targets(i, first, first + len(hidden))

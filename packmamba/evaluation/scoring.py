@@ -5,7 +5,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from packmamba.evaluation.packed_forward import DocumentState, Pass, Predictions, Segment, packed_forward, predict
 from packmamba.nn import MambaLM
@@ -58,7 +57,7 @@ def score(
 
         return Segment(owner, context, finish=branch if longer else None)
 
-    def asked(pieces: Pass) -> Iterator[tuple[Predictions, Tensor, Ids]]:
+    def asked(pieces: Pass) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
         """Yield activations at positions p, which predict token p - offset of each continuation."""
         for (context, continuations, offset), first, hidden in pieces:
             start = max(offset, first)

@@ -13,7 +13,7 @@ from packmamba.config import ConfigError, options
 from packmamba.data.token_store import load_corpora
 from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer
 from packmamba.evaluation.load import EvalContext, EvalResult
-from packmamba.evaluation.packed_forward import Pass, TrainingLayoutReader, predict_documents, read_documents
+from packmamba.evaluation.packed_forward import Pass, TrainingLayoutReader, predict_documents
 from packmamba.evaluation.scoring import score
 from packmamba.evaluation.tasks import TASKS, Example
 from packmamba.evaluation.tasks.base import make_example
@@ -40,8 +40,7 @@ def answer(
 
     choices = [] if passes else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
     scores = iter(score(model, choices, max_slots))
-    alone = read_documents(model, [example.tokens for example in examples], max_slots)
-    predicted = predict_documents(model, passes or alone, targets, len(examples))
+    predicted = predict_documents(model, [example.tokens for example in examples], targets, max_slots, passes)
     items = []
     for example, (losses, best) in zip(examples, predicted):
         item: dict[str, Any] = {"length": len(example.tokens), "load": example.load, "answers": len(best)}
@@ -111,7 +110,7 @@ def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     if parameters.get("documents") is not None and "documents" in known:
         if (given := parameters.pop("documents")) != VALIDATION:
             key = f"{context.key}.{name}.documents"
-            raise ConfigError(f"{key}: expected '{VALIDATION}', or null for the standard library, got {given!r:.60}")
+            raise ConfigError(f"{key}: expected '{VALIDATION}' or null, got {given!r:.60}")
         if vocab_size is None:
             return None
         corpus, tokenizer = load_corpora(context.data).validation, load_tokenizer(context.data)
@@ -138,6 +137,6 @@ def tokenize(example: Example, tokenizer: Any) -> Example:
     prompt, choices = encode(example.context), tuple(encode(choice) for choice in example.choices)
     right = encode(example.targets[example.mask]) if example.answer is None else choices[example.answer]
     answers = {len(prompt) - 1 + i: token for i, token in enumerate(right)}
-    notes = example.notes | ({"bytes": [len(choice) for choice in example.choices]} if choices else {})
+    notes = example.notes | {"bytes": [len(choice) for choice in example.choices]}
     tokens = [*prompt, *right[:-1]]
     return make_example(tokens, answers, example.load, choices=choices, answer=example.answer, notes=notes)

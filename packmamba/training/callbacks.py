@@ -7,13 +7,12 @@ import signal
 import threading
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
@@ -227,8 +226,8 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
             raise ValueError(f"{damaged} is damaged")
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        reason = str(error).partition("\n")[0] or type(error).__name__
-        raise ConfigError(f"{path}: expected a checkpoint of this version, got: {reason}; remove it") from None
+        reason = str(error).partition("\n")[0]
+        raise ConfigError(f"{path}: expected a checkpoint of this version, got {reason}; remove it") from None
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -252,10 +251,9 @@ class Average(SavedCallback):
     SAVED = ("taken", "mean")
 
     def __init__(self, steps: int, snapshots: int, share: float) -> None:
-        spaced = np.linspace(max(steps - int(share * steps), 1), steps, snapshots).round().astype(int).tolist()
-        self.at = set(spaced) if snapshots > 1 else set()
-        self.taken = 0
-        self.mean: dict[str, Tensor] = {}
+        first = max(steps - int(share * steps), 1)
+        self.at = {round(first + i * (steps - first) / (snapshots - 1)) for i in range(snapshots) if snapshots > 1}
+        self.taken, self.mean = 0, dict[str, Tensor]()
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
@@ -293,13 +291,11 @@ def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) 
         logger.warning("trainer.leakcheck_every: a batch could not be checked: %s", error)
         return
     if result.leaks:
-        found = " ".join(str(result).split())
-        raise UserError(f"trainer.boundary={boundary.name}: expected isolated documents; {found}")
+        raise UserError(f"trainer.boundary={boundary.name}: expected isolated documents; {result}")
 
 
 def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
-    options = config.evaluation_options.get(name, {})
-    more = {"tokenizer": None, "examples": config.evaluation_examples, "options": options} | more
+    more |= {"examples": config.evaluation_examples, "options": config.evaluation_options.get(name, {})}
     return EvalContext(config.data, key="evaluation_options", trainer=config.trainer, **more)
 
 
@@ -334,7 +330,3 @@ class Evaluations(SavedCallback):
         for each in trainer.loggers:
             each.log_metrics({f"evaluation/{name}": value for name, value in finite.items()}, step - 1)
         return results
-
-
-def model_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix("model."): weight for name, weight in state.items() if name.startswith("model.")}

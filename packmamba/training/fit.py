@@ -17,7 +17,6 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
@@ -124,9 +123,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
                 print(f"already done, nothing is trained: {folder}")
             return done
         if reached > options.max_steps:
-            raise ConfigError(
-                f"trainer.max_steps: expected at least {reached}, as {folder} has, got {options.max_steps}"
-            )
+            raise ConfigError(f"trainer.max_steps: expected at least {reached} of {folder}, got {options.max_steps}")
         lightning.seed_everything(config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(config, data.vocab_size)
         check_run(config, len(module.model.lm_head.weight))
@@ -166,11 +163,12 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
         record = training_record(config, data.corpora.corpus_hash, module, metrics)
         record["metrics"]["validation_documents"] = len(evaluation_documents(data.corpora.validation, config.data))
         record["hardware"]["backend"] = backend
-        weights = trainer.strategy.lightning_module_state_dict()  # gathered, on all ranks
+        state = trainer.strategy.lightning_module_state_dict()  # gathered, on all ranks
         if trainer.is_global_zero:
             lock.check()
             if metrics.diverged is None:
-                write_pretrained(folder, dict(module.model.config), callbacks.model_weights(weights))
+                weights = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
+                write_pretrained(folder, dict(module.model.config), weights)
                 if open_source(config.data).vocab_size is None:
                     write_tokenizer(folder, config.data.tokenizer, config.data.begin_token, config.data.end_token)
                 if config.evaluations:
@@ -200,7 +198,7 @@ def check_run(config: Config, vocab_size: int | None = None) -> None:
 def check_accelerator(config: Config) -> None:
     key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
     if getattr(config.trainer, key) in (True, "gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none; change it")
+        raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none")
 
 
 def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
@@ -230,9 +228,8 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
             plugins=[callbacks.CheckpointFile()],
         )
         backend_name(config.ops.backend, trainer.strategy.root_device)
-    except (ValueError, TypeError, RuntimeError, OSError, ImportError, MisconfigurationException) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"{'ops.' if reason.startswith('backend') else 'trainer: '}{reason}") from None
+    except Exception as error:
+        raise ConfigError(f"{'ops.' if str(error).startswith('backend') else 'trainer: '}{error}") from None
     if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":  # bfloat16 to Lightning
         raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
     disable_lightning_signals(trainer)
@@ -277,7 +274,7 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
         known = inspect.signature(made).parameters
         return made(**{name: value for name, value in defaults.items() if name in known} | dict(arguments))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: expected a class path such as my_module.MyClass, got {path}: {error}") from None
+        raise ConfigError(f"{key}: expected a class path, got {path}: {error}") from None
 
 
 def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
@@ -311,7 +308,7 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
         weights = read_pretrained(path)[1]
         load_weights(model, weights, path, "this run's keys of model")
     except (ValueError, FileNotFoundError, KeyError) as error:
-        raise ConfigError(f"trainer.init_from: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"trainer.init_from: {error}") from None
     for name in sorted(weights):
         checksum = zlib.crc32(weights[name].contiguous().view(torch.uint8).numpy().tobytes(), checksum)
     return checksum

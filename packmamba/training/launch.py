@@ -51,7 +51,7 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
             raise KeyboardInterrupt from None
         return Outcome("stopped", f"after step {stopped.step}")
     except UserError as error:
-        return Outcome("failed", str(error))
+        return Outcome("failed", " ".join(str(error).split()))
     except Exception as error:
         traceback.print_exc()
         return Outcome("failed", " ".join(f"{type(error).__name__}: {error}".split())[:300])
@@ -164,7 +164,7 @@ class Job:
 
 def check_slurm() -> None:
     if importlib.util.find_spec("submitit") is None or (CLUSTER == "slurm" and shutil.which("sbatch") is None):
-        raise ConfigError("launcher: slurm needs sbatch on this machine, and pip install 'packmamba[slurm]'")
+        raise ConfigError("launcher: slurm needs sbatch, and pip install 'packmamba[slurm]'")
 
 
 def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report) -> None:

@@ -7,11 +7,9 @@ from typing import Any, cast
 import lightning
 import numpy as np
 import torch
-from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, validate
@@ -86,7 +84,7 @@ class PackedLitModule(lightning.LightningModule):
         super().__init__()
         self.automatic_optimization, self.compiled = False, compile
         if model is None:
-            raise ConfigError("model: expected MambaLM's arguments or a module; pass your own module again")
+            raise ConfigError("model: expected MambaLM's arguments or a module, got none; pass your own again")
         trainer = validate(
             TrainerConfig(boundary=boundary, boundary_options=boundary_options or {}, mean_over=mean_over)
         )
@@ -94,11 +92,11 @@ class PackedLitModule(lightning.LightningModule):
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
         self.model: Any = MambaLM(**model) if isinstance(model, dict) else model
+        if compile:
+            self.model.compile_blocks()  # type: ignore[operator]
         self.save_hyperparameters(ignore="model")
         if isinstance(self.model, MambaLM):
             self.save_hyperparameters({"model": dict(self.model.config)})
-        if compile:
-            cast(Any, self.model).compile_blocks()
         self.alone, self.as_trained = LossByPosition(), LossByPosition()
         self._graphs: BatchGraphs | None = None
 
@@ -197,7 +195,8 @@ class PackedLitModule(lightning.LightningModule):
         return loss
 
     def training_step(self, step: StepBatch, step_index: int) -> Tensor:
-        optimizer, number = cast(LightningOptimizer, self.optimizers()), self.global_step
+        optimizer: Any = self.optimizers()
+        number = self.global_step
         loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(loss)  # the strategy's reduce would wait for all ranks
@@ -209,7 +208,7 @@ class PackedLitModule(lightning.LightningModule):
             logged["train/learning_rate"] = self.learning_rate(number)
             logged["data/padding_fraction"] = 1 - step.num_tokens / step.num_slots
             if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
-                logged["train/gradient_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+                logged["train/gradient_norm"] = getattr(norm, "full_tensor", lambda: norm)()
             self.log_dict({name: torch.tensor(float(value), dtype=torch.float64) for name, value in logged.items()})
         return loss
 
@@ -244,7 +243,7 @@ class PackedLitModule(lightning.LightningModule):
         if self.trainer.world_size > 1:
             torch.distributed.all_gather_object(carried, carried[0])
         checkpoint["carry"] = carried
-        kind, numbers, *place = cast(Any, np.random.get_state())  # noqa: NPY002, what user code may draw from
+        kind, numbers, *place = cast(Any, np.random.get_state())  # noqa: NPY002, of user code
         checkpoint["rng"] = {
             "python": random.getstate(),
             "numpy": (kind, numbers.tolist(), *place),

@@ -120,7 +120,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     for config in {repr(replace(config, seed=0)): config for config in configs}.values():
         check_run(config)
         if (devices := config.trainer.devices * config.trainer.num_nodes) > 1:
-            raise ConfigError(f"trainer.devices: expected 1 in a sweep, got {devices}; train such runs one by one")
+            raise ConfigError(f"trainer.devices: expected 1 in a sweep, got {devices}")
     evaluations = tuple(f"{name}." for name in configs[0].evaluations)
     for where, names in {"table.metrics": sweep.table.metrics, "tune.metric": [sweep.tune.metric]}.items():
         for name in names:

@@ -1,11 +1,11 @@
 """Synthetic tasks with known answers.
 
-``TASKS`` maps a name to a class whose constructor's parameters all have defaults. A task has
+A task is a class whose parameters all have defaults, with
 
-- ``example(seed, index)``: an ``Example``, a pure function of parameters, seed and index;
+- ``example(seed, index)``: an ``Example``, a pure function;
 - ``vocab_size``: a bound of its ids; ``chance``: the accuracy of a guess;
 - perhaps ``num_examples``, and ``of_bytes = True`` where ids are a text's bytes, which a model's tokenizer then replaces;
-- perhaps ``annotate(examples, answers, rows)``: further metrics of the answers, given the rows of the training.
+- perhaps ``annotate(examples, answers, rows)``: further metrics, given the rows of the training.
 """
 
 from packmamba.evaluation.tasks import recall, text

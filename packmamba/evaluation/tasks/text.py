@@ -1,6 +1,5 @@
 """Tasks on text, whose ids are bytes."""
 
-import functools
 import math
 from collections.abc import Iterable
 
@@ -10,10 +9,11 @@ from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_e
 
 Documents = Iterable[tuple[str, str]] | None
 """Pairs (package, text); None: the standard library's modules."""
+Item = tuple[bytes, bytes, list[bytes]]  # context, right line, wrong ones
 
 
 def standard_library() -> Iterable[tuple[str, str]]:
-    from packmamba.data.sources import builtin  # whose source "task" reads this package
+    from packmamba.data.sources import builtin  # which reads this package
 
     return builtin.standard_library()
 
@@ -72,8 +72,8 @@ class NextLine:
 
     vocab_size, of_bytes = 256, True
     DRAWS_PER_ITEM = 8
-    MIN_LINE = 12  # bytes of a line's text: shorter ones (``else:``) make no question
-    INSIDE_CHARACTER = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes, which begin no context
+    MIN_LINE = 12  # bytes: shorter ones (``else:``) make no question
+    INSIDE_CHARACTER = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes
 
     def __init__(
         self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None
@@ -83,7 +83,7 @@ class NextLine:
         packages: dict[str, list[bytes]] = {}
         for package, text in documents or standard_library():
             packages.setdefault(package, []).append(text.encode())
-        self.items: list[tuple[bytes, bytes, list[bytes]]] = []
+        self.items: list[Item] = []
         for number, package in enumerate(sorted(packages)):
             self.items += self._make_items(packages[package], draw("next_line", 0, number))
         self.num_examples = len(self.items)
@@ -100,8 +100,8 @@ class NextLine:
         answers = {len(context) - 1 + i: token for i, token in enumerate(right)}
         return make_example(tokens, answers, load=len(context), choices=tuple(choices), answer=answer)
 
-    def _make_items(self, files: list[bytes], rng: np.random.Generator) -> list[tuple[bytes, bytes, list[bytes]]]:
-        items: list[tuple[bytes, bytes, list[bytes]]] = []
+    def _make_items(self, files: list[bytes], rng: np.random.Generator) -> list[Item]:
+        items: list[Item] = []
         for _ in range(self.DRAWS_PER_ITEM * self.per_package):
             if len(items) == self.per_package:
                 break
@@ -124,7 +124,6 @@ class NextLine:
         return items
 
 
-@functools.cache
 def _size_class(length: int) -> int:
     """Return a class of lengths that differ by less than a third."""
     return int(math.log(length, 4 / 3))
