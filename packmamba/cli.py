@@ -232,7 +232,7 @@ def export(words: list[str]) -> None:
         published = json.loads((path / "config.json").read_text())
         for name, content in (("config.json", published | ids), ("generation_config.json", ids)):
             (path / name).write_text(json.dumps(content, indent=2) + "\n")
-    record = (records_of(folder) or [find_record(model.config)])[0] if model.trained else None
+    record = [*records_of(folder), find_record(model.config)][0] if model.trained else None
     (path / "README.md").write_text(model_card(model, record), encoding="utf-8")
     print(f"Written: {path}, for transformers' AutoModelForCausalLM")
 
@@ -344,7 +344,7 @@ def kernels(words: list[str]) -> None:
             print(f"Backend {name} needs {' and '.join(backend.missing)}")
 
 
-COMMANDS: dict[str, tuple[Callable[[list[str]], int | None], str, type | str | None]] = {
+COMMANDS: dict[str, tuple[Callable, str, type | str | None]] = {
     "demo": (demo, "[key=value ...]", "packmamba.training.sweep:SweepConfig"),
     "train": (train, "[FILE.yaml] [key=value ...]", Config),
     "sweep": (sweep, "FILE.yaml ... [key=value ...]", "packmamba.training.sweep:SweepConfig"),
