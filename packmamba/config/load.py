@@ -35,7 +35,6 @@ to_dict = dataclasses.asdict
 
 
 def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None) -> Schema:
-    """Build ``schema`` from defaults, a YAML file for ``command`` and overrides."""
     return resolve(schema, read_layers(path, overrides, command))
 
 
@@ -94,7 +93,6 @@ def _instead(key: str, config: Any) -> str:
 
 
 def validate(config: Schema) -> Schema:
-    """Import plugins, check each key, then the rules between keys."""
     import_plugins(getattr(config, "plugins", ()))
     for prefix, section in sections_of(config):
         for key in dataclasses.fields(section):

@@ -43,7 +43,6 @@ def registry(place: Any) -> Any:
 
 
 def options(function: Callable[..., Any]) -> list[str]:
-    """Return a function's arguments with defaults."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
 
@@ -157,7 +156,6 @@ class TrainerConfig:
     threads: Optional[int] = key(None, "CPU threads; null: PyTorch's default, or 1 if deterministic.", low=1, high=1024)
 
     def scheme(self) -> Any:
-        """Make the boundary scheme."""
         return registry(BOUNDARIES)[self.boundary](**self.boundary_options)
 
 

@@ -1,4 +1,4 @@
-"""Language-modelling evaluations on validation documents, read from a zero state, in nats per target token."""
+"""Language-modelling evaluations on validation documents, in nats per target token."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,7 +26,7 @@ Losses = list[NDArray[np.float64]]
 def token_losses(
     model: MambaLM, documents: Sequence[Any], max_slots: int = 16384, passes: Iterator[Pass] | None = None
 ) -> Losses:
-    """Return each document's losses (n - 1,) of tokens 1 to n - 1; ``passes``: not from zero states."""
+    """Return documents' losses (n - 1,), from zero states or as in ``passes``."""
 
     def targets(i: int, start: int, end: int) -> tuple[slice, Any]:
         wanted = documents[i][start + 1 : end + 1]
@@ -37,7 +37,7 @@ def token_losses(
 
 
 def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]], list[dict[str, float]]]:
-    """Return each document's sums of losses at positions [edges[i], edges[i + 1]), from 1, and means over all."""
+    """Return documents' sums of losses at positions [edges[i], edges[i + 1]), from 1, and means over all."""
     spans = list(zip(edges, edges[1:]))
     parts = [[some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses]
     sums = [[float(part.sum()) for part in own] for own in parts]
@@ -162,8 +162,8 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
 def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate the context gain at k = 2, 4, ... ``most`` windows that ``documents`` documents of ``groups`` groups reach.
 
-    The gain is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) * window - ``context``,
-    minus their mean loss read from the document's start: with context = window, what states carry beyond a row of training.
+    It is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) * window - ``context``, minus
+    that read from the document's start: with context = window, what states carry beyond a row of training.
     """
     texts = validation("long_context", context, len(model.lm_head.weight))
     window, most, before, least, least_groups = texts.options.values()

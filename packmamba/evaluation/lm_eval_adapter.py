@@ -19,7 +19,7 @@ class PackMambaLM(TemplateLM):
     """Score and generate packed: results depend on neither the order nor the batch of requests.
 
     Args:
-        pretrained: a checkpoint's folder (state-spaces' or Hugging Face's format), or a MambaLM.
+        pretrained: a checkpoint's folder, or a MambaLM.
         tokenizer: for transformers' AutoTokenizer, or an object with ``encode``, ``decode`` and ``eos_token_id``; None:
             ``pretrained``.
         device: None: a folder's model on a GPU if there is one.
@@ -83,7 +83,7 @@ class PackMambaLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts after the begin token; none is cut into windows."""
+        """Score whole texts after the begin token, uncut."""
         keyless = [(None, [self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
         values = [value for value, _ in self._loglikelihood_tokens(keyless)]
         for request, value in zip(requests, values):

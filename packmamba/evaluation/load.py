@@ -1,4 +1,4 @@
-"""Load a trained or published model; the context and the result of its evaluations."""
+"""Load a model; the context and the result of its evaluations."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -38,7 +38,7 @@ model = patch(AutoModelForCausalLM.from_pretrained("{name}"))
 
 @dataclass
 class LoadedModel:
-    """A model in evaluation mode; its run's configuration if ``trained``, else defaults."""
+    """Hold a model in evaluation mode; its run's configuration if ``trained``, else defaults."""
 
     model: MambaLM
     config: Config
@@ -52,7 +52,7 @@ class LoadedModel:
 
 
 def read_config(folder: str | Path) -> Config:
-    """Return the configuration of a folder's model, with its tokenizer. Raises ConfigError."""
+    """Return the configuration of a folder's model. Raises ConfigError."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
         hint = "; the run has not ended: repeat its command" if (folder / "checkpoints").is_dir() else ""

@@ -31,7 +31,7 @@ GPU_LOGITS = 1 << 25  # at a time on a GPU, where a small vocabulary's launches 
 
 @dataclass
 class Segment:
-    """A document's tokens from ``first`` on, read from ``start`` (None: zero); ``finish`` takes the final state."""
+    """Hold a document's tokens from ``first`` on, read from ``start`` (None: zero); ``finish`` takes the final state."""
 
     owner: Any
     tokens: Any
@@ -128,7 +128,7 @@ def to_device(part: Any, device: torch.device) -> Any:
 
 
 class InitialStates(Sequence):
-    """Documents' initial states, gathered by layer."""
+    """Gather documents' initial states by layer."""
 
     def __init__(self, model: MambaLM, starts: Sequence[DocumentState | None]) -> None:
         self.mixers = [layer.mixer for layer in model.backbone.layers]
@@ -183,7 +183,7 @@ class TrainingLayoutReader:
 def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield float32 (float64 of float64) log-probabilities (rows, vocabulary) of hidden (T, d_model), some rows at a time.
 
-    The product has its weights' dtype, under autocast too, and one shape.
+    The product has one shape and its weights' dtype, under autocast too.
     """
     weight = model.lm_head.weight
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -203,7 +203,7 @@ Predictions = list[tuple[Tensor, Tensor]]
 
 
 def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any]]]) -> None:
-    """Append predictions of each pass, of (predictions, activations, targets)."""
+    """Append predictions to each pass's (predictions, activations, targets)."""
     for asked in filter(None, passes):
         owners, parts, wanted = zip(*asked)
         hidden = torch.cat(parts)

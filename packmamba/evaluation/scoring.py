@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, packed; continuations share the pass over their context."""
+"""Log-likelihoods of continuations, which share the pass over their context."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,7 +13,7 @@ Ids = tuple[int, ...]
 
 
 class Score(NamedTuple):
-    """Sum of log-probabilities in nats, and if greedy decoding generates the continuation."""
+    """Hold the sum of log-probabilities in nats, and if greedy decoding generates the continuation."""
 
     log_likelihood: float
     is_greedy: bool
@@ -58,7 +58,6 @@ def score(
         return Segment(owner, context, finish=branch if longer else None)
 
     def asked(pieces: Pass) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
-        """Yield activations at positions p, which predict token p - offset of each continuation."""
         for (context, continuations, offset), first, hidden in pieces:
             start = max(offset, first)
             for c in continuations:
@@ -77,7 +76,6 @@ def score(
 
 
 def check_ids(tokens: Iterable[int], name: str, model: MambaLM, least: int = 0) -> Ids:
-    """Return token ids as integers. Raises TypeError or ValueError."""
     try:
         ids = tuple(map(operator.index, tokens))
     except TypeError:

@@ -31,7 +31,7 @@ def answer(
 ) -> tuple[Items, list[np.ndarray]]:
     """Return numbers for each example, and its most likely ids (k,) after its k questions.
 
-    Examples are read from zero states, or as in ``passes``; multiple choice from zero states alone.
+    Multiple choice is read from zero states alone, the rest as in ``passes``.
     """
 
     def targets(i: int, start: int, end: int) -> tuple[Any, np.ndarray]:
@@ -55,7 +55,7 @@ def answer(
 
 
 def summarize(items: Items) -> tuple[dict[str, float], Curves]:
-    """Return metrics and curves ``by_length`` and ``by_load`` in buckets [1, 2), [2, 4), ..."""
+    """Return metrics and curves in buckets [1, 2), [2, 4), ..."""
     suffixes = [suffix for suffix in ("", "_as_trained") if "right" + suffix in items[0]]
 
     def means(some: Items) -> dict[str, float]:
@@ -132,7 +132,7 @@ def _construct(make: Any, parameters: str, documents: tuple[tuple[str, str], ...
 
 
 def tokenize(example: Example, tokenizer: Any) -> Example:
-    """Convert an example of bytes, which ends with its answer, to a tokenizer's ids."""
+    """Convert an example of bytes to a tokenizer's ids."""
     encode = lambda ids: tokenizer.encode(bytes(map(int, ids)).decode(errors="replace")).tolist()  # noqa: E731
     prompt, choices = encode(example.context), tuple(encode(choice) for choice in example.choices)
     right = encode(example.targets[example.mask]) if example.answer is None else choices[example.answer]

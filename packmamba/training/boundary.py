@@ -1,6 +1,6 @@
 """Boundary schemes: what crosses from one document to the next. B rows, S documents.
 
-Arguments of a constructor, all with defaults, are the keys of ``trainer.boundary_options``.
+Constructors' arguments, all with defaults, are the keys of ``trainer.boundary_options``.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -92,7 +92,7 @@ class LeakScan(Leak):
 class StatefulBoundary(Boundary):
     """Start documents from detached final states of earlier batches' rows (truncated backpropagation through time).
 
-    CUDA graphs replay ``forward``: it reads a layout's ``shape``, ``starts`` and ``offsets`` alone.
+    CUDA graphs replay ``forward``, which reads ``shape``, ``starts`` and ``offsets`` of a layout alone.
     """
 
     stateful = True
@@ -104,7 +104,6 @@ class StatefulBoundary(Boundary):
     store: Callable[[PackedBatch, States], None]
 
     def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
-        """Compute ``hidden``, and each row's final states."""
         conv, ssm = self.layouts(batch.layout)
         states = self.initial_states(model, batch.layout, incoming)
         layouts = {"layout": batch.layout, "conv_layout": conv, "ssm_layout": ssm}
@@ -147,7 +146,7 @@ class Carry(StatefulBoundary):
         return self.exchange(stored, fresh)
 
     def exchange(self, stored: RowStates, fresh: States) -> States:
-        """Return what a document that continues in a row starts from (B, ...)."""
+        """Return what each row's continuing document starts from (B, ...)."""
         return stored.states
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
@@ -190,7 +189,7 @@ class CarryScan(Carry):
 
 
 class StatePassing(Carry):
-    """Start a continuing document from the state of another stream (arXiv 2507.02782), in a ring sorted by position."""
+    """Start a continuing document from another stream's state (arXiv 2507.02782), in a ring sorted by position."""
 
     least_rows = 2
 
@@ -204,9 +203,9 @@ class StatePassing(Carry):
 
 
 class FittedNoise(Carry):
-    """Start a continuing document from normal noise with the states' mean and variance (arXiv 2507.02782).
+    """Start a continuing document from noise with the states' mean and variance (arXiv 2507.02782).
 
-    ``memory``: decay of the moments' exponential average over batches.
+    ``memory``: decay of the moments' exponential average.
     """
 
     generator: torch.Generator | None

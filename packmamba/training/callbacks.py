@@ -167,7 +167,6 @@ class Checkpoint(LightningCheckpoint):
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        """Handle SIGTERM and Ctrl-C, unless the user does."""
         handlers: dict[signal.Signals, Any] = {}
         for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
             if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
@@ -220,7 +219,6 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Load a checkpoint on the CPU. Raises ConfigError."""
     try:
         if (damaged := zipfile.ZipFile(path).testzip()) is not None:  # torch.load does not check CRCs
             raise ValueError(f"{damaged} is damaged")
@@ -265,7 +263,7 @@ class Average(SavedCallback):
 
 
 class LeakCheck(Callback):
-    """Check a batch's documents at a process's first step, and every ``every`` steps (0: never)."""
+    """Check a batch's documents at the first step, and every ``every`` steps (0: never)."""
 
     def __init__(self, every: int, metrics: RunMetrics) -> None:
         self.every, self.metrics = every, metrics
@@ -278,7 +276,7 @@ class LeakCheck(Callback):
 
 
 def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) -> None:
-    """Raise UserError where the first documents of the layout's fullest row leak."""
+    """Raise UserError where documents of the layout's fullest row leak."""
     rows = layout.rows.cpu()
     lengths = layout.lengths.cpu()[rows == rows.mode().values][:8].tolist() if len(rows) else []
     if len(lengths) < 2 or boundary.stateful or any(used != layout for used in boundary.layouts(layout)):

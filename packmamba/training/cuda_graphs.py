@@ -21,7 +21,7 @@ Loss = Callable[..., tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class Shape:
-    """Slots, maximum number of documents, and their maximum length, offset included."""
+    """Hold slots, maximum number of documents, and their maximum length, offset included."""
 
     rows: int
     row_length: int
@@ -81,8 +81,8 @@ class Captured(NamedTuple):
 class BatchGraphs:
     """Replay forward and backward passes of batches, captured at a shape's first batch.
 
-    Meanwhile nothing may hold a loss of an earlier batch with its autograd graph. ``loss``, of a batch and perhaps further
-    tensors, returns the sum over its targets, (B, L) that of each slot, and perhaps further tensors without gradient.
+    Meanwhile nothing may hold a loss of an earlier batch with its graph. ``loss``, of a batch and further tensors, returns the
+    sum over its targets, (B, L) that of each slot, and further tensors without gradient.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:

@@ -38,14 +38,13 @@ from packmamba.training import callbacks, run_id
 from packmamba.training.callbacks import RunMetrics
 from packmamba.training.lit_module import PackedLitModule
 
-logger = logging.getLogger(__name__)
 MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
 def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool] | None = None) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
-    Raises Stopped, with a checkpoint, on SIGTERM, Ctrl-C, or where ``stop`` is true after a step.
+    Raises Stopped, with a checkpoint, on a signal or where ``stop`` is true after a step.
     """
     folder = run_id.run_folder(config)
     new = not folder.exists()
@@ -178,7 +177,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
                         record["curves"] |= {f"{name}.{each}": points for each, points in result.curves.items()}
                     record["metrics"] |= {k: value for k, value in evaluations.points[-1].items() if "." in k}
             else:
-                logger.warning("The run diverged: its loss was not finite at step %d.", metrics.diverged)
+                callbacks.logger.warning("The loss was not finite at step %d.", metrics.diverged)
             if options.evaluate_every is not None:
                 record["curves"]["evaluations"] = evaluations.points
             record["wall_seconds"] = time.perf_counter() - begun
@@ -237,7 +236,7 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
 
 
 class FSDP2(ModelParallelStrategy):
-    """Load checkpoints with weights_only, which Lightning drops here."""
+    """Load checkpoints with weights_only, which Lightning drops."""
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         return super().load_checkpoint(checkpoint_path, weights_only=True)
@@ -293,7 +292,6 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
 
 
 def load_initial_weights(model: MambaLM, config: Config) -> int:
-    """Load the weights of ``trainer.init_from``; return their checksum."""
     source, checksum = str(config.trainer.init_from), 0
     path = Path(source)
     if not path.is_dir():

@@ -81,10 +81,7 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
 
 
 def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")) -> None:
-    """Train runs in order, each in the next free slot; a worker that is killed fails its run alone.
-
-    ``STOP_SECONDS`` before the deadline, of ``time.monotonic``, runs stop with a checkpoint.
-    """
+    """Train runs in order, each in the next free slot, and stop ``STOP_SECONDS`` before a deadline of ``time.monotonic``."""
     context, queue, last = multiprocessing.get_context(START_METHOD), deque(configs), deadline - STOP_SECONDS
     stop = context.Event()
 

@@ -27,7 +27,7 @@ START_TOKENS = 32
 
 
 class LossByPosition(Metric):
-    """Mean of losses (B, L): of all targets, of documents' first START_TOKENS, by bucket of positions."""
+    """Compute mean losses: of all targets, of documents' first START_TOKENS, by bucket of positions."""
 
     full_state_update = False
     sums: Tensor
@@ -131,7 +131,7 @@ class PackedLitModule(lightning.LightningModule):
         return self.model(tokens, *args, **kwargs)
 
     def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:
-        """Return the summed cross-entropy, and without gradient that at each slot (B, L)."""
+        """Return the summed cross-entropy, and without gradient each slot's (B, L)."""
         return self._loss(boundary.hidden(self.model, batch), batch)
 
     def _loss(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,7 @@ class PackedLitModule(lightning.LightningModule):
         return linear_cross_entropy(hidden, head, batch.targets, mask, slots, self.compiled, weights)
 
     def accumulate(self, step: StepBatch, backward: Backward, world_size: int = 1) -> Tensor:
-        """Add the step's gradients; return its loss on this rank's targets over all targets."""
+        """Add the step's gradients; return its loss on this rank's targets over all."""
         if self.cuda_graphs:
             return self._replay(step)
         strategy = self._trainer.strategy if self._trainer is not None else None
@@ -175,7 +175,6 @@ class PackedLitModule(lightning.LightningModule):
         return torch.stack(losses).sum()
 
     def graph_loss(self, batch: PackedBatch, *incoming: Tensor) -> tuple[Tensor, ...]:
-        """Return ``loss`` and final states of rows, from tensors alone."""
         if not isinstance(self.boundary, StatefulBoundary):
             return self.loss(batch, self.boundary)
         states = unflatten_states(incoming, self.model.start_states(0))
@@ -185,7 +184,7 @@ class PackedLitModule(lightning.LightningModule):
     def take_step(
         self, step: StepBatch, optimizer: Any, number: int, backward: Any = Tensor.backward, ranks: int = 1
     ) -> Any:
-        """Update the weights by step ``number``, from 0; return ``accumulate``'s loss."""
+        """Take step ``number``, from 0; return ``accumulate``'s loss."""
         for parameters in optimizer.param_groups:
             parameters["lr"] = self.learning_rate(number)
         self.boundary.step = number

@@ -1,4 +1,4 @@
-"""Identify a run by a hash of its decisive keys; find its record; lock its folder."""
+"""Identify runs by a hash of their decisive keys; find records; lock folders."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": Fa
 
 
 def id_of(arm: str, values: dict[str, Any]) -> str:
-    """Return a run's id from its recorded configuration, that of its schedule's end if it is to be continued."""
+    """Return a run's id from its record's configuration, that of its schedule's end if it is to be continued."""
     keys = DEFAULTS | LATER | flatten(values)
     if keys["trainer.average_snapshots"] == 1:
         steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
@@ -97,7 +97,7 @@ class Locked(ConfigError):
 
 
 class RunLock:
-    """Lock a folder to one process, reentrantly; a killed one's lock is free after ``LEASE_SECONDS`` on other machines."""
+    """Lock a folder to one process, reentrantly; a killed one's is free after ``LEASE_SECONDS`` elsewhere."""
 
     def __init__(self, folder: Path, wait: float = 0.0) -> None:
         self.folder, self.wait = folder, wait  # seconds

@@ -138,7 +138,6 @@ def _suffix(point: dict[str, Any]) -> str:
 
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each run, whose name has the grid's values."""
     own = {name: it for name in ("plugins", "evaluations", "evaluation_options") if (it := getattr(sweep, name))}
     for point, (arm, keys) in itertools.product(_points(sweep.grid), sweep.arms.items()):
         place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
@@ -153,7 +152,7 @@ def _layer(keys: dict[str, Any]) -> DictConfig:
 
 
 def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
-    """Return the runs that choose an arm's values, one of each seed for each combination."""
+    """Return the runs that choose an arm's values, by combination and seed."""
     output, points = f"{config.output}/tuning", _points(tune.grid) if tune.grid else []
     keys = [{"name": config.name + _suffix(point), "output": output, **point} for point in points]
     return [[_with(config, **each, seed=seed) for seed in tune.seeds] for each in keys]
@@ -182,9 +181,9 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
 
 
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
-    """Time a sweep's arms, train runs without a record; return the folder of records.
+    """Time a sweep's arms and train its runs; return the folder of records.
 
-    The deadline counts from ``begun``, of ``time.monotonic``. Raises Unfinished where some runs are not done.
+    The deadline counts from ``begun``, of ``time.monotonic``. Raises Unfinished.
     """
     runs, arms = configs if sweep.train else [], configs[: len(sweep.arms)]
     tried = {config.name: trials(sweep.tune, config) for config in runs}
@@ -254,7 +253,6 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
 
 
 def _check_corpora(runs: list[Config], progress: bool) -> None:
-    """Prepare runs' corpora, and compare them with those of records."""
     records, hashes = find_records(runs), dict[str, str]()
     for run, record in zip(runs, records) if None in records else ():
         documents = repr(run.data)

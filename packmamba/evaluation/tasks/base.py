@@ -17,7 +17,7 @@ class Example:
 
     Attributes:
         tokens, targets, mask: (n,); ``targets[t]`` is the answer after ``tokens[: t + 1]`` where ``mask[t]``.
-        load: how much there is to remember: pairs, data tokens, or the distance to the answer.
+        load: how much there is to remember, or the distance to the answer.
         choices: continuations of ``context``; ``answer``: index of the right one.
     """
 
@@ -61,7 +61,6 @@ def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
 
 
 def integer(name: str, value: int, minimum: int) -> int:
-    """Return an integer. Raises ValueError."""
     require(isinstance(value, int) and value >= minimum, name, f"an integer of at least {minimum}", value)
     return value
 

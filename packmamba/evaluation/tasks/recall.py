@@ -143,7 +143,7 @@ class SelectiveCopying:
 
 
 class Parity:
-    """Parity of ``length`` bits, which Mamba's positive eigenvalues cannot learn (arXiv 2411.12537)."""
+    """Parity of bits, which Mamba's positive eigenvalues cannot learn (arXiv 2411.12537)."""
 
     vocab_size, chance = 3, 0.5
 
