@@ -22,7 +22,10 @@ class Unfinished(UserError):
 
 
 class ConfigError(UserError, ValueError):
-    """An invalid configuration."""
+    """An invalid configuration, in one line."""
+
+    def __str__(self) -> str:
+        return " ".join(super().__str__().split())
 
 
 class KernelError(UserError, RuntimeError):

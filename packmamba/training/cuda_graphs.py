@@ -2,7 +2,6 @@
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +18,7 @@ ABSENT = 2**31 - 1  # start and end of absent documents
 Loss = Callable[..., tuple[Tensor, ...]]
 
 
-@dataclass(frozen=True)
-class Shape:
+class Shape(NamedTuple):
     """Hold slots, maximum number of documents, and their maximum length, offset included."""
 
     rows: int
@@ -109,8 +107,7 @@ class BatchGraphs:
         if captured is None and len(self.captured) == MAX_GRAPHS:
             return self._run(batch, num_targets, *inputs)
         if captured is not None:
-            most = {name: max(getattr(shape, name), getattr(captured.shape, name)) for name in ("documents", "longest")}
-            shape = replace(shape, **most)
+            shape = Shape._make(map(max, shape, captured.shape))
         if captured is None or captured.shape != shape:
             captured = self.captured[shape.slots] = self._capture(shape, batch, num_targets, inputs)
         captured.static.fill(batch, num_targets)
