@@ -19,7 +19,7 @@ MISSING = "the package '{}' is missing; pip install 'packmamba[train]'"
 try:
     from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, registry
     from packmamba.config.load import load_config, read_layers, resolve, sections_of, shown, suggest
-except ModuleNotFoundError as error:  # installed without the extra train
+except ModuleNotFoundError as error:
     sys.exit("packmamba: error: " + MISSING.format(error.name))
 
 DEVICE = "cpu, cuda:1, ...; auto: a GPU if there is one."
@@ -27,7 +27,7 @@ FIRST = """name seed data.source data.path data.strategy data.row_length data.to
 optimizer.lr trainer.boundary trainer.max_steps""".split()
 RUN = "the folder of a run or checkpoint"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-DECISIVE = ("dtype", "examples", "seed", "limit", "include_path")  # for an evaluation's result
+DECISIVE = ("dtype", "examples", "seed", "limit", "include_path")
 
 
 @dataclasses.dataclass

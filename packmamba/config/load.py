@@ -22,7 +22,7 @@ from packmamba.records import RENAMED
 
 PACKAGE = Path(__file__).resolve().parents[1]
 CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs")))  # a wheel's, a checkout's
-CONFIGURATION = "configuration.yaml"  # in a run's folder
+CONFIGURATION = "configuration.yaml"
 OLD_KEYS = {f"data.{old}": f"data.{new}" for old, new in RENAMED["data"].items()}
 OLD_KEYS |= {"experiment": "output", "only": "arms=[...] and grid.seed=[...]"}
 # Words of OmegaConf's errors, and valid values.

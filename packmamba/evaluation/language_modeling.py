@@ -52,16 +52,13 @@ def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]]
 
 class Validation(NamedTuple):
     corpus: Corpus
-    numbers: list[int]
+    labels: list[dict[str, int]]  # documents' numbers and groups
     documents: list[np.ndarray]
     options: dict[str, int]
 
     def items(self, which: Iterable[int], **columns: Sequence[Any]) -> list[dict[str, Any]]:
-        found = []
-        for i, *values in zip(which, *columns.values(), strict=True):
-            group = {} if self.corpus.groups is None else {"group": int(self.corpus.groups[self.numbers[i]])}
-            found.append({"document": self.numbers[i], **group, **dict(zip(columns, values))})
-        return found
+        rows = zip(which, *columns.values(), strict=True)
+        return [self.labels[i] | dict(zip(columns, values)) for i, *values in rows]
 
     def result(self, metrics: dict[str, float], name: str, curve: Any, items: Any, **by_group: Any) -> EvalResult:
         """Make a result; ``by_group``: key, sums and items of sums over each group's documents."""
@@ -95,12 +92,13 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     corpus = load_corpora(context.data).validation
     if corpus.vocab_size > vocab_size:
         raise ConfigError(f"data.tokenizer: expected at most {vocab_size} tokens, got {corpus.vocab_size}")
-    numbers = evaluation_documents(corpus, context.data).tolist()
+    numbers, groups = evaluation_documents(corpus, context.data).tolist(), corpus.groups
+    labels = [{"document": n} | ({} if groups is None else {"group": int(groups[n])}) for n in numbers]
     documents = [corpus.document(number) for number in numbers]
     needed = max(1, next(iter(options.values()), 1) * (2 if name == "long_context" else 1))
     if (longest := max(map(len, documents), default=0)) < needed:
         raise ConfigError(f"{name}: expected a validation document of at least {needed} tokens, got at most {longest}")
-    return Validation(corpus, numbers, documents, options)
+    return Validation(corpus, labels, documents, options)
 
 
 def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
@@ -167,7 +165,7 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     """
     texts = validation("long_context", context, len(model.lm_head.weight))
     window, most, before, least, least_groups = texts.options.values()
-    groups = texts.numbers if texts.corpus.groups is None else texts.corpus.groups[texts.numbers]
+    groups = [label.get("group", label["document"]) for label in texts.labels]
     which, windows, end = list[int](), list[int](), 0  # of each item its document and k
     for k in (2**i for i in range(1, most.bit_length())):
         reach = [i for i, document in enumerate(texts.documents) if len(document) >= k * window]

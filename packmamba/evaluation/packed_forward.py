@@ -25,8 +25,8 @@ Pass = list[tuple[Any, int, Tensor]]
 """Pieces that a pass read: the segment's owner, position of the first token, activations (n, d_model)."""
 
 SLOTS_PER_STATE = 64  # of a pass, for each final state that it keeps
-HEAD_ROWS = 512  # minimum rows of logits at a time
-GPU_LOGITS = 1 << 25  # at a time on a GPU, where a small vocabulary's launches outlast its products
+HEAD_ROWS = 512  # of logits at a time, at least
+GPU_LOGITS = 1 << 25  # at a time
 
 
 @dataclass

@@ -23,7 +23,7 @@ States = list[State]  # by layer, tensors of documents (S, ...) or rows (B, ...)
 class Boundary:
     """Start every document from zero, or from the learned states."""
 
-    continues = False  # row b of a batch continues that of the one before: needs concat_split
+    continues = False  # rows of a batch continue those of the one before
     as_trained = True  # validate a second time, as in training
     stateful = False
     sharded = True  # works with trainer.strategy=fsdp2
@@ -38,10 +38,10 @@ class Boundary:
         """Return the layouts of convolutions and of recurrences."""
         return layout, layout
 
-    def hidden(self, model: MambaLM, batch: PackedBatch) -> Tensor:
+    def hidden(self, model: MambaLM, batch: PackedBatch, **states: Any) -> Any:
         """Compute the head's input (B, L, d_model)."""
         conv, ssm = self.layouts(batch.layout)
-        return model(batch.tokens, layout=batch.layout, conv_layout=conv, ssm_layout=ssm, return_hidden=True)
+        return model(batch.tokens, layout=batch.layout, conv_layout=conv, ssm_layout=ssm, return_hidden=True, **states)
 
     def logits(self, model: MambaLM, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Compute logits (1, L, V) of one row."""
@@ -97,21 +97,19 @@ class StatefulBoundary(Boundary):
 
     stateful = True
     sharded = False
-    # Return a state for each row (B, ...), detached; from those, of each document (S, ...).
+    # Return a state for each row (B, ...), detached; from those, for each document (S, ...).
     incoming: Callable[[MambaLM, PackedBatch], States]
     initial_states: Callable[[MambaLM, SequenceLayout, States], States]
     # Take the final state of each row's last document (B, ...), any for an empty row.
     store: Callable[[PackedBatch, States], None]
 
     def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
-        conv, ssm = self.layouts(batch.layout)
         states = self.initial_states(model, batch.layout, incoming)
-        layouts = {"layout": batch.layout, "conv_layout": conv, "ssm_layout": ssm}
-        hidden, final = model(batch.tokens, **layouts, states=states, return_states=True, return_hidden=True)
+        hidden, final = super().hidden(model, batch, states=states, return_states=True)
         final = map_states(Tensor.detach, final)
         return hidden, index_states(final, last_documents(batch.layout)) if batch.layout.num_documents else final
 
-    def hidden(self, model: MambaLM, batch: PackedBatch) -> Tensor:
+    def hidden(self, model: MambaLM, batch: PackedBatch, **_: Any) -> Tensor:
         hidden, final = self.forward(model, batch, self.incoming(model, batch))
         self.store(batch, final)
         return hidden
@@ -209,6 +207,7 @@ class FittedNoise(Carry):
     """
 
     generator: torch.Generator | None
+    moments: list[Tensor]
 
     def __init__(self, memory: float = 0.99) -> None:
         super().__init__()
@@ -218,7 +217,8 @@ class FittedNoise(Carry):
     def exchange(self, stored: RowStates, fresh: States) -> States:
         generator = self._generator(stored.states[0][-1].device)
         debias, drawn = 1 - self.memory**self.batches, []
-        for part, first, second in zip(flatten_states(stored.states), self.first, self.second):
+        parts = flatten_states(stored.states)
+        for part, first, second in zip(parts, self.moments, self.moments[len(parts) :]):
             mean, square = first / debias, second / debias
             noise = torch.randn(part.shape, dtype=mean.dtype, device=part.device, generator=generator)
             drawn.append((mean + (square - mean.square()).clamp(min=0).sqrt() * noise).to(part.dtype))
@@ -236,26 +236,25 @@ class FittedNoise(Carry):
             return
         parts = flatten_states(index_states(final, torch.where(self.stored[batch.turn].positions >= 0)[0]))
         parts = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
-        first, second = [part.mean(0) for part in parts], [part.square().mean(0) for part in parts]
-        if not self.batches:
-            self.first, self.second = ([torch.zeros_like(part) for part in first] for _ in range(2))
-        torch._foreach_lerp_(self.first, first, 1 - self.memory)
-        torch._foreach_lerp_(self.second, second, 1 - self.memory)
+        moments = [part.mean(0) for part in parts] + [part.square().mean(0) for part in parts]
+        self.moments = self.moments or [torch.zeros_like(moment) for moment in moments]
+        torch._foreach_lerp_(self.moments, moments, 1 - self.memory)
         self.batches += 1
 
     def reset(self) -> None:
         super().reset()
-        self.batches, self.first, self.second, self.generator = 0, [], [], None
+        self.batches, self.moments, self.generator = 0, [], None
 
     def state_dict(self) -> dict[str, Any]:
-        first, second = ([part.cpu() for part in parts] for parts in (self.first, self.second))
+        moments, half = [moment.cpu() for moment in self.moments], len(self.moments) // 2
         generator = None if self.generator is None else self.generator.get_state()
-        return {**super().state_dict(), "moments": (self.batches, first, second), "generator": generator}
+        saved = {"moments": (self.batches, moments[:half], moments[half:]), "generator": generator}
+        return super().state_dict() | saved
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         super().load_state_dict(state_dict, device)
-        self.batches, *moments = state_dict["moments"]
-        self.first, self.second = ([part.to(device) for part in parts] for parts in moments)
+        self.batches, first, second = state_dict["moments"]
+        self.moments = [moment.to(device) for moment in first + second]
         if state_dict["generator"] is not None:
             self._generator(device).set_state(state_dict["generator"].cpu())
 

@@ -122,7 +122,7 @@ class RunMetrics(SavedCallback):
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
         if module.as_trained.update_called:
             point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
-        # A run killed before the checkpoint validates that step again.
+        # After a kill, a step may be validated again.
         self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
         means, counts = results["by_position"].tolist(), results["counts"].tolist()
         buckets = zip(POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), means, counts)
@@ -285,7 +285,7 @@ def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) 
     try:
         with eager():
             result = leakcheck(partial(boundary.logits, model), vocab_size=len(model.lm_head.weight), lengths=lengths)
-    except ValueError as error:  # such as logits that are not finite
+    except ValueError as error:
         logger.warning("trainer.leakcheck_every: a batch could not be checked: %s", error)
         return
     if result.leaks:

@@ -137,9 +137,9 @@ class BatchGraphs:
         current.wait_stream(stream)
         self._set_gradients(self.sums if shape.accumulates else None)
         torch.clear_autocast_cache()  # else weights that were cast before stay
-        gc.collect()  # autograd's leftovers belong to other streams
+        gc.collect()  # autograd's leftovers of other streams
         graph = torch.cuda.CUDAGraph()
-        # thread_local: others pin the next batches' memory.
+        # Other threads pin memory meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), one_capture():
             results = self._run(static.batch, static.num_targets, *inputs)
         torch.clear_autocast_cache()

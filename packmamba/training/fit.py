@@ -82,7 +82,7 @@ def configured_runtime(config: Config) -> Iterator[None]:
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             torch.use_deterministic_algorithms(True)
         if config.model.compile:
-            torch.compiler.reset()  # earlier shapes would decide how sums are split
+            torch.compiler.reset()  # earlier shapes decide how sums are split
             dynamo: Any = torch._dynamo.config
             dynamo.recompile_limit, dynamo.accumulated_recompile_limit = MAX_COMPILED_SHAPES, 4 * MAX_COMPILED_SHAPES
             dynamo.fail_on_recompile_limit_hit = True  # else the rest runs uncompiled
@@ -96,7 +96,7 @@ def configured_runtime(config: Config) -> Iterator[None]:
 
 def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
-    records.provenance()  # cached, at the run's start
+    records.provenance()  # of the run's start
     check_run(config)
     check_accelerator(config)
     path, folder, options = run_id.record_path(config), run_id.run_folder(config), config.trainer
@@ -207,15 +207,15 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
         own.append(callbacks.LeakCheck(options.leakcheck_every, own[0]))
     if progress:
         own.append(TQDMProgressBar(refresh_rate=options.log_every))
-    quieten()
+    # Lightning's advice that does not apply.
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for message in ("many workers", "dataloader is not resumable", "litlogger", "LeafSpec", "`srun`", "GPU available"):
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    same = ("accelerator", "devices", "num_nodes", "precision", "max_steps")
     try:
         trainer = lightning.Trainer(
-            accelerator=options.accelerator,
-            devices=options.devices,
-            num_nodes=options.num_nodes,
+            **{name: getattr(options, name) for name in same},
             strategy=make_strategy(options),
-            precision=options.precision,  # type: ignore[arg-type]
-            max_steps=options.max_steps,
             val_check_interval=options.validate_every,
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
@@ -231,7 +231,9 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
         raise ConfigError(f"{'ops.' if str(error).startswith('backend') else 'trainer: '}{error}") from None
     if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":  # bfloat16 to Lightning
         raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
-    disable_lightning_signals(trainer)
+    # Lightning's signal handlers, and its broadcast at each step (its issue 20806).
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
     return trainer
 
 
@@ -251,18 +253,6 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
     # Blocks compile one by one.
     torch._dynamo.config.optimize_ddp = False
     return DDPStrategy(gradient_as_bucket_view=True)
-
-
-def disable_lightning_signals(trainer: lightning.Trainer) -> None:
-    """Disable Lightning's signal handlers, and its broadcast at each step (its issue 20806)."""
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
-
-
-def quieten() -> None:
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for message in ("many workers", "dataloader is not resumable", "litlogger", "LeafSpec", "`srun`", "GPU available"):
-        warnings.filterwarnings("ignore", message=f".*{message}.*")
 
 
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:

@@ -120,7 +120,7 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
         future.result()
 
 
-_stop: Any = None  # in a worker process, the event that stops its run
+_stop: Any = None  # a worker's event
 
 
 def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
@@ -151,7 +151,7 @@ def _train_in_worker(config: Config, last: float) -> Outcome:
 
 class Job:
     def __call__(self, config: Config) -> Outcome:
-        return train(config, False, wait=1.25 * LEASE_SECONDS)  # for the lock of a killed job on another node
+        return train(config, False, wait=1.25 * LEASE_SECONDS)  # for a killed job's lock
 
     def checkpoint(self, config: Config) -> Any:
         from submitit.helpers import DelayedSubmission

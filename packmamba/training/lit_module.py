@@ -110,7 +110,7 @@ class PackedLitModule(lightning.LightningModule):
         return module
 
     @property
-    def scaled(self) -> bool:  # a loss scale skips steps whose gradients are not finite
+    def scaled(self) -> bool:
         return self._trainer is not None and self._trainer.precision == "16-mixed"
 
     def configure_model(self) -> None:
@@ -119,8 +119,7 @@ class PackedLitModule(lightning.LightningModule):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        # Under a loss scale the fused step would unscale after clipping.
-        fused = self.device.type in ("cpu", "cuda") and not self.scaled
+        fused = self.device.type in ("cpu", "cuda") and not self.scaled  # it would unscale after clipping
         return make_optimizer(self.model, self.optimizer_config, fused)
 
     def learning_rate(self, number: int) -> float:
@@ -198,7 +197,7 @@ class PackedLitModule(lightning.LightningModule):
         number = self.global_step
         loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
         if self.trainer.world_size > 1:
-            torch.distributed.all_reduce(loss)  # the strategy's reduce would wait for all ranks
+            torch.distributed.all_reduce(loss)  # without the strategy's barrier
         every = getattr(self.trainer, "log_every_n_steps", None) or 1
         if number + 1 in (1, self.trainer.max_steps) or (number + 1) % every == 0:
             # On the CPU, and only here: it waits for the GPU.
@@ -233,7 +232,7 @@ class PackedLitModule(lightning.LightningModule):
         self.on_validation_epoch_end("test")
 
     def on_fit_start(self) -> None:
-        self._graphs = None  # of parameters that may have been moved since
+        self._graphs = None  # of parameters that may have moved
 
     on_fit_end = on_fit_start
 
