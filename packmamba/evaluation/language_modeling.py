@@ -43,10 +43,9 @@ def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]]
     sums = [[float(part.sum()) for part in own] for own in parts]
     means = []
     for i, (start, end) in enumerate(spans):
-        if reach := [n for n, own in enumerate(sums) if len(own) > i]:
-            count = sum(len(parts[n][i]) for n in reach)
-            loss = sum(sums[n][i] for n in reach) / count
-            means.append({"start": start, "end": end, "loss": loss, "count": count, "documents": len(reach)})
+        if reach := [(own[i], len(part[i])) for own, part in zip(sums, parts) if len(own) > i]:
+            nats, count = map(sum, zip(*reach))
+            means.append({"start": start, "end": end, "loss": nats / count, "count": count, "documents": len(reach)})
     return sums, means
 
 

@@ -16,7 +16,7 @@ from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.evaluation.packed_forward import Pass, TrainingLayoutReader, predict_documents
 from packmamba.evaluation.scoring import score
 from packmamba.evaluation.tasks import TASKS, Example
-from packmamba.evaluation.tasks.base import make_example
+from packmamba.evaluation.tasks.base import complete
 from packmamba.nn import MambaLM
 
 Items = list[dict[str, Any]]
@@ -136,7 +136,5 @@ def tokenize(example: Example, tokenizer: Any) -> Example:
     encode = lambda ids: tokenizer.encode(bytes(map(int, ids)).decode(errors="replace")).tolist()  # noqa: E731
     prompt, choices = encode(example.context), tuple(encode(choice) for choice in example.choices)
     right = encode(example.targets[example.mask]) if example.answer is None else choices[example.answer]
-    answers = {len(prompt) - 1 + i: token for i, token in enumerate(right)}
     notes = example.notes | {"bytes": [len(choice) for choice in example.choices]}
-    tokens = [*prompt, *right[:-1]]
-    return make_example(tokens, answers, example.load, choices=choices, answer=example.answer, notes=notes)
+    return complete(prompt, right, example.load, choices=choices, answer=example.answer, notes=notes)

@@ -160,8 +160,7 @@ class Checkpoint(LightningCheckpoint):
     """Save after validation; a signal or ``stop`` ends the run with a checkpoint."""
 
     def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
-        self.folder, self.metrics, self.stop = folder, metrics, stop
-        self.every, self.validate_every = config.trainer.checkpoint_every, config.trainer.validate_every
+        self.folder, self.options, self.metrics, self.stop = folder, config.trainer, metrics, stop
         self.stopped: Stopped | None = None
         self._signum = 0
 
@@ -183,7 +182,7 @@ class Checkpoint(LightningCheckpoint):
         self._signum = signum
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        if trainer.global_step % self.validate_every != 0:
+        if trainer.global_step % self.options.validate_every:
             self.on_validation_end(trainer, module)
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
@@ -196,7 +195,7 @@ class Checkpoint(LightningCheckpoint):
             if step % self.metrics.log_every == 0:
                 signum = int(trainer.strategy.reduce(own, reduce_op="max"))
         last = step == trainer.max_steps
-        if step % self.every and not last and not signum:
+        if step % self.options.checkpoint_every and not last and not signum:
             return
         with self.metrics.paused():
             self.metrics.check_finite(trainer, module)

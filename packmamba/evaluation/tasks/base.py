@@ -44,6 +44,12 @@ def make_example(tokens: Any, answers: dict[int, int], load: int, **others: Any)
     return Example(ids, targets, mask, load, **others)
 
 
+def complete(prompt: Any, right: Any, load: int, **others: Any) -> Example:
+    """Make an example from the ids of a prompt and of its right answer."""
+    answers = {len(prompt) - 1 + i: token for i, token in enumerate(right)}
+    return make_example([*prompt, *right[:-1]], answers, load, **others)
+
+
 def draw(name: str, seed: int, index: int) -> np.random.Generator:
     return np.random.default_rng([zlib.crc32(name.encode()), seed, index])
 

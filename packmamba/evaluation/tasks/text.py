@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from packmamba.evaluation.tasks.base import Example, Span, draw, integer, make_example, require, span, within
+from packmamba.evaluation.tasks.base import Example, Span, complete, draw, integer, require, span, within
 
 Documents = Iterable[tuple[str, str]] | None
 """Pairs (package, text); None: the standard library's modules."""
@@ -58,9 +58,7 @@ class Passkey:
             before = place
             key_end = key_end if number else len(prompt)
         prompt += code[before:] + question
-        tokens = np.frombuffer(prompt + values[0].encode(), dtype=np.uint8)
-        answers = {len(prompt) - 1 + i: int(tokens[len(prompt) + i]) for i in range(self.digits)}
-        return make_example(tokens[:-1], answers, load=len(prompt) - key_end)
+        return complete(prompt, values[0].encode(), len(prompt) - key_end)
 
 
 class NextLine:
@@ -96,9 +94,7 @@ class NextLine:
         answer = int(rng.integers(self.num_choices))
         choices = [list(wrong[i]) for i in rng.permutation(len(wrong))]
         choices.insert(answer, list(right))
-        tokens = np.frombuffer(context + right, dtype=np.uint8)[:-1]
-        answers = {len(context) - 1 + i: token for i, token in enumerate(right)}
-        return make_example(tokens, answers, load=len(context), choices=tuple(choices), answer=answer)
+        return complete(context, right, len(context), choices=tuple(choices), answer=answer)
 
     def _make_items(self, files: list[bytes], rng: np.random.Generator) -> list[Item]:
         items: list[Item] = []
@@ -115,19 +111,14 @@ class NextLine:
             context = b"".join(lines[:place])[-self.context :].lstrip(self.INSIDE_CHARACTER)
             if right in context or any(item[:2] == (context, right) for item in items):
                 continue
-            size, indentation = _size_class(len(right)), _indentation(right)
-            alike = {line for line in lines if _size_class(len(line)) == size and _indentation(line) == indentation}
-            alike = {line for line in alike if line.strip() != right.strip()}
+            kind = _kind(right)
+            alike = {line for line in lines if _kind(line) == kind and line.strip() != right.strip()}
             if len(wrong := sorted(line for line in alike if line not in context)) >= self.num_choices - 1:
                 chosen = rng.choice(len(wrong), self.num_choices - 1, replace=False)
                 items.append((context, right, [wrong[i] for i in chosen]))
         return items
 
 
-def _size_class(length: int) -> int:
-    """Return a class of lengths that differ by less than a third."""
-    return int(math.log(length, 4 / 3))
-
-
-def _indentation(line: bytes) -> bytes:
-    return line[: len(line) - len(line.lstrip())]
+def _kind(line: bytes) -> tuple[int, bytes]:
+    """Return a class of lengths that differ by less than a third, and the indentation."""
+    return int(math.log(len(line), 4 / 3)), line[: len(line) - len(line.lstrip())]
