@@ -177,11 +177,9 @@ def summary(corpus: Corpus) -> dict[str, Any]:
     }
 
 
-def train_tokenizer(data: DataConfig, size: int, path: Path) -> None:
-    """Train a byte-level BPE tokenizer of ``size`` tokens on training files in random order, TOKENIZER_BYTES at most."""
+def train_tokenizer(corpus: Corpus, size: int, path: Path) -> None:
+    """Train a byte-level BPE tokenizer of ``size`` tokens on documents, as bytes, in random order, TOKENIZER_BYTES at most."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    corpus = load_corpora(replace(data, unit="files")).train
 
     def texts() -> Iterator[str]:
         seen = 0
@@ -223,7 +221,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if one["corpus_hash"] != card["units"][unit]["corpus_hash"]:
                 raise ConfigError(f"manifest: the corpus of {unit} has another hash here than in {committed}")
     if options.tokenizer_size is not None:
-        train_tokenizer(data, options.tokenizer_size, options.output / "tokenizer.json")
+        files = load_corpora(replace(data, unit="files")).train
+        train_tokenizer(files, options.tokenizer_size, options.output / "tokenizer.json")
     (options.output / "card.json").write_text(json.dumps(card, indent=1) + "\n")
     for unit, one in card["units"].items():
         print(
