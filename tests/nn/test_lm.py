@@ -201,9 +201,10 @@ def test_the_mixer_is_its_operators_each_with_its_own_layout(config, variant):
     assert_close(*results)
 
 
-def test_the_learned_initial_state_starts_every_document():
-    model, tokens = build(learned_initial_state=True), random_tokens()
-    plain = build()
+@pytest.mark.parametrize("mixer", [{}, CONFIGS["mamba2"]], ids=["mamba1", "mamba2"])
+def test_the_learned_initial_state_starts_every_document(mixer):
+    model, tokens = build(learned_initial_state=True, **mixer), random_tokens()
+    plain = build(**mixer)
     plain.load_state_dict({name: p for name, p in model.state_dict().items() if "initial_state" not in name})
     zero = plain(tokens, layout=LAYOUT)
     assert torch.equal(plain(tokens, layout=LAYOUT, states=plain.start_states(LAYOUT.num_documents)), zero)

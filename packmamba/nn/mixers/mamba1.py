@@ -51,7 +51,10 @@ class Mixer(nn.Module):
     HUGGING_FACE: dict[str, tuple[str, Any]]
     d_model: int
     in_proj: nn.Linear
+    conv1d: nn.Conv1d
     out_proj: nn.Linear
+    state_shape: tuple[int, ...]  # of one document in the recurrence
+    initial_state: nn.Parameter | None
     _mix: Any  # (in_proj's output, conv_layout, ssm_layout, state, return_state) -> (mixed, final state or None)
 
     def forward(
@@ -93,6 +96,23 @@ class Mixer(nn.Module):
         mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
         return (mixed, state) if return_state else mixed
 
+    def start_state(self, documents: int) -> State:
+        """Return the initial states of this many documents: zeros, or the learned state in the recurrence."""
+        conv = self.conv1d.weight
+        start = conv.new_zeros(self.state_shape) if self.initial_state is None else self.initial_state
+        wide = start.to(accumulation_dtype(conv.dtype)).expand(documents, *self.state_shape).contiguous()
+        return conv.new_zeros(documents, conv.shape[0], conv.shape[2] - 1), wide
+
+    def initial_states(self, state: Any, rows: int, ssm_layout: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return the pair of given states; where the recurrence has none, the learned state of each document."""
+        conv_state, ssm_state = check_pair(state)
+        if ssm_state is None and self.initial_state is not None:
+            ssm_state = self.start_state(rows if ssm_layout is None else ssm_layout.num_documents)[1]
+        return conv_state, ssm_state
+
+    def _learn_initial_state(self, learned: bool) -> None:
+        self.initial_state = nn.Parameter(torch.zeros(self.state_shape)) if learned else None
+
     def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
         """Compute ``forward(normed * weight)`` without argument checks, weight folded into in_proj."""
         return self._mix(F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias), *others)
@@ -116,6 +136,8 @@ class Mixer(nn.Module):
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Translate this mixer's arguments to the keys of transformers' configuration."""
+        if options.get("learned_initial_state"):
+            raise ValueError("learned_initial_state: Hugging Face's format has no learned initial states, got True")
         published = {theirs: options.get(ours, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
         return published | {"hidden_act": "silu"}
 
@@ -178,16 +200,15 @@ class PackedMamba(Mixer):
         self.A_log = nn.Parameter(torch.log(torch.arange(1.0, d_state + 1)).repeat(self.d_inner, 1))
         self.D = nn.Parameter(torch.ones(self.d_inner))
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias)
-        self.initial_state = nn.Parameter(torch.zeros(self.d_inner, d_state)) if learned_initial_state else None
+        self.state_shape = (self.d_inner, d_state)
+        self._learn_initial_state(learned_initial_state)
         for name in self.NO_WEIGHT_DECAY:
             if (parameter := getattr(self, name)) is not None:
                 parameter._no_weight_decay = True
 
     def _mix(self, xz: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
         """Mix xz (B, L, 2 D), in_proj's output, to (B, L, d_model); return also final states or None."""
-        conv_state, ssm_state = check_pair(state)
-        if ssm_state is None and self.initial_state is not None:
-            ssm_state = self.start_state(xz.shape[0] if ssm_layout is None else ssm_layout.num_documents)[1]
+        conv_state, ssm_state = self.initial_states(state, xz.shape[0], ssm_layout)
         wide = accumulation_dtype(xz.dtype)
         mixed, state = ops.inner_pack(
             xz, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight,
@@ -197,17 +218,3 @@ class PackedMamba(Mixer):
         )  # fmt: skip
         bias = self.out_proj.bias
         return mixed if bias is None else mixed + bias.to(mixed.dtype), state
-
-    def start_state(self, documents: int) -> State:
-        """Return the initial states of this many documents."""
-        weight = self.conv1d.weight
-        conv_state = weight.new_zeros(documents, self.d_inner, self.d_conv - 1)
-        wide = accumulation_dtype(weight.dtype)
-        start = weight.new_zeros(self.A_log.shape) if self.initial_state is None else self.initial_state
-        return conv_state, start.to(wide).expand(documents, -1, -1).contiguous()
-
-    @classmethod
-    def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
-        if options.get("learned_initial_state"):
-            raise ValueError("learned_initial_state: Hugging Face's format has no learned initial states, got True")
-        return super().to_hugging_face(options)

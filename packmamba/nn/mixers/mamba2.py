@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packmamba import ops
-from packmamba.nn.mixers.mamba1 import Mixer, check_options, check_pair, initial_dt
+from packmamba.nn.mixers.mamba1 import Mixer, check_options, initial_dt
 from packmamba.ops.checks import accumulation_dtype
 
 State = tuple[Tensor, Tensor]
@@ -43,10 +43,11 @@ class PackedMamba2(Mixer):
         dt_limit: (low, high), to which delta is clamped.
         D_has_hdim: the skip has a weight for each channel, not for each head.
         norm_eps: of the gated norm.
+        learned_initial_state: start documents from a learned state (H, P, N), not from zero.
         recompute: without effect.
     """
 
-    NO_WEIGHT_DECAY = ("A_log", "D", "dt_bias")
+    NO_WEIGHT_DECAY = ("A_log", "D", "dt_bias", "initial_state")
     PUBLISHED = {"state_spaces": "Mamba2", "hugging_face": "mamba2", "architecture": "Mamba2ForCausalLM"}
     WITHOUT_EFFECT = ("conv_init", "chunk_size", "use_mem_eff_path")
     HUGGING_FACE = {  # by argument, Mamba2Config's key and default
@@ -72,12 +73,18 @@ class PackedMamba2(Mixer):
         bias: bool = False,
         conv_bias: bool = True,
         norm_eps: float = 1e-5,
+        learned_initial_state: bool = False,
         recompute: bool = False,
         backend: str | None = None,
     ) -> None:
         super().__init__()
         sizes = {"d_model": (d_model, 2**20), "d_state": (d_state, 256), "expand": (expand, 2**20)}
-        flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
+        flags = {
+            "bias": bias,
+            "conv_bias": conv_bias,
+            "D_has_hdim": D_has_hdim,
+            "learned_initial_state": learned_initial_state,
+        }
         sizes |= {"headdim": (headdim, 2**20), "ngroups": (ngroups, 2**20)}
         check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         d_inner = expand * d_model
@@ -95,12 +102,15 @@ class PackedMamba2(Mixer):
         self.D = nn.Parameter(torch.ones(d_inner if D_has_hdim else self.nheads))
         self.norm = GatedRMSNorm(d_inner, ngroups, norm_eps)
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+        self.state_shape = (self.nheads, headdim, d_state)
+        self._learn_initial_state(learned_initial_state)
         for name in self.NO_WEIGHT_DECAY:
-            getattr(self, name)._no_weight_decay = True
+            if (parameter := getattr(self, name)) is not None:
+                parameter._no_weight_decay = True
 
     def _mix(self, zxbcdt: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
         """Mix in_proj's output to (B, L, d_model); return also final states or None."""
-        conv_state, ssm_state = check_pair(state)
+        conv_state, ssm_state = self.initial_states(state, zxbcdt.shape[0], ssm_layout)
         z, xbc, delta = zxbcdt.split([self.d_inner, self.conv_dim, self.nheads], dim=-1)
         found = ops.conv1d_pack(
             xbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", layout=conv_layout,
@@ -120,13 +130,6 @@ class PackedMamba2(Mixer):
         y, ssm_state = found if return_state else (found, None)
         mixed = self.out_proj(self.norm(y.flatten(-2)))
         return mixed, ((conv_state, ssm_state) if return_state else None)
-
-    def start_state(self, documents: int) -> State:
-        """Return the initial states of this many documents: zeros."""
-        weight = self.conv1d.weight
-        wide = accumulation_dtype(weight.dtype)
-        shape = (documents, self.nheads, self.headdim, self.d_state)
-        return weight.new_zeros(documents, self.conv_dim, self.d_conv - 1), weight.new_zeros(shape, dtype=wide)
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
