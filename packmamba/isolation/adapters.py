@@ -98,6 +98,8 @@ class CheckedModel(CheckedCallable):
         return self._logits(rows, attention_mask=own.long())
 
     def alone(self, tokens: Tensor) -> Tensor:
+        if getattr(self.call, "require_boundaries", False):  # a patched model
+            return self._logits(tokens, position_ids=torch.arange(tokens.shape[1], device=tokens.device)[None])
         return self._logits(tokens)
 
     def _logits(self, tokens: Tensor, **arguments: Any) -> Tensor:

@@ -229,6 +229,7 @@ def test_required_boundaries(family):
             packed(tokens, **nothing)
     packed(tokens, position_ids=torch.arange(14)[None])
     packed(tokens, position_ids=POSITION[1:2], attention_mask=MASK[1:2])
+    assert leakcheck(packed, lengths=[5, 1, 8]).ok
     packed.eval().generate(tokens, max_new_tokens=2, pad_token_id=0)
     packed = patch(packed)
     packed(tokens)
