@@ -5,6 +5,7 @@ pages.yaml says for each page which tables stand between ``<!-- table: name -->`
 table's do not fit, ``over`` (the row of a denominator) and values that choose the row. ``*`` stands for each item of
 ``across``, of whose last one ``tail`` is read, and ``*2`` for what stands behind its ``|``. A cell is ``column:format`` or
 ``column±spread:format``, with its interval where there are columns ``_low`` and ``_high``; without a colon it is its own text.
+Instead ``copy`` is a committed Markdown table as it is, and ``image`` (with ``alt``) a figure; without the file it is not run.
 """
 
 from __future__ import annotations
@@ -75,6 +76,13 @@ def sources(table: dict[str, Any], row: list[Any]) -> list[dict[str, Any]]:
 
 def table_text(folder: Path, table: dict[str, Any]) -> str:
     """Return a table of pages.yaml as Markdown. Raises ValueError for a row without any number."""
+    if path := table.get("copy", table.get("image")):
+        if not (folder / path).is_file():
+            return "Not run yet.\n"
+        if "image" in table:
+            return f"![{table['alt']}]({path})\n"
+        lines = (folder / path).read_text(encoding="utf-8").splitlines()
+        return "".join(f"{line}\n" for line in lines if line.startswith("|"))
     labels, margin = len(table["rows"][0]) - 1, table.get("margin", 0.005)
     lines = [table["head"], ["---"] * labels + ["---:"] * (len(table["head"]) - labels)]
     for *words, last in table["rows"]:

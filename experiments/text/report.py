@@ -1,0 +1,333 @@
+"""Verdicts of the primaries for each architecture, further contrasts, packers, answers, fine-tuning, the pilot.
+
+What was planned and has no run stands in the tables as ``not run``.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from experiments.common import interval_cell, make_table
+from packmamba.report.aggregate import Arm, Record, training_arms
+from packmamba.report.figures import MUTED, Figure, axes, finish, name_bars
+from packmamba.report.html import Kind
+from packmamba.report.statistics import Estimate, bootstrap, difference_by_group, holm, interval, power, verdict
+from packmamba.report.tables import Cell, Table, mean_sd
+
+MIXERS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
+ALL, BEYOND = "perplexity.by_group", "beyond.by_group"
+INSIDE, START = "start < 2048", "start < 256"
+
+
+class Contrast(NamedTuple):
+    """An arm minus another at some places; ``sign`` of the prediction, 0 for either, None for equivalence."""
+
+    name: str
+    arm: str
+    other: str
+    seeds: int = 16
+    sign: int | None = 0
+    curve: str = ALL
+    where: str = ""
+
+
+PRIMARY = (
+    Contrast("P1 packed with reset minus padded", "packed-reset", "padded", sign=None),
+    Contrast("P2 leak minus reset", "packed-leak", "packed-reset", sign=1),
+    Contrast("P3 own minus shuffled, beyond T", "own", "shuffled", 12, curve=BEYOND),
+    Contrast("P4 own minus zero, beyond T", "own", "zero", 12, -1, BEYOND),
+)
+EXPLORATORY = (
+    Contrast("sums in another order minus reset", "packed-control", "packed-reset"),
+    Contrast("leak minus padded", "packed-leak", "padded"),
+    Contrast("leak minus reset, first 256 bytes", "packed-leak", "packed-reset", where=START),
+    Contrast("reset minus padded, first 256 bytes", "packed-reset", "padded", where=START),
+    Contrast("own minus zero, inside T", "own", "zero", 12, where=INSIDE),
+    Contrast("own minus shuffled, inside T", "own", "shuffled", 12, where=INSIDE),
+    Contrast("shuffled minus zero, beyond T", "shuffled", "zero", 12, curve=BEYOND),
+    Contrast("state passing minus zero, beyond T", "state-passing", "zero", 8, curve=BEYOND),
+    Contrast("own minus state passing, beyond T", "own", "state-passing", 8, curve=BEYOND),
+    Contrast("one document at a time minus padded", "single", "padded", 4),
+)
+PACKERS = ("next-fit", "greedy", "best-fit-decreasing", "concat-split", "padded-sorted")
+PARITY = ("padded", "packed-reset", "packed-control", "packed-leak", "single")
+TASKS = {
+    "headword.choice_accuracy": "four headwords of a gloss",
+    "module.choice_accuracy": "four modules of an option",
+    "last_word.nats": "last word of a definition, nats a byte",
+}
+TUNED = {"pairs.nats": "nats a byte of an answer", "asked_headword.choice_accuracy": "four headwords of a gloss"}
+Pairs = Sequence[tuple[str, str]]
+PAIRS: Pairs = (("packed-reset", "padded"), ("packed-leak", "packed-reset"), ("own", "zero"))
+TUNED_PAIRS: Pairs = (("tuned-reset", "tuned-padded"), ("tuned-leak", "tuned-reset"))
+PILOT = 100
+"""Seeds from here on are the pilot's."""
+FEW = 8
+"""Planned seeds of packers and of fine-tuning."""
+NOT_RUN = Cell("not run", (None, None))
+Arms = dict[tuple[str, str], Arm]
+Sums = tuple[Any, Any]
+
+
+def by_name(records: Sequence[Record]) -> Arms:
+    """Return arms by architecture and title; those of a learning-rate grid have its point in their title."""
+    arms = {}
+    for arm in training_arms(records):
+        rate = arm.name.partition(" lr=")[2]
+        arms[arm.says("model.mixer", "mamba1"), arm.title + (rate and f" {rate}")] = arm
+    return arms
+
+
+def nats(arm: Arm | None, other: Arm | None, curve: str, where: str = "") -> Sums:
+    """Return differences of nats (seeds, groups) and targets (groups,); empty without one of the arms."""
+    if arm is None or other is None:
+        return np.empty((0, 0)), np.empty(0)
+    return difference_by_group(arm, other, curve, "nats", "targets", where)
+
+
+def estimate(sums: Any, targets: Any) -> Estimate | None:
+    """Return the difference with its interval over seeds and groups; over seeds where all documents are of one group."""
+    if not len(sums):
+        return None
+    return bootstrap(sums, targets) if len(targets) > 1 else interval(sums.sum(axis=1) / targets.sum())
+
+
+def p_of_equivalence(sums: Any, targets: Any, margin: float) -> float:
+    """Return the p that is at most 0.05 where the 95 % interval lies within ± margin."""
+    tails = [estimate(sums + side * margin * targets, targets) for side in (1, -1)]
+    if any(tail is None or math.isnan(tail.low) for tail in tails):
+        return math.nan
+    above, below = tails
+    return max(above.p, below.p) if above.mean > 0 > below.mean else 1.0  # type: ignore[union-attr]
+
+
+def fulfilled(one: Contrast, found: Estimate | None, p: float, margin: float | None) -> str:
+    """Return whether the prediction was right or wrong; open if neither is shown."""
+    if found is None or math.isnan(found.low):
+        return "open"
+    if one.sign is None:
+        out = margin is not None and (found.low > margin or found.high < -margin)
+        return "wrong" if out else "right" if p <= 0.05 else "open"
+    sign = one.sign or math.copysign(1, found.mean)
+    low, high = sorted((sign * found.low, sign * found.high))
+    return "wrong" if high < 0 else "right" if low > 0 and p <= 0.05 else "open"
+
+
+def verdicts(arms: Arms) -> Table:
+    """Make the table of primaries, Holm over the four of an architecture, whether they ran or not."""
+    rows = []
+    for mixer, title in MIXERS.items():
+        margins = [arm.sweep.get("margin") for (of, name), arm in arms.items() if (of, name) == (mixer, "packed-reset")]
+        margin, found, p_values = next(iter(margins), None), {}, {}
+        for one in PRIMARY:
+            sums, targets = nats(arms.get((mixer, one.arm)), arms.get((mixer, one.other)), one.curve)
+            found[one] = estimate(sums, targets)
+            p_values[one] = found[one].p if found[one] else math.nan  # type: ignore[union-attr]
+            if one.sign is None and found[one]:
+                p_values[one] = math.nan if margin is None else p_of_equivalence(sums, targets, margin)
+        adjusted = holm(p_values)
+        caught = fulfilled(PRIMARY[1], found[PRIMARY[1]], adjusted[PRIMARY[1]], None) == "right"
+        for one in PRIMARY:
+            it, p = found[one], adjusted[one]
+            ruled = verdict(it, *((margin,) if one.sign is None else (None, p))) if it else "not run"
+            ruled += ", could not have failed" * (ruled == "equivalent" and not caught)
+            row = {"primary": one.name, "architecture": title, "difference": interval_cell(it, 5, 3), "p_holm": p}
+            row |= {"seeds": of_planned(it.seeds if it else 0, one.seeds), "groups": it.groups if it else None}
+            row |= {"margin": margin if one.sign is None else None, "verdict": ruled}
+            rows.append(row | {"prediction": fulfilled(one, it, p, margin) if it else "not run"})
+    return make_table(
+        "verdicts-text",
+        "Primaries: differences of the loss of sealed documents, nats a target",
+        "!primary | !architecture | difference [95 %] = difference difference_low difference_high | "
+        "seeds = seeds planned | groups:d | p, Holm = p_holm:.2g | margin:.4f | !verdict | !prediction",
+        rows,
+        "Intervals resample seeds and groups of documents. P1's p is of equivalence. Prediction: right if p, by Holm over an "
+        "architecture's four, is at most 0.05 and the sign is the predicted one; wrong if the interval shows the opposite.",
+    )
+
+
+def of_planned(seeds: int, planned: int) -> Cell:
+    return Cell(f"{seeds} of {planned}" if seeds < planned else str(seeds), (seeds, planned))
+
+
+def exploratory(arms: Arms) -> Table:
+    rows = []
+    for mixer, title in MIXERS.items():
+        for one in EXPLORATORY:
+            sums = nats(arms.get((mixer, one.arm)), arms.get((mixer, one.other)), one.curve, one.where)
+            found = estimate(*sums)
+            rows.append(_row(title, one.name, found, one.seeds))
+        for trained in ("own", "zero", "shuffled", "state-passing"):
+            for start in ("zero", "foreign"):
+                name = f"{trained}'s models read on from {start} minus from own states, beyond T"
+                arm = arms.get((mixer, trained))
+                found = None if arm is None else estimate(*_read_from(arm, start))
+                rows.append(_row(title, name, found, 8 if trained == "state-passing" else 12))
+    return make_table(
+        "exploratory-text",
+        "Exploratory contrasts, nats a target",
+        "!contrast | !architecture | difference [95 %] = difference difference_low difference_high | seeds = seeds planned",
+        rows,
+        f"Intervals resample seeds and groups and are not adjusted for the number of {len(rows)} contrasts.",
+    )
+
+
+def _row(title: str, name: str, found: Estimate | None, planned: int) -> dict[str, Any]:
+    cell = interval_cell(found, 5, 3) if found else Cell("not run", (None,) * 3)
+    seeds = of_planned(found.seeds if found else 0, planned)
+    return {"contrast": name, "architecture": title, "difference": cell, "seeds": seeds}
+
+
+def _read_from(arm: Arm, start: str) -> tuple[Any, Any]:
+    """Return nats of an arm read on from these states minus from its documents' own (seeds, groups), and targets."""
+    points = arm.points(BEYOND)
+    if points.empty or "group" not in points:
+        return np.empty((0, 0)), np.empty(0)
+    points = points.assign(more=points[f"nats_{start}"] - points["nats"])
+    both = points.pivot_table(index="seed", columns="group", values=["more", "targets"], aggfunc="sum")
+    return both["more"].to_numpy(float), both["targets"].to_numpy(float)[0]
+
+
+def arms_table(arms: Arms, names: Sequence[str], table: str, heading: str, baseline: str, planned: int) -> Table:
+    """Make a row for each arm that was planned, with the difference of its loss from the baseline's."""
+    rows = []
+    for mixer, title in MIXERS.items():
+        for name in names:
+            row: dict[str, Any] = {"arm": name, "architecture": title, "seeds": of_planned(0, planned), "loss": NOT_RUN}
+            if (arm := arms.get((mixer, name))) is not None:
+                other, lost = arms.get((mixer, baseline)), int(arm["val_loss"].isna().sum())
+                seeds = of_planned(len(arm.runs) - lost, planned)
+                row["seeds"] = seeds._replace(text=seeds.text + f", {lost} diverged" * bool(lost))
+                row |= {"loss": mean_sd(arm["val_loss"]), "beyond": arm["beyond.loss"].mean()}
+                row |= {"tokens": arm["real_tokens"].mean(), "padding": arm["padding_fraction"].mean()}
+                row["behind"] = (arm["tokens_behind_another"] / arm["real_tokens"]).mean()
+                if other is not None and other is not arm:
+                    row["difference"] = interval_cell(estimate(*nats(arm, other, ALL)), 5, 3)
+            rows.append(row)
+    return make_table(
+        table,
+        heading,
+        "!arm | !architecture | seeds = seeds planned | loss = loss loss_sd | loss beyond T = beyond:.4f | "
+        f"minus {baseline} [95 %] = difference difference_low difference_high | real tokens = tokens:,.0f | padding:% | "
+        "behind another = behind:%",
+        rows,
+        "Behind another: share of the tokens that stand behind another document in their row.",
+    )
+
+
+def answers(arms: Arms, table: str, heading: str, metrics: Mapping[str, str], pairs: Pairs, planned: int) -> Table:
+    """Make a row for each metric and pair of arms; intervals over seeds."""
+    rows = []
+    for (metric, what), (mixer, title), (name, baseline) in itertools.product(metrics.items(), MIXERS.items(), pairs):
+        sides = [arms.get((mixer, one)) for one in (name, baseline)]
+        row: dict[str, Any] = {"task": what, "architecture": title, "arm": name, "minus": baseline}
+        row |= dict.fromkeys(("value", "other"), NOT_RUN) | {"seeds": of_planned(0, planned)}
+        both = [side[metric] for side in sides if side]
+        if len(both) == 2 and all(some.notna().any() for some in both):
+            found = interval(both[0] - both[1])
+            row |= {"value": mean_sd(both[0]), "other": mean_sd(both[1]), "difference": interval_cell(found, 4, 3)}
+            row["seeds"] = of_planned(found.seeds if found else 0, planned)
+        rows.append(row)
+    return make_table(
+        table,
+        heading,
+        "!task | !architecture | !arm | !minus | value = value value_sd | of the other = other other_sd | "
+        "difference [95 %] = difference difference_low difference_high | seeds = seeds planned",
+        rows,
+        "Intervals are over seeds (Student's t), not adjusted. Four choices: share of right answers, chance 0.25.",
+    )
+
+
+def pilot(arms: Arms) -> list[Table]:
+    """Make the table of learning rates, and of the leak's harm with half of it, P1's margin."""
+    rates, harms = [], []
+    for mixer, title in MIXERS.items():
+        for (of, name), arm in arms.items():
+            row: dict[str, Any] = {"architecture": title, "lr": arm.says("optimizer.lr"), "seeds": len(arm.runs)}
+            row |= {"arm": arm.title, "steps": int(arm.runs["steps"].max()), "loss": mean_sd(arm["val_loss"])}
+            rates += [row] * (of == mixer)
+            reset = arms.get((mixer, name.replace("packed-leak", "packed-reset")))
+            sums, targets = nats(arm, reset if (of, arm.title) == (mixer, "packed-leak") else None, ALL)
+            if (found := estimate(sums, targets)) is None or math.isnan(found.low):
+                continue
+            row["error"] = pd.Series(sums.sum(axis=1) / targets.sum()).sem()
+            row |= {"harm": interval_cell(found, 5, 3), "half": found.mean / 2}
+            if found.mean > 0 and len(targets) > 1:  # as if pairs of reset and padded spread as these do
+                row["power"] = power(sums, targets, found.mean / 2, 16)
+            harms.append(row)
+    return [
+        make_table(
+            "rates-pilot",
+            "Pilot: learning rates, loss of validation documents",
+            "!arm | !architecture | steps:d | learning rate = lr:g | seeds:d | loss = loss loss_sd",
+            rates,
+        ),
+        make_table(
+            "harm-pilot",
+            "Pilot: the leak's harm, leak minus reset, nats a target",
+            "!architecture | steps:d | learning rate = lr:g | seeds:d | harm [95 %] = harm harm_low harm_high | "
+            "standard error over seeds = error:.5f | half, P1's margin = half:.5f | power of P1 with 16 seeds = power:.2f",
+            harms,
+        ),
+    ]
+
+
+def steps_of(arm: Arm) -> int:
+    return int(arm.runs["steps"].max())
+
+
+def kind_of(records: Sequence[Record]) -> str:
+    """Return ``tuned`` (fine-tuning), ``text``, or ``pilot``, whose seeds are for choices alone."""
+    if records[0]["config"]["data"]["source"] == "task":
+        return "tuned"
+    return "pilot" if all(record["seed"] >= PILOT for record in records) else "text"
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """``records`` are of one corpus."""
+    trials = [record for record in records if record["seed"] >= PILOT]
+    made = [table for table in pilot(by_name(trials)) if table.rows]
+    if (kind := kind_of(records)) == "pilot":
+        return made
+    arms = by_name([record for record in records if record["seed"] < PILOT])
+    if kind == "tuned":
+        return [answers(arms, "finetuning-tuned", "Fine-tuned on questions and answers", TUNED, TUNED_PAIRS, FEW)]
+    states = ("zero", "own", "shuffled", "state-passing")
+    return [
+        *made,
+        verdicts(arms),
+        exploratory(arms),
+        arms_table(arms, PARITY, "parity-text", "Arms of P1 and P2", "padded", 16),
+        arms_table(arms, states, "states-text", "Arms of P3 and P4", "zero", 12),
+        arms_table(arms, PACKERS, "packers-text", "Packers in their own order", PACKERS[0], FEW),
+        answers(arms, "answers-text", "Questions to pretrained models", TASKS, PAIRS, 16),
+    ]
+
+
+def figures(records: Sequence[Record]) -> list[Figure]:
+    """Draw the primaries with the margin as a band."""
+    table = verdicts(by_name([r for r in records if r["seed"] < PILOT])) if kind_of(records) == "text" else None
+    shown = [row for row in table.rows if not pd.isna(row[2].values[1])] if table else []
+    if not shown:
+        return []
+    fig, (ax,) = axes(1, width=8.0, height=1.2 + 0.4 * len(shown))
+    colors = dict(zip(MIXERS.values(), ("#0072B2", "#D55E00")))
+    for y, row in enumerate(shown):
+        mean, low, high = row[2].values
+        color = colors[row[1].text]
+        ax.errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=3, linewidth=1.8)
+        if margin := row[6].values[0]:
+            ax.fill_betweenx([y - 0.5, y + 0.5], -margin, margin, color=MUTED, alpha=0.2, linewidth=0)
+    ax.axvline(0, color=MUTED, linewidth=1)
+    name_bars(ax, [f"{row[0].text}, {row[1].text} (n = {row[3].values[0]})" for row in shown])
+    ax.set(title="Four primaries on natural text", xlabel="nats a target (95 % interval over seeds and groups)")
+    return [finish(fig, "primaries-text", "The four primaries; bars are 95 % intervals, bands the margin of P1.")]
+
+
+KINDS = {"training": Kind(tables, figures, kind_of)}

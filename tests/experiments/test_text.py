@@ -1,0 +1,163 @@
+"""The study on natural text: its small sweeps make every table; verdicts and missing runs of invented records."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from experiments.text import plugin, reproduce
+from experiments.text.report import KINDS, PRIMARY
+from made_records import SCHEMES, training
+from packmamba.config import DataConfig
+from packmamba.data.token_store import load_corpora
+from packmamba.records import read_records
+from packmamba.report.html import table_files
+from packmamba.report.tables import write_table
+from packmamba.training.sweep import load_sweep, run_sweep
+
+FOLDER = Path(reproduce.__file__).parent
+GROUPS = 20
+
+
+@pytest.fixture(scope="module")
+def sample(tmp_path_factory):
+    """A corpus of invented dictionary entries, as the committed sample has them."""
+    pytest.importorskip("experiments.corpus.text_items")
+    rng = np.random.default_rng(0)
+    words = ["".join(rng.choice(list("abcdefgh"), rng.integers(4, 9))) for _ in range(600)]
+    lines = []
+    for i in range(400):
+        gloss = " ".join(rng.choice(words, 8))
+        text, kind = f"{words[i]} (noun): {gloss}", ("train", "train", "train", "validation")[i % 4]
+        place = [words[i], "noun", len(text) - len(gloss), len(text)]
+        more = " ".join(rng.choice(words, 120)) if i % 5 == 0 else ""
+        line = {"id": f"wordnet:{i}", "group": f"wordnet:g{i % 12}", "split": kind, "text": f"{text}\n{more}"}
+        lines.append(json.dumps(line | {"gloss": place}) + "\n")
+    path = tmp_path_factory.mktemp("text") / "sample.jsonl.gz"
+    path.write_bytes(gzip.compress("".join(lines).encode()))
+    return path
+
+
+def test_small_sweeps_make_every_table(sample, tmp_path):
+    wanted = [step for step in reproduce.STEPS if step.small and "mamba2" not in " ".join(step.overrides)]
+    few = ("trainer.max_steps=2", f"data.cache_dir={tmp_path}/corpora", "data.validation_documents=40")
+    for step in wanted:
+        given = [key.replace(reproduce.SAMPLE, str(sample)) for key in (*step.overrides, *step.small)]
+        given = [key.replace("{output}", str(tmp_path / "text")) for key in given]
+        fewer = ["grid.optimizer.lr=[4.0e-3]"] if "name=rates" in given else []
+        fewer += ["data.num_documents=60"] if step.file == "finetune.yaml" else []
+        run_sweep(
+            *load_sweep(FOLDER / step.file, [*given, *few, *fewer, f"output={tmp_path / 'text'}"]), progress=False
+        )
+    made = table_files(read_records(tmp_path / "text"), KINDS)
+    for name in ("verdicts-text", "exploratory-text", "parity-text", "states-text", "packers-text", "answers-text"):
+        assert f"{name}.csv" in made
+    rows = csv.DictReader(io.StringIO(made["verdicts-text.csv"]))
+    assert [(row["architecture"], row["seeds"]) for row in rows] == [("Mamba-1", "2")] * 4 + [("Mamba-2", "0")] * 4
+    assert ",2,8" in made["finetuning-tuned.csv"] and "0.004" in made["rates-pilot-text.csv"]
+    read = csv.DictReader(io.StringIO(made["exploratory-text.csv"]))
+    assert next(row for row in read if row["contrast"].startswith("own's models"))["difference"] != ""
+
+
+def test_the_sealed_split_is_read_only_where_it_is_named(tmp_path):
+    for folder, split in (("corpus", "train"), ("corpus", "validation"), ("sealed", "test")):
+        (tmp_path / folder).mkdir(exist_ok=True)
+        line = json.dumps({"text": split, "split": split, "group": "g"})
+        (tmp_path / folder / f"{split}.jsonl").write_text(line + "\n")
+    found = {}
+    for subset in (None, "validation", "test"):
+        data = DataConfig("natural_text", str(tmp_path), subset=subset, cache_dir=str(tmp_path / "cache"))
+        corpora = load_corpora(data, progress=False)
+        found[subset] = [bytes(side.tokens[1:-1].astype("u1")).decode() for side in corpora[:2]]
+    assert found == {None: ["train", "validation"], "validation": ["train", "validation"], "test": ["train", "test"]}
+
+
+def test_only_the_answer_is_a_target(sample):
+    example = plugin.Asked(str(sample), "pairs", "train").example(0, 3)
+    one = plugin.items(str(sample), "pairs", "train")[3]
+    assert example.targets[example.mask].tolist() == [*one["answer"].encode(), plugin.END]
+    assert example.tokens[: int(example.mask.argmax()) + 1].tolist() == [plugin.BEGIN, *one["question"].encode()]
+    asked = plugin.Asked(str(sample), "headword", "validation").example(0, 0)
+    assert len(asked.choices) == 4 and list(asked.choices[asked.answer]) == asked.targets[asked.mask].tolist()
+
+
+# Of each arm the loss over padded's or zero's.
+EFFECTS = {"padded": 0.0, "packed-reset": 0.0001, "packed-leak": 0.02, "zero": 0.0, "own": -0.01, "shuffled": 0.01}
+
+
+def record(arm, seed, effect, mixer="mamba1", margin=0.01):
+    """Every group's loss is the run's, with noise of runs and groups."""
+    rng = np.random.default_rng([seed, len(arm)])
+    loss = 1 + seed / 50 + effect + 0.0005 * rng.standard_normal()
+    nats = [100 * (loss + 0.0005 * rng.standard_normal()) for _ in range(GROUPS)]
+    points = [{"group": g, "start": 1, "targets": 100, "nats": nats[g]} for g in range(GROUPS)]
+    beyond = [
+        point | {"start": 2048, "nats_zero": point["nats"] + 3, "nats_foreign": point["nats"] + 5} for point in points
+    ]
+    made = training("padded", seed, loss, config={"model": {"mixer": mixer}, **SCHEMES["padded"]})
+    made["config"]["data"] = {**made["config"]["data"], "source": "natural_text"}
+    curves = {"perplexity.by_group": points, "beyond.by_group": beyond}
+    return made | {"arm": f"{arm} mixer={mixer}", "curves": made["curves"] | curves, "sweep": {"margin": margin}}
+
+
+def rows_of(records, name="verdicts-text"):
+    (table,) = (table for table in KINDS["training"].tables(records) if table.name == name)
+    return list(csv.DictReader(io.StringIO(write_table(table, "csv"))))
+
+
+def study(**changed):
+    effects = EFFECTS | {name.replace("_", "-"): value for name, value in changed.items()}
+    return [record(arm, seed, effect) for arm, effect in effects.items() for seed in range(1, 9) if effect is not None]
+
+
+def test_known_effects_get_their_verdicts():
+    rows = {row["primary"][:2]: row for row in rows_of(study()) if row["architecture"] == "Mamba-1"}
+    assert {name: row["prediction"] for name, row in rows.items()} == dict.fromkeys(("P1", "P2", "P3", "P4"), "right")
+    assert [rows[name]["verdict"] for name in rows] == ["equivalent", "different", "different", "different"]
+    effects = {"P1": 0.0001, "P2": 0.0199, "P3": -0.02, "P4": -0.01}
+    for name, effect in effects.items():
+        assert float(rows[name]["difference"]) == pytest.approx(effect, abs=1e-3), "seeds are pairs"
+    read = [row for row in rows_of(study(), "exploratory-text") if row["contrast"].startswith("own's models")]
+    assert [float(row["difference"]) for row in read[:2]] == pytest.approx([0.03, 0.05])
+
+
+@pytest.mark.parametrize(
+    ("changed", "name", "verdict", "prediction"),
+    [
+        ({"packed_reset": 0.02, "packed_leak": 0.04}, "P1", "different", "wrong"),
+        ({"packed_leak": 0.0001}, "P1", "equivalent, could not have failed", "right"),
+        ({"packed_leak": -0.02}, "P2", "different", "wrong"),
+        ({"own": 0.0}, "P4", "open", "open"),
+        ({"own": 0.01}, "P4", "different", "wrong"),
+    ],
+)
+def test_verdicts_of_other_effects(changed, name, verdict, prediction):
+    (row,) = (row for row in rows_of(study(**changed))[:4] if row["primary"].startswith(name))
+    assert (row["verdict"], row["prediction"]) == (verdict, prediction)
+
+
+def test_an_equivalence_without_a_margin_is_open():
+    (row,) = (row for row in rows_of([one | {"sweep": {}} for one in study()])[:4] if row["primary"][:2] == "P1")
+    assert (row["verdict"], row["prediction"]) == ("open", "open")
+
+
+def test_what_did_not_run_is_counted_and_a_pilot_stays_out():
+    lost = record("packed-leak", 9, 0.0)
+    lost["metrics"]["val_loss"] = None
+    records = [*study(shuffled=None), record("packed-leak", 101, 5.0), lost]
+    rows = rows_of(records)
+    assert len(rows) == 2 * len(PRIMARY)
+    ran = {(row["architecture"], row["primary"][:2]): (row["seeds"], row["planned"], row["verdict"]) for row in rows}
+    assert ran["Mamba-1", "P3"] == ("0", "12", "not run") and ran["Mamba-2", "P1"] == ("0", "16", "not run")
+    assert ran["Mamba-1", "P1"][:2] == ("8", "16")
+    p_values = [float(row["p_holm"]) for row in rows if row["p_holm"]]
+    assert min(p_values) >= 4 * 2 / 10_000, "Holm counts the primary that did not run"
+    arms = {(row["architecture"], row["arm"]): row for row in rows_of(records, "parity-text")}
+    assert arms["Mamba-1", "single"]["seeds"] == "0" and arms["Mamba-1", "packed-leak"]["seeds"] == "8"
+    assert float(arms["Mamba-1", "packed-leak"]["difference"]) == pytest.approx(0.02, abs=1e-3)
