@@ -1,7 +1,5 @@
 """Records, one JSON line per run, and ``sweep.json`` beside them."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import importlib.metadata
@@ -45,16 +43,9 @@ RENAMED: dict[str, dict[str, str]] = {
 
 
 def make_record(
-    kind: str,
-    experiment: str,
-    arm: str,
-    config: Mapping[str, Any],
-    seed: int,
-    corpus_hash: str,
-    metrics: Mapping[str, Any],
-    wall_seconds: float,
-    curves: Mapping[str, list[dict[str, Any]]] | None = None,
-) -> dict[str, Any]:
+    kind: str, experiment: str, arm: str, config: Mapping[str, Any], seed: int, corpus_hash: str,
+    metrics: Mapping[str, Any], wall_seconds: float, curves: Mapping[str, list[dict[str, Any]]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
     values = (1, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     return _plain(dict(zip(KEYS, values)) | time | provenance())

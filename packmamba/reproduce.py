@@ -1,7 +1,5 @@
 """Experiments by name: benches, reports, and steps that make their records from nothing."""
 
-from __future__ import annotations
-
 import csv
 import importlib
 import importlib.util

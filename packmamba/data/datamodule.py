@@ -106,8 +106,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return self._loader(self.steps, StepSampler(lambda: trainer.global_step * accumulated, epoch, last))
 
     def val_dataloader(self) -> list[DataLoader]:
-        samplers = [StepSampler(lambda: 0, len(groups)) for _, groups in self.evaluations]
-        return [self._loader(groups, of, rows.batch) for (rows, groups), of in zip(self.evaluations, samplers)]
+        return [self._loader(of, StepSampler(lambda: 0, len(of)), rows.batch) for rows, of in self.evaluations]
 
     test_dataloader = val_dataloader
 

@@ -1,7 +1,5 @@
 """Length distributions of synthetic documents."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Pack documents into rows, from their lengths alone."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Tokenised corpora on disk, under a hash of everything that decides their tokens; little-endian files without headers."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json
@@ -22,8 +20,7 @@ from packmamba.data.sources import open_source
 from packmamba.data.sources.source import SEED, Document
 from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
 
-FORMAT = 1
-"""Raise when the same keys and files give other tokens or another folder."""
+FORMAT = 1  # Raise when the same keys and files give other tokens or another folder
 META = "meta.json"
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096
@@ -91,7 +88,7 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():
-                    hidden = None if progress else True  # None: hidden where there is no terminal
+                    hidden = None if progress else True  # None: where there is no terminal
                     bar = tqdm(source.read(), f"Tokenising {data.source}", unit=" documents", disable=hidden)
                     _tokenize(folder, data, bar, tokenizer or TokenIds(source.vocab_size or 0), identity)
         except OSError as error:
@@ -126,11 +123,13 @@ def _tokenize(
         if not any(counts):
             raise ConfigError(f"data.path: expected documents with a token in them, got none in '{data.path}'")
         if not all(counts):
-            raise ConfigError(f"data.validation_fraction: expected training and validation documents, got {counts}")
+            raise ConfigError(f"data.validation_fraction: expected documents in both splits, got {counts}")
         ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
-        header = json.dumps([*ids.values(), *(digest for writer in writers for digest in writer.digests())])
+        hashes = [hash for writer in writers for name, hash in writer.hashes.items() if name != "groups"]
+        header = json.dumps([*ids.values(), *(hash.hexdigest() for hash in hashes)])
         corpus_hash = hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
-        splits = {split: writer.meta() for split, writer in zip(SPLITS, writers)}
+        groups = [{"groups": [*writer.groups]} if writer.groups else {} for writer in writers]
+        splits = {split: {**one.counts, **more} for split, one, more in zip(SPLITS, writers, groups)}
         meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": splits}
         (work / META).write_text(json.dumps(meta, indent=1))
         os.rename(work, folder)
@@ -163,12 +162,6 @@ class _SplitWriter:
             with open(f"{self.path}.{name}", "ab") as file:
                 file.write(column.data)
             self.hashes.setdefault(name, hashlib.blake2b(digest_size=16)).update(column.data)
-
-    def digests(self) -> list[str]:
-        return [self.hashes[name].hexdigest() for name in ("tokens", "lengths", "targets") if name in self.hashes]
-
-    def meta(self) -> dict[str, Any]:
-        return dict(self.counts) | ({"groups": list(self.groups)} if self.groups else {})
 
 
 def _encoded(

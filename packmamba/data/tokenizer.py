@@ -1,7 +1,5 @@
 """Tokenizers: UTF-8 bytes or a `tokenizers` JSON file, and the files that hold one beside a model."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -14,8 +12,7 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig
 
 TOKENIZER, OPTIONS = "tokenizer.json", "tokenizer_config.json"
-BYTES = "packmamba_bytes"
-"""Key of ``tokenizer_config.json`` that marks a byte tokenizer."""
+BYTES = "packmamba_bytes"  # Key of ``tokenizer_config.json`` that marks a byte tokenizer
 
 
 class Tokenizer:

@@ -1,7 +1,5 @@
 """Figures in the house style; all records of one corpus."""
 
-from __future__ import annotations
-
 import io
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -71,7 +69,7 @@ def finish(fig: Canvas, name: str, caption: str) -> Figure:
     """Return the canvas as a figure, as large as its content."""
     png, pdf = io.BytesIO(), io.BytesIO()
     fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None}, bbox_inches="tight")
-    nobody = {"CreationDate": None, "Creator": None, "Producer": None}
+    nobody = dict.fromkeys(("CreationDate", "Creator", "Producer"))
     fig.savefig(pdf, format="pdf", metadata=nobody, bbox_inches="tight")
     plt.close(fig)
     return Figure(name, caption, png.getvalue(), pdf.getvalue())
@@ -163,8 +161,7 @@ def _differences(arms: Arms) -> list[Figure]:
     ax.axvline(0, color=MUTED, linewidth=1)
     if (margin := next(iter(pairs)).sweep.get("margin")) is not None:
         ax.axvspan(-margin, margin, color=MUTED, alpha=0.12, linewidth=0)
-    names = [f"{arm.label} - {arm.baseline.title}" for arm in pairs]
-    name_bars(ax, [f"{name} (n = {one.seeds})" for name, one in zip(names, pairs.values())])
+    name_bars(ax, [f"{arm.label} - {arm.baseline.title} (n = {one.seeds})" for arm, one in pairs.items()])
     ax.set(title="Paired differences", xlabel=title(metric))
     caption = f"Paired differences in {title(metric)}: each seed (dots), mean and 95 % confidence interval."
     return [finish(fig, "differences", caption)]

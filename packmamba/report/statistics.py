@@ -1,18 +1,15 @@
 """Statistics of paired differences, by seed and perhaps by group of documents."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
-Key = TypeVar("Key")
 DRAWS = 10_000
 FEWEST_GROUPS = 15  # with fewer, of unequal size, the delta method's intervals are too narrow
 
@@ -130,7 +127,7 @@ def seeds_for(pilot: Any, weights: Any, margin: float) -> int | None:
     return few if few <= 100 else None
 
 
-def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
+def holm(p_values: Mapping[Any, float]) -> dict[Any, float]:
     """Adjust p values for their number (Holm 1979); NaN counts among them."""
     ranked = pd.Series([*p_values.values()], dtype=float).sort_values()
     adjusted = (ranked * np.arange(len(ranked), 0, -1)).clip(upper=1).cummax()

@@ -1,7 +1,5 @@
 """Sources of documents: a document's split depends on its name or content alone, never on the order of documents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from packmamba.config import DataConfig

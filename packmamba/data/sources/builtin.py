@@ -1,7 +1,5 @@
 """Sources without files: the standard library's functions, random ids, examples of a task."""
 
-from __future__ import annotations
-
 import functools
 import platform
 import sysconfig
@@ -19,8 +17,7 @@ from packmamba.data.sources.source import SEED, Document, Source, hash_files, he
 # Tests are no typical functions; lib2to3's are broken files.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 LIBRARY = Path(sysconfig.get_path("stdlib"))
-CHUNK = 1024
-"""Synthetic documents drawn at a time; their ids depend on it."""
+CHUNK = 1024  # Synthetic documents drawn at a time; their ids depend on it
 
 
 @functools.cache
@@ -32,9 +29,9 @@ def library_files() -> list[str]:
 @functools.cache
 def standard_library() -> tuple[tuple[str, str], ...]:
     """Return (top-level module or folder, text) of each module."""
-    parts = sorted(name.split("/") for name in library_files())
-    texts = (LIBRARY.joinpath(*of).read_text(encoding="utf-8", errors="replace") for of in parts)
-    return tuple((of[0].removesuffix(".py"), text) for of, text in zip(parts, texts))
+    paths = sorted(map(Path, library_files()))
+    texts = ((LIBRARY / path).read_text(encoding="utf-8", errors="replace") for path in paths)
+    return tuple((path.parts[0].removesuffix(".py"), text) for path, text in zip(paths, texts))
 
 
 def open_stdlib(data: DataConfig) -> Source:

@@ -1,7 +1,5 @@
 """Sources of files: text, JSON lines, parquet, data sets of Hugging Face and of Megatron."""
 
-from __future__ import annotations
-
 import functools
 import gzip
 import importlib

@@ -4,8 +4,6 @@ A manifest is gzipped JSON lines: a header, then packages: name, version, split 
 ``functions``: null for a near-copy that is left out; else ``n:hex``, their number and, from the lowest bit, which are documents.
 """
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import functools

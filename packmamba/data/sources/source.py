@@ -1,7 +1,5 @@
 """The contract of a document source; file listing, fingerprints, the validation split."""
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import itertools
@@ -15,8 +13,7 @@ import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, registry
 
-SEED = 0
-"""Seed of the validation split, of synthetic documents and of examples."""
+SEED = 0  # Seed of the validation split, of synthetic documents and of examples
 
 
 class Document(NamedTuple):
