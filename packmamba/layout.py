@@ -61,7 +61,7 @@ class SequenceLayout:
         if not rows:
             raise ValueError("lengths: expected at least one row, got none")
         if list(map(len, places)) != list(map(len, rows)):
-            raise ValueError("offsets: expected as many as lengths in each row, got others")
+            raise ValueError("offsets: expected one for each length, got others")
         starts: list[int] = []
         for b, row in enumerate(rows):
             if sum(row) > row_length:
@@ -271,7 +271,7 @@ def _and_zero(tensor: Tensor) -> Tensor:
 def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[list[int]]:
     listed = []
     for b, row in enumerate(rows):
-        if not isinstance(row, (Sequence, Tensor)) and not hasattr(row, "__array__"):
+        if not hasattr(row, "__iter__"):
             raise TypeError(f"{name}[{b}]: expected a sequence of integers, got {type(row).__name__}")
         listed.append([_integer(n, f"{name}[{b}][{s}]", minimum) for s, n in enumerate(row)])
     return listed

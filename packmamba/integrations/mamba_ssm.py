@@ -80,12 +80,13 @@ class Mamba(PackedMamba):
 
         Raises TypeError or ValueError for boundaries that are none, that disagree, or beside inference_params.
         """
-        given = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens, "position_indices": position_indices, "layout": layout}
-        given = {name: value for name, value in given.items() if value is not None}
+        layout = boundary_layout(
+            hidden_states, seq_idx=seq_idx, cu_seqlens=cu_seqlens, position_indices=position_indices, layout=layout
+        )
         if inference_params is None:
-            return super().forward(hidden_states, layout=boundary_layout(hidden_states, given))
-        if given:
-            raise ValueError(f"inference_params: expected none beside {' and '.join(given)}: each row is one document")
+            return super().forward(hidden_states, layout=layout)
+        if layout is not None:
+            raise ValueError("inference_params: expected none beside boundaries: each row is one document")
         states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
         if inference_params.seqlen_offset > 0:
             return self.step(hidden_states, *states)[0]

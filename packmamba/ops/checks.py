@@ -62,16 +62,18 @@ def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, na
     return layout
 
 
-def boundary_layout(hidden: Tensor, given: dict[str, Any]) -> SequenceLayout | None:
-    """Convert boundary arguments beside hidden (B, L, d_model) to a layout on its device; None if there are none.
-
-    given: some of seq_idx, cu_seqlens, position_indices and layout, by name.
-    """
-    layouts = [_convert(name, value, hidden) for name, value in given.items()]
-    for name, layout in zip(list(given)[1:], layouts[1:]):
-        if not (torch.equal(layouts[0].starts, layout.starts) and torch.equal(layouts[0].ends, layout.ends)):
-            raise ValueError(f"{name}: expected the documents that {next(iter(given))} has, got others")
-    return layouts[0] if layouts else None
+def boundary_layout(hidden: Tensor, **given: Any) -> SequenceLayout | None:
+    """Convert seq_idx, cu_seqlens, position_indices or a layout, beside hidden (B, L, d_model), to a layout on its device."""
+    first, source = None, ""
+    for name, value in given.items():
+        if value is None:
+            continue
+        layout = _convert(name, value, hidden)
+        if first is None:
+            first, source = layout, name
+        elif not (torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)):
+            raise ValueError(f"{name}: expected the documents that {source} has, got others")
+    return first
 
 
 def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
@@ -85,17 +87,17 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
     # and memory on the host may be written to by others, such as NumPy.
     version = None if value.is_inference() else value._version
     key = (version, torch.is_inference_mode_enabled(), (rows, width), hidden.device)
-    kept = getattr(value, "_packmamba_layout", None)
-    if kept is not None and version is not None and kept[0] == key and (kept[2] is None or torch.equal(kept[2], value)):
-        return kept[1]
+    known, kept, copy = getattr(value, "_packmamba_layout", (None, None, None))
+    if kept is not None and version is not None and known == key and (copy is None or torch.equal(copy, value)):
+        return kept
     if name == "cu_seqlens":
         layout = SequenceLayout.from_cu_seqlens(value, rows, width)
     elif name == "seq_idx":
         layout = SequenceLayout.from_seq_idx(value)
     else:
         layout = SequenceLayout.from_position_indices(value)
-        if bool((layout.offsets > 0).any()):
-            row = int(layout.rows[layout.offsets > 0][0])
+        if layout.continues.any():
+            row = int(layout.rows[layout.continues][0])
             raise ValueError(f"{name}[{row}, 0]: expected 0 where a row starts, got {int(value[row, 0])}")
     layout = layout.to(hidden.device)
     value._packmamba_layout = (key, layout, value.clone() if value.device.type == "cpu" else None)

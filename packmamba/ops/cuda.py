@@ -109,6 +109,11 @@ def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
     return states == 16 and u.dtype == torch.bfloat16 and u.shape[2] % 2 == 0
 
 
+def check_has_kernels(u: Tensor) -> None:
+    if u.dtype == torch.float64:
+        raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
+
+
 def launch(
     name: str,
     direction: str,
@@ -122,8 +127,7 @@ def launch(
 
     u: (B, L, D), any of the activations; documents: its layout's starts and ends; cuts: long ones may be cut.
     """
-    if u.dtype == torch.float64:
-        raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
+    check_has_kernels(u)
     device = u.get_device()
     if device != current_device():
         with torch.cuda.device(device):

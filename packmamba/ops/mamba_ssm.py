@@ -31,40 +31,37 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
 
 
 def _real(layout: SequenceLayout) -> Tensor:
-    """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds more than one document."""
+    """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds several documents."""
     if layout.packed:
         raise ValueError("layout: backend 'mamba_ssm' expected one document per row, got more; layout.flow() leaks")
     return (layout.documents >= 0)[..., None]
 
 
+def _blank(a: ScanArguments | SsdArguments, real: Tensor, *tensors: Tensor | None) -> Any:
+    """Zero padding of the tensors, and the step size there, which leaves the state as it is; return delta and them."""
+    if a.layout.num_tokens == a.layout.num_slots:
+        return a.delta, *tensors
+    delta = torch.where(real, a.delta, -1e4 if a.delta_softplus else 0)
+    return delta, *(None if t is None else torch.where(real.unflatten(2, (1,) * (t.dim() - 2)), t, 0) for t in tensors)
+
+
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssm_pack`` by mamba-ssm; no initial state, no gradient through the final one."""
-    u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
-    if initial_state is not None:
+    if a.initial_state is not None:
         raise ValueError("initial_state: backend 'mamba_ssm' starts from zero, expected None")
-    real = _real(layout)
-    if layout.num_tokens < layout.num_slots:
-        # A step of size zero leaves the state as it is; what padding holds must not be looked at.
-        delta = torch.where(real, delta, -1e4 if delta_softplus else 0)
-        masked: Any = (None if t is None else torch.where(real, t, 0) for t in (u, B, C, z))
-        u, B, C, z = masked
+    real = _real(a.layout)
     scan = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
-    u, delta, B, C = (tensor.transpose(1, 2).contiguous() for tensor in (u, delta, B, C))
-    z = None if z is None else z.transpose(1, 2).contiguous()
-    y = scan(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_final_state)
-    y, final = y if return_final_state else (y, None)
-    return torch.where(real, y.transpose(1, 2), 0), None if final is None else final[layout.rows.long()]
+    by_channel = (None if t is None else t.transpose(1, 2).contiguous() for t in _blank(a, real, a.u, a.B, a.C, a.z))
+    delta, u, B, C, z = by_channel
+    y = scan(u, delta, a.A, B, C, a.D, z, a.delta_bias, a.delta_softplus, a.return_final_state)
+    y, final = y if a.return_final_state else (y, None)
+    return torch.where(real, y.transpose(1, 2), 0), None if final is None else final[a.layout.rows.long()]
 
 
 def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack`` by mamba-ssm, in chunks of 256."""
     real = _real(a.layout)
-    delta, x, B, C, z = a.delta, a.x, a.B, a.C, a.z
-    if a.layout.num_tokens < a.layout.num_slots:
-        # A step of size zero leaves the state as it is; what padding holds must not be looked at.
-        delta = torch.where(real, delta, -1e4 if a.delta_softplus else 0)
-        x, B, C = (torch.where(real[..., None], tensor, 0) for tensor in (x, B, C))
-        z = None if z is None else torch.where(real[..., None], z, 0)
+    delta, x, B, C, z = _blank(a, real, a.x, a.B, a.C, a.z)
     scan = _peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
     limit = (-torch.inf, torch.inf) if a.delta_limit is None else tuple(a.delta_limit)
     initial = a.initial_state

@@ -15,6 +15,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
 from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.cuda import check_has_kernels
 from packmamba.ops.custom_op import empty_grad_like, register
 
 CHUNK = 64
@@ -47,21 +48,12 @@ def ssd_pack(
     ``y[t] = (h[t] C[t] + D x[t]) * silu(z[t])`` (Mamba-2, arXiv 2405.21060). Head h reads B and C of group h // (H / G).
     Differentiable in every tensor, also through the final state.
 
-    Args:
-        x, z: (B, L, H, P), of one dtype: bfloat16, float16, float32 or (not on a GPU) float64; any row stride, unit channel
-            stride. z None: no gate.
-        delta: (B, L, H), like x.
-        A: (H,), negative; float32 (float64 beside float64 activations), as are D and delta_bias.
-        B, C: (B, L, G, N), like x; H is a multiple of G, N at most 256.
-        D: (H,) or (H, P), the skip; None: none.
-        delta_bias: (H,), added to delta; None: zero.
-        delta_softplus: apply softplus to delta after its bias.
+    Args (others, dtypes and strides as of ``ssm_pack``):
+        x, z, delta: (B, L, H, P), (B, L, H, P), (B, L, H).
+        A, delta_bias: (H,). D: (H,) or (H, P).
+        B, C: (B, L, G, N); H is a multiple of G, N at most 256.
         delta_limit: (low, high), to which delta is clamped last; None: no limit.
-        layout: where documents lie; None: each row is one.
-        initial_state: (S, H, P, N) in A's dtype, the state each document starts from, whatever ``layout.continues`` says;
-            None: zero.
-        return_final_state: also return each document's last state, like initial_state.
-        backend: a name in ``ops.BACKENDS``.
+        initial_state: (S, H, P, N).
 
     Returns y (B, L, H, P) in x's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
     Raises TypeError or ValueError, naming the argument.
@@ -155,7 +147,7 @@ class Chunks:
         self.reverse = (self.first + self.last)[document] - torch.arange(document.numel(), device=starts.device)
 
     def gather(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gather (B, L, ...) to (K, Q, ...), zero where no token is."""
+        """Gather (B, L, ...) to (K, Q, ...), zero without a token."""
         tokens = tensor.flatten(0, 1)[self.slot].to(dtype)
         return torch.where(self.inside.view(*self.inside.shape, *(1,) * (tensor.dim() - 2)), tokens, 0)
 
@@ -185,8 +177,8 @@ class Steps(NamedTuple):
     size: Tensor
     slope: Tensor  # of size over delta
     total: Tensor  # sum of size * A, from a chunk's start to each token
-    from_start: Tensor  # exp(total): what a token sees of the state at its chunk's start
-    to_end: Tensor  # what the state at a chunk's end sees of a token
+    from_start: Tensor  # decay from a chunk's start to a token
+    to_end: Tensor  # decay from a token to its chunk's end
 
     @classmethod
     def of(cls, a: SsdArguments, chunks: Chunks) -> Steps:
@@ -288,7 +280,7 @@ def _skip(D: Tensor) -> Tensor:
 
 
 def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of ``chunked``, explicitly: compiled graphs hide operators' insides from autograd."""
+    """Compute the gradients of ``chunked``."""
     (groups, states), heads, a = a.B.shape[2:], a.x.shape[2], a.aligned()
     chunks = Chunks(a.layout, a.offsets)
     steps = Steps.of(a, chunks)
@@ -296,8 +288,8 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
     x, B, C = (chunks.gather(tensor, a.A.dtype) for tensor in (a.x, a.B, a.C))
     start, _, decay = _states(a, chunks, steps, x, B)
     dy = torch.zeros_like(x) if dy is None else chunks.gather(dy, a.A.dtype)
-    dz = torch.zeros_like(x) if a.z is not None else None
-    if a.z is not None and dz is not None:
+    dz = None
+    if a.z is not None:
         z = chunks.gather(a.z, a.A.dtype)
         open_, before = torch.sigmoid(z), dy
         dy = before * z * open_
@@ -349,7 +341,7 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
     return (
         chunks.scatter(dx, a.x), chunks.scatter(ddelta, a.delta), (dlog * size).sum((0, 1)),
         chunks.scatter(dB, a.B)[..., :states].contiguous(), chunks.scatter(dC, a.C)[..., :states].contiguous(), dD,
-        None if a.z is None or dz is None else chunks.scatter(dz, a.z),
+        None if dz is None else chunks.scatter(dz, a.x),
         None if a.delta_bias is None else ddelta.sum((0, 1)), dinitial,
     )  # fmt: skip
 
@@ -363,8 +355,8 @@ def _forward(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
 
 
 def _on_gpu(a: SsdArguments) -> bool:
-    if a.x.is_cuda and a.x.dtype == torch.float64:
-        raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
+    if a.x.is_cuda:
+        check_has_kernels(a.x)
     return a.x.is_cuda
 
 

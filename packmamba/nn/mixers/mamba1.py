@@ -15,13 +15,13 @@ from packmamba.ops import checks
 from packmamba.ops.checks import accumulation_dtype
 
 State = tuple[Tensor, Tensor]
-"""(conv_state (S, D, W-1), ssm_state (S, D, N)): what a document leaves to its continuation."""
+"""(conv_state (S, D, W-1), ssm_state (S, D, N)) of documents; of Mamba-2 (S, H P + 2 G N, W-1), (S, H, P, N)."""
 
 
 def check_options(sizes: dict, flags: dict, d_conv: int, dt: tuple[float, float, float], backend: str | None) -> None:
-    """Check a mixer's options; sizes: (size, maximum) by name; dt: (dt_min, dt_max, dt_init_floor)."""
-    for name, (size, most) in sizes.items():
-        checks.check_size(name, size, most)
+    """Check a mixer's options; dt: (dt_min, dt_max, dt_init_floor)."""
+    for name, size in sizes.items():
+        checks.check_size(name, size, 256 if name == "d_state" else 2**20)
     for name, flag in flags.items():
         checks.check_flag(name, flag)
     if d_conv not in (2, 3, 4):
@@ -49,6 +49,7 @@ class Mixer(nn.Module):
     """Hold what both Mambas share: a convolution and a recurrence between ``in_proj`` and ``out_proj``."""
 
     HUGGING_FACE: dict[str, tuple[str, Any]]
+    NO_WEIGHT_DECAY: tuple[str, ...]
     d_model: int
     in_proj: nn.Linear
     conv1d: nn.Conv1d
@@ -84,8 +85,7 @@ class Mixer(nn.Module):
         if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
             raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
         if cu_seqlens is not None:
-            given = {"cu_seqlens": cu_seqlens, "layout": layout}
-            layout = checks.boundary_layout(hidden, {name: value for name, value in given.items() if value is not None})
+            layout = checks.boundary_layout(hidden, cu_seqlens=cu_seqlens, layout=layout)
         for name, value in (("layout", layout), ("ssm_layout", ssm_layout)):
             if value is not None:
                 checks.check_layout(value, hidden, "hidden", name)
@@ -110,8 +110,13 @@ class Mixer(nn.Module):
             ssm_state = self.start_state(rows if ssm_layout is None else ssm_layout.num_documents)[1]
         return conv_state, ssm_state
 
-    def _learn_initial_state(self, learned: bool) -> None:
-        self.initial_state = nn.Parameter(torch.zeros(self.state_shape)) if learned else None
+    def _learn_initial_state(self, learned: bool, *shape: int) -> None:
+        """Make the initial state if it is learned; mark parameters that do not decay."""
+        self.state_shape = shape
+        self.initial_state = nn.Parameter(torch.zeros(shape)) if learned else None
+        for name in self.NO_WEIGHT_DECAY:
+            if (parameter := getattr(self, name)) is not None:
+                parameter._no_weight_decay = True
 
     def mix(self, normed: Tensor, weight: Tensor, *others: Any) -> tuple[Tensor, State | None]:
         """Compute ``forward(normed * weight)`` without argument checks, weight folded into in_proj."""
@@ -183,9 +188,9 @@ class PackedMamba(Mixer):
     ) -> None:
         super().__init__()
         dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" and isinstance(d_model, int) else dt_rank
-        sizes = {"d_model": (d_model, 2**20), "d_state": (d_state, 256), "expand": (expand, 2**20)}
+        sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "dt_rank": dt_rank}
         flags = {"bias": bias, "conv_bias": conv_bias, "learned_initial_state": learned_initial_state}
-        check_options(sizes | {"dt_rank": (dt_rank, 2**20)}, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
+        check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
         self.d_inner, self.dt_rank = expand * d_model, int(dt_rank)
         self.recompute, self.backend = recompute, backend
@@ -200,11 +205,7 @@ class PackedMamba(Mixer):
         self.A_log = nn.Parameter(torch.log(torch.arange(1.0, d_state + 1)).repeat(self.d_inner, 1))
         self.D = nn.Parameter(torch.ones(self.d_inner))
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias)
-        self.state_shape = (self.d_inner, d_state)
-        self._learn_initial_state(learned_initial_state)
-        for name in self.NO_WEIGHT_DECAY:
-            if (parameter := getattr(self, name)) is not None:
-                parameter._no_weight_decay = True
+        self._learn_initial_state(learned_initial_state, self.d_inner, d_state)
 
     def _mix(self, xz: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
         """Mix xz (B, L, 2 D), in_proj's output, to (B, L, d_model); return also final states or None."""

@@ -10,11 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packmamba import ops
-from packmamba.nn.mixers.mamba1 import Mixer, check_options, initial_dt
+from packmamba.nn.mixers.mamba1 import Mixer, State, check_options, initial_dt
 from packmamba.ops.checks import accumulation_dtype
-
-State = tuple[Tensor, Tensor]
-"""(conv_state (S, H P + 2 G N, W-1), ssm_state (S, H, P, N)): what a document leaves to its continuation."""
 
 
 class GatedRMSNorm(nn.Module):
@@ -78,14 +75,9 @@ class PackedMamba2(Mixer):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        sizes = {"d_model": (d_model, 2**20), "d_state": (d_state, 256), "expand": (expand, 2**20)}
-        flags = {
-            "bias": bias,
-            "conv_bias": conv_bias,
-            "D_has_hdim": D_has_hdim,
-            "learned_initial_state": learned_initial_state,
-        }
-        sizes |= {"headdim": (headdim, 2**20), "ngroups": (ngroups, 2**20)}
+        sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "headdim": headdim, "ngroups": ngroups}
+        flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
+        flags |= {"learned_initial_state": learned_initial_state}
         check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         d_inner = expand * d_model
         if d_inner % headdim or d_inner // headdim % ngroups:
@@ -102,11 +94,7 @@ class PackedMamba2(Mixer):
         self.D = nn.Parameter(torch.ones(d_inner if D_has_hdim else self.nheads))
         self.norm = GatedRMSNorm(d_inner, ngroups, norm_eps)
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
-        self.state_shape = (self.nheads, headdim, d_state)
-        self._learn_initial_state(learned_initial_state)
-        for name in self.NO_WEIGHT_DECAY:
-            if (parameter := getattr(self, name)) is not None:
-                parameter._no_weight_decay = True
+        self._learn_initial_state(learned_initial_state, self.nheads, headdim, d_state)
 
     def _mix(self, zxbcdt: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
         """Mix in_proj's output to (B, L, d_model); return also final states or None."""
