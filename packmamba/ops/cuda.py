@@ -76,7 +76,7 @@ def schedule(
 def versions(*tensors: Tensor) -> tuple:
     """Return what changes when a layout's tensors may have: their versions, and a graph's capture."""
     capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None
-    return (*map(_version, tensors), capture)
+    return (*(0 if tensor.is_inference() else tensor._version for tensor in tensors), capture)
 
 
 def schedules_of(starts: Tensor) -> dict:
@@ -142,10 +142,6 @@ def launch(
 # Faster than torch.cuda's.
 def current_device() -> int:
     return torch._C._cuda_getDevice()
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
 
 
 @functools.cache

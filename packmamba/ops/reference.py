@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packmamba.layout import SequenceLayout
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
@@ -18,53 +19,55 @@ from packmamba.ops.scan import ScanArguments
 from packmamba.ops.ssd import Chunks, SsdArguments
 
 
+def _by_token(
+    layout: SequenceLayout, like: Tensor, states: Tensor, step: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Step each document from its state by ``step(slot, state) -> (y, state)``; return y as ``like``, and last states."""
+    y = [like.new_zeros(like.shape[2:], dtype=states.dtype)] * layout.num_slots
+    finals = []
+    for state, start, end in zip(states, layout.starts.tolist(), layout.ends.tolist()):
+        for t in range(start, end):
+            y[t], state = step(t, state)
+        finals.append(state)
+    return torch.stack(y).view(like.shape).to(like.dtype), torch.stack(finals) if finals else states
+
+
 def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor]:
     """Convolve token by token."""
     x, weight, bias, initial_state, layout, activation, _ = a
     dtype = accumulation_dtype(x.dtype)
-    width = weight.shape[1]
-    slots = x.flatten(0, 1)
-    y = [torch.zeros_like(slots[0], dtype=dtype)] * layout.num_slots
-    finals = []
-    for s, (start, end) in enumerate(zip(layout.starts.tolist(), layout.ends.tolist())):
-        if initial_state is None:
-            window = [torch.zeros_like(slots[0], dtype=dtype)] * (width - 1)
-        else:
-            window = list(initial_state[s].to(dtype).unbind(-1))
-        for t in range(start, end):
-            window.append(slots[t].to(dtype))
-            total = sum(weight[:, k].to(dtype) * window[-width + k] for k in range(width))
-            assert isinstance(total, Tensor)
-            y[t] = total if bias is None else total + bias.to(dtype)
-            if activation == "silu":
-                y[t] = F.silu(y[t])
-        finals.append(torch.stack(window[1 - width :], dim=-1))
-    final_state = torch.stack(finals) if finals else slots.new_zeros(0, x.shape[2], width - 1)
-    state_dtype = x.dtype if initial_state is None else initial_state.dtype
-    return torch.stack(y).view(x.shape).to(x.dtype), final_state.to(state_dtype)
+    slots, taps = x.flatten(0, 1).to(dtype), weight.to(dtype)
+
+    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
+        window = torch.cat([state, slots[t, :, None]], 1)
+        y = (taps * window).sum(1) if bias is None else (taps * window).sum(1) + bias.to(dtype)
+        return F.silu(y) if activation == "silu" else y, window[:, 1:]
+
+    y, final_state = _by_token(layout, x, _conv_states(a).to(dtype), step)
+    return y, final_state.to(_conv_states(a).dtype)
+
+
+def _conv_states(a: ConvArguments) -> Tensor:
+    channels, width = a.weight.shape
+    return a.x.new_zeros(a.layout.num_documents, channels, width - 1) if a.initial_state is None else a.initial_state
 
 
 def conv1d_pack_vectorised(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Convolve all tokens at once, tap by tap."""
-    x, weight, bias, initial_state, layout, activation, return_final_state = a
-    dtype = accumulation_dtype(x.dtype)
-    width = weight.shape[1]
-    slots = x.flatten(0, 1).to(dtype)
-    taps = weight.to(dtype)
-    before = None if initial_state is None else initial_state.to(dtype)
-    token = (layout.documents.flatten() >= 0).nonzero().flatten()
-    document = layout.documents.flatten()[token].long()
-    place = token - layout.starts[document]
-    y = slots.index_select(0, token) * taps[:, -1]
-    for lag in range(1, width):
-        inside = place >= lag
-        # An earlier token of the same document, never another's: its slot is not even read.
-        source = torch.where(inside, token - lag, token - place)
-        tap = torch.where(inside[:, None], slots.index_select(0, source), 0)
-        if before is not None:
-            early = (~inside).nonzero().flatten()
-            tap = tap.index_copy(0, early, before[document[early], :, width - 1 + place[early] - lag])
-        y = y + tap * taps[:, -1 - lag]
+    x, weight, bias, _, layout, activation, return_final_state = a
+    dtype, states = accumulation_dtype(x.dtype), _conv_states(a)
+    before = states.shape[2]
+    slots, taps, token = x.flatten(0, 1).to(dtype), weight.to(dtype), layout.token_slots
+    # Documents one behind the other, each behind its state.
+    begin = layout.lengths.cumsum(0) - layout.lengths + torch.arange(len(states), device=x.device) * before
+    lags = torch.arange(before, device=x.device)
+    place = torch.arange(len(token), device=x.device) + (layout.documents.flatten()[token] + 1) * before
+    inputs = slots.new_zeros(len(token) + len(states) * before, x.shape[2])
+    inputs = inputs.index_copy(0, place, slots.index_select(0, token))
+    inputs = inputs.index_copy(0, (begin[:, None] + lags).flatten(), states.to(dtype).transpose(1, 2).flatten(0, 1))
+    y = inputs.index_select(0, place) * taps[:, -1]
+    for lag in range(1, before + 1):
+        y = y + inputs.index_select(0, place - lag) * taps[:, -1 - lag]
     if bias is not None:
         y = y + bias.to(dtype)
     if activation == "silu":
@@ -72,65 +75,43 @@ def conv1d_pack_vectorised(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     output = torch.zeros_like(slots).index_copy(0, token, y).view(x.shape).to(x.dtype)
     if not return_final_state:
         return output, None
-    place = layout.lengths[:, None].long() + torch.arange(1 - width, 0, device=x.device)
-    last = slots[layout.starts[:, None] + place.clamp(min=0)]
-    last = torch.where((place >= 0)[..., None], last, 0).transpose(1, 2)
-    if before is not None:
-        kept = (place + width - 1).clamp(max=width - 2)
-        kept = before.gather(2, kept[:, None].expand(-1, x.shape[2], -1))
-        last = torch.where((place >= 0)[:, None], last, kept)
-    return output, last.to(x.dtype if initial_state is None else initial_state.dtype).contiguous()
+    last = inputs[(begin + layout.lengths)[:, None] + lags].transpose(1, 2)
+    return output, last.to(states.dtype).contiguous()
 
 
 def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor]:
     """Scan token by token."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, _ = a
-    dtype = accumulation_dtype(u.dtype)
-    u_slots, delta_slots, B_slots, C_slots = (tensor.flatten(0, 1) for tensor in (u, delta, B, C))
-    y = [torch.zeros_like(u_slots[0], dtype=dtype)] * layout.num_slots
-    finals = []
-    for s, (start, end) in enumerate(zip(layout.starts.tolist(), layout.ends.tolist())):
-        h = torch.zeros_like(A) if initial_state is None else initial_state[s]
-        for t in range(start, end):
-            x_t, B_t, C_t = u_slots[t].to(dtype), B_slots[t].to(dtype), C_slots[t].to(dtype)
-            step = _step_size(delta_slots[t].to(dtype), delta_bias, delta_softplus)
-            h = torch.exp(step[:, None] * A) * h + (step * x_t)[:, None] * B_t
-            y[t] = (h * C_t).sum(-1)
-            if D is not None:
-                y[t] = y[t] + D * x_t
-            if z is not None:
-                y[t] = y[t] * F.silu(z.flatten(0, 1)[t].to(dtype))
-        finals.append(h)
-    final_state = torch.stack(finals) if finals else A.new_zeros(0, *A.shape)
-    return torch.stack(y).view(u.shape).to(u.dtype), final_state
+    u_slots, delta, B, C = (tensor.flatten(0, 1).to(A.dtype) for tensor in (u, delta, B, C))
+
+    def step(t: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        size = _step_size(delta[t], delta_bias, delta_softplus)
+        h = torch.exp(size[:, None] * A) * h + (size * u_slots[t])[:, None] * B[t]
+        y = (h * C[t]).sum(-1) if D is None else (h * C[t]).sum(-1) + D * u_slots[t]
+        return y if z is None else y * F.silu(z.flatten(0, 1)[t].to(y.dtype)), h
+
+    states = A.new_zeros(layout.num_documents, *A.shape) if initial_state is None else initial_state
+    return _by_token(layout, u, states, step)
 
 
-def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
+def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
     """Scan token by token: states of (H, P, N)."""
-    x, delta, A, B, C, D, z, delta_bias, initial_state, _, layout, delta_softplus, delta_limit, return_final_state = a
-    dtype = accumulation_dtype(x.dtype)
-    x_slots, delta_slots = x.flatten(0, 1).to(dtype), delta.flatten(0, 1).to(dtype)
-    heads_of_a_group = x.shape[2] // B.shape[2]
-    B_slots, C_slots = (t.flatten(0, 1).to(dtype).repeat_interleave(heads_of_a_group, dim=1) for t in (B, C))
-    y = [torch.zeros_like(x_slots[0])] * layout.num_slots
-    finals = []
-    for s, (start, end) in enumerate(zip(layout.starts.tolist(), layout.ends.tolist())):
-        h = A.new_zeros(*x.shape[2:], B.shape[3]) if initial_state is None else initial_state[s]
-        for t in range(start, end):
-            step = _step_size(delta_slots[t], delta_bias, delta_softplus)
-            if delta_limit is not None:
-                step = step.clamp(*delta_limit)
-            h = torch.exp(step * A)[:, None, None] * h + (step[:, None] * x_slots[t])[..., None] * B_slots[t][:, None]
-            y[t] = (h * C_slots[t][:, None]).sum(-1)
-            if D is not None:
-                y[t] = y[t] + (D if D.dim() == 2 else D[:, None]) * x_slots[t]
-            if z is not None:
-                y[t] = y[t] * F.silu(z.flatten(0, 1)[t].to(dtype))
-        finals.append(h)
-    final_state = None
-    if return_final_state:
-        final_state = torch.stack(finals) if finals else A.new_zeros(a.state_shape)
-    return torch.stack(y).view(x.shape).to(x.dtype), final_state
+    x, delta, A, B, C, D, z, delta_bias, initial_state, _, layout, delta_softplus, delta_limit, _ = a
+    x_slots, delta = x.flatten(0, 1).to(A.dtype), delta.flatten(0, 1).to(A.dtype)
+    B, C = (t.flatten(0, 1).to(A.dtype).repeat_interleave(x.shape[2] // t.shape[2], dim=1)[:, :, None] for t in (B, C))
+
+    def step(t: int, h: Tensor) -> tuple[Tensor, Tensor]:
+        size = _step_size(delta[t], delta_bias, delta_softplus)
+        if delta_limit is not None:
+            size = size.clamp(*delta_limit)
+        h = torch.exp(size * A)[:, None, None] * h + (size[:, None] * x_slots[t])[..., None] * B[t]
+        y = (h * C[t]).sum(-1)
+        if D is not None:
+            y = y + (D if D.dim() == 2 else D[:, None]) * x_slots[t]
+        return y if z is None else y * F.silu(z.flatten(0, 1)[t].to(y.dtype)), h
+
+    states = A.new_zeros(a.state_shape) if initial_state is None else initial_state
+    return _by_token(layout, x, states, step)
 
 
 def ssm_pack_vectorised(a: ScanArguments) -> tuple[Tensor, Tensor | None]:

@@ -46,6 +46,7 @@ FAMILIES = (  # modules, names, what a mixer holds, how its model hands it the p
     (modeling_zamba2, "Zamba2", "MambaMixer", PARTS2, "masks"),
 )
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "kwargs"}
+INPUTS = ("input_ids", "inputs_embeds")
 MIXER_TAKES = ["self", "hidden_states", "attention_mask"]
 CACHES = ("cache", "cache_params", "past_key_values")
 """Names of the cache argument, in transformers' order."""
@@ -58,7 +59,7 @@ def check_supported(module: Any) -> None:
     """Raise ValueError if a model or mixer is not as known, or our kernels do not compute it."""
     name, takes = type(module).__name__, list(inspect.signature(type(module).forward).parameters)
     if "forward" in vars(module):
-        raise ValueError(f"{name}: expected its own forward, got one that something has wrapped; patch before that")
+        raise ValueError(f"{name}: expected its own forward, got a wrapped one; patch before that")
     holds = next((HOLDS[kind] for kind in type(module).__mro__ if kind in HOLDS), None)
     if holds is None:
         known = MODEL_TAKES <= {*takes} and not {*CACHES}.isdisjoint(takes)
@@ -84,8 +85,9 @@ def _different(name: str, what: str) -> ValueError:
     return ValueError(f"transformers {transformers.__version__}: {name} is not that of {KNOWN}: {what}")
 
 
-def _cache(kwargs: dict[str, Any]) -> Any:
-    return next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
+def _first(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
+    """Return the first of these arguments that is given."""
+    return next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
 
 
 @torch.compiler.disable  # what it makes depends on values
@@ -99,29 +101,28 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
             raise TypeError(f"{name}: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got {name}")
     kwargs = dict(kwargs)
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
-    tokens = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-    cache, use_cache, mask = _cache(kwargs), kwargs.get("use_cache"), kwargs.get("attention_mask")
+    tokens, cache, mask = _first(kwargs, INPUTS), _first(kwargs, CACHES), kwargs.get("attention_mask")
+    cached = cache is not None or bool(kwargs.get("use_cache"))
     prepared = isinstance(mask, dict) and (not given or (cache is not None and given.keys() == {"position_ids"}))
     if not isinstance(tokens, Tensor) or prepared:
         return kwargs  # transformers says what is wrong, or has prepared its own masks, as for a static cache
     if cache is not None and _continues(model, cache):
-        _check_continues(given)
+        position = given.pop("position_ids", None)
+        if given:
+            raise ValueError(f"{next(iter(given))}: expected none beside a cache that holds states")
+        if position is not None and ((position == 0).any() or (position.diff(dim=-1) != 1).any()):
+            raise ValueError("position_ids: expected to rise by one, from above 0, beside a cache that holds states")
         return kwargs
-    if required and not given and not use_cache and cache is None:
+    if required and not given and not cached:
         raise ValueError("position_ids: expected position_ids, seq_idx or cu_seq_lens_q, got none")
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
     if packing.packed:
         kwargs |= _own_labels(kwargs, packing)
-    kwargs["packing"] = packing
     if packing.last is not None:
-        return kwargs
-    if packing.packed and (use_cache or cache is not None):
+        return kwargs | {"packing": packing}
+    if packing.packed and cached:
         raise ValueError("use_cache: expected False and no cache for several documents a row, got one")
-    if use_cache or cache is not None:
-        del kwargs["packing"]
-    else:
-        kwargs["use_cache"] = False
-    return kwargs
+    return kwargs if cached else kwargs | {"packing": packing, "use_cache": False}
 
 
 def _continues(model: Any, cache: Any) -> bool:
@@ -142,28 +143,16 @@ def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
     return found
 
 
-def _check_continues(given: dict[str, Tensor]) -> None:
-    position = given.pop("position_ids", None)
-    if given:
-        raise ValueError(f"{next(iter(given))}: expected none beside a cache that holds states")
-    if position is not None and ((position == 0).any() or (position.diff(dim=-1) != 1).any()):
-        raise ValueError("position_ids: expected to rise by one, from above 0, beside a cache that holds states")
-
-
 def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, Any]:
     """Return masks of a hybrid's two kinds of layers: attention inside documents alone, and the packing."""
-    rows, length = (kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]).shape[:2]
-    arguments = {
-        "config": model.config,
-        "inputs_embeds": model.get_input_embeddings().weight.new_empty(rows, length, 0),
-    }
+    shape = _first(kwargs, INPUTS).shape[:2]
+    arguments = {"config": model.config, "inputs_embeds": model.get_input_embeddings().weight.new_empty(*shape, 0)}
     cache = next(name for name in CACHES if name in inspect.signature(create_causal_mask).parameters)
-    arguments |= {"attention_mask": kwargs.get("attention_mask"), cache: _cache(kwargs)}
+    arguments |= {"attention_mask": kwargs.get("attention_mask"), cache: _first(kwargs, CACHES)}
     if packing.packed:
         assert packing.layout is not None
-        documents = packing.layout.documents
-        if "flash" in model.config._attn_implementation and rows > 1:
-            kernel = model.config._attn_implementation
+        documents, kernel = packing.layout.documents, model.config._attn_implementation
+        if "flash" in kernel and shape[0] > 1:
             raise ValueError(f"attn_implementation: expected sdpa or eager for several packed rows, got {kernel!r}")
         kwargs["position_ids"] = packing.layout.position_indices.clamp(min=0).long()
         arguments["attention_mask"] = None
@@ -181,7 +170,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
     @functools.wraps(original.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(names, args))
-        for name, axes in (("input_ids", 2), ("inputs_embeds", 3)):
+        for name, axes in zip(INPUTS, (2, 3)):
             tokens = kwargs.get(name)
             if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
                 raise ValueError(f"{name}: expected {axes} axes and at least one slot, got {tuple(tokens.shape)}")
@@ -238,7 +227,7 @@ def _mixes(original: Any) -> Callable:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs.update(zip(names, args))
         packing = kwargs.pop("packing", None)
-        cache, mask = _cache(kwargs), kwargs.get("attention_mask") if packing is None else packing
+        cache, mask = _first(kwargs, CACHES), kwargs.get("attention_mask") if packing is None else packing
         continues = cache is not None and cache.has_previous_state(self.layer_idx)
         if continues or isinstance(mask, Tensor):
             return original.forward(self, hidden_states, **kwargs)
