@@ -56,7 +56,7 @@ def take_turns(
 
 
 def now(device: torch.device | str) -> float:
-    """Return the host's clock in seconds, once the device is idle."""
+    """Return the host's clock, once the device is idle."""
     if torch.device(device).type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter()
@@ -70,7 +70,7 @@ def seconds(call: Callable[[], Any], device: torch.device | str = "cpu") -> floa
 
 
 class PeakMemory:
-    """Measure peak GPU memory since construction, of which ``held`` bytes were in use then."""
+    """Measure peak GPU memory since construction; ``held``: bytes in use then."""
 
     def __init__(self, device: torch.device | str) -> None:
         self._on_gpu, self.held = torch.device(device).type == "cuda", 0
@@ -83,7 +83,7 @@ class PeakMemory:
 
 
 def free_memory() -> None:
-    """Free GPU memory that nothing refers to."""
+    """Free unused GPU memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -8,7 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packmamba.layout import SequenceLayout
@@ -90,29 +89,25 @@ class Mamba(PackedMamba):
         states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
         if inference_params.seqlen_offset > 0:
             return self.step(hidden_states, *states)[0]
-        xz = self.in_proj(hidden_states)
-        mixed, final = self._mix(xz, None, None, None, True)
-        assert final is not None
-        # mamba_ssm keeps the last W inputs, ours are W - 1.
-        last = F.pad(xz[..., : self.d_inner].transpose(1, 2), (self.d_conv - xz.shape[1], 0))
-        with torch.no_grad():
-            states[0].copy_(last)
-            states[1].copy_(final[1])
-        return mixed
+        return self._advance(hidden_states, states[0].zero_(), states[1], fresh=True)
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step one token a row, (B, 1, d_model); update states (B, D, W) and (B, D, N) in place; return output and states."""
         if hidden_states.shape[1] != 1:
             raise ValueError(f"hidden_states: expected one token a row, got {hidden_states.shape[1]}")
+        return self._advance(hidden_states, conv_state, ssm_state), conv_state, ssm_state
+
+    def _advance(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor, fresh: bool = False) -> Tensor:
+        """Mix rows from these states (fresh: from zero), which become the last ones."""
         xz = self.in_proj(hidden_states)
         # Copies: a backward holds them.
-        state = conv_state[..., 1:].to(xz.dtype).clone(), ssm_state.to(accumulation_dtype(xz.dtype)).clone()
-        mixed, final = self._mix(xz, None, None, state, True)
-        assert final is not None
+        start = conv_state[..., 1:].to(xz.dtype).clone(), ssm_state.to(accumulation_dtype(xz.dtype)).clone()
+        mixed, final = self._mix(xz, None, None, None if fresh else start, True)
+        inputs = xz[:, -self.d_conv :, : self.d_inner].transpose(1, 2).to(conv_state.dtype)
         with torch.no_grad():
-            conv_state.copy_(torch.cat([conv_state[..., 1:], xz[:, 0, : self.d_inner, None].to(conv_state.dtype)], -1))
+            conv_state.copy_(torch.cat([conv_state, inputs], -1)[..., -self.d_conv :])
             ssm_state.copy_(final[1])
-        return mixed, conv_state, ssm_state
+        return mixed
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any

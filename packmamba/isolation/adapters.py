@@ -77,7 +77,7 @@ class CheckedModel(CheckedCallable):
         text = getattr(config, "text_config", None) or config
         known_ids = getattr(text, "vocab_size", None) or 0
         if vocab_size and 0 < known_ids < vocab_size:
-            raise ValueError(f"vocab_size: expected at most the model's {known_ids}, got {vocab_size}")
+            raise ValueError(f"vocab_size: expected at most {known_ids}, got {vocab_size}")
         longest = getattr(text, "max_position_embeddings", None) or 2**31
         super().__init__(model, [model], boundaries, vocab_size or known_ids, longest)
         special = [ids for name, ids in getattr(config, "__dict__", {}).items() if name.endswith("_token_id")]
@@ -125,7 +125,7 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
         return CheckedModel(model, boundaries, vocab_size)
     given = "layout" if ours else "lengths"
     if boundaries not in ("position_ids", given):  # position_ids is the default
-        raise ValueError(f"boundaries: expected none, since the model is given a {given}; got {boundaries!r}")
+        raise ValueError(f"boundaries: expected none beside {given}, got {boundaries!r}")
     if not ours:
         modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
         return CheckedCallable(model, modules, given, vocab_size or 32, 128)

@@ -122,10 +122,10 @@ def leakcheck(
     """
     model = adapt(model_or_callable, boundaries, vocab_size)
     if lengths is not None and (len(lengths) < 2 or not all(isinstance(n, int) and n > 0 for n in lengths)):
-        raise ValueError(f"lengths: expected at least two integers above 0, such as [3, 5], got {lengths!r}")
+        raise ValueError(f"lengths: expected two or more integers above 0, got {lengths!r}")
     rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest]
     if not rows:
-        raise ValueError(f"lengths: the model takes {model.longest} positions; name documents that fit")
+        raise ValueError(f"lengths: expected documents that fit in {model.longest} positions, got none")
     result = LeakCheckResult(model.boundaries)
     with probes.undisturbed(model.modules):
         for module in model.modules:
@@ -167,7 +167,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
             result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return
         if not base.isfinite().any(-1).all():
-            raise ValueError("logits: expected finite numbers, got a token without any")
+            raise ValueError("logits: expected finite numbers, got none at a token")
         tolerance, rounding = _limits(base, model)
         tokens, watched = map(torch.stack, zip(*documents.probes()))
         moves = torch.stack([_moves(documents.logits(other), base) for other in tokens])
@@ -177,7 +177,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
             what = "something is carried from one call to the next" if carried else "smaller changes are not seen"
             result.notes.append(f"Two calls with the same tokens differ by {noise:.1g}: {what}.")
         if not carried and not moves[0, last] > 4 * noise:
-            raise ValueError("logits: a changed token does not change its own logits, so no leak would show either")
+            raise ValueError("logits: expected a changed token to change its own, got the same")
         slots = watched & (moves > (-1 if carried else 4 * noise))
         if alone:
             difference = _from_alone(documents, base)

@@ -38,7 +38,7 @@ class Documents:
         ids = torch.arange(model.vocab_size)
         ids = ids[~torch.isin(ids, torch.tensor(sorted(model.avoid), dtype=torch.int64))].to(model.device)
         if len(ids) < 2:
-            raise ValueError(f"vocab_size: expected two ids without a meaning of their own, got {len(ids)}")
+            raise ValueError(f"vocab_size: expected two ids that are not special, got {len(ids)}")
         self.model, self.way, self.lengths, total = model, way, list(lengths), sum(lengths)
         drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1)).to(ids.device)
         self.tokens, self.others = ids[drawn], ids[(drawn + max(1, len(ids) // 2)) % len(ids)]

@@ -1,7 +1,7 @@
 """Mamba on packed documents: the layer and the language model."""
 
-from packmamba.nn.lm import MambaLM as MambaLM
-from packmamba.nn.mixers.mamba1 import PackedMamba as PackedMamba
-from packmamba.nn.mixers.mamba2 import PackedMamba2 as PackedMamba2
+from packmamba.nn.lm import MambaLM
+from packmamba.nn.mixers.mamba1 import PackedMamba
+from packmamba.nn.mixers.mamba2 import PackedMamba2
 
 __all__ = ["MambaLM", "PackedMamba", "PackedMamba2"]

@@ -55,12 +55,9 @@ class MambaLM(nn.Module):
         layers = [Block(mixer, norm_epsilon, recompute == "block") for mixer in mixers]
         for layer in layers:
             layer.mixer.initialise_in_stack(n_layer)
-        parts = {
-            "embedding": embedding,
-            "layers": nn.ModuleList(layers),
-            "norm_f": nn.RMSNorm(d_model, eps=norm_epsilon),
-        }
-        self.backbone: Any = nn.ModuleDict(parts)  # under state-spaces' names
+        norm = nn.RMSNorm(d_model, eps=norm_epsilon)
+        # Under state-spaces' names.
+        self.backbone: Any = nn.ModuleDict({"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm})
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         if tie_embeddings:
@@ -124,7 +121,7 @@ class MambaLM(nn.Module):
         layouts = tuple(layout if given is None else given for given in (conv_layout, ssm_layout))
         try:
             embedded = self.backbone.embedding(tokens)
-        except IndexError:  # on a CPU; a GPU's would have to be waited for
+        except IndexError:  # on a CPU
             ids = f"{int(tokens.min())} to {int(tokens.max())}"
             raise ValueError(f"tokens: expected ids from 0 to {len(self.lm_head.weight) - 1}, got {ids}") from None
         residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
@@ -147,11 +144,11 @@ class MambaLM(nn.Module):
         self._start = torch.compile(add_norm, **options)
 
     def start_states(self, documents: int) -> list[State]:
-        """Return the initial states of this many documents."""
+        """Return initial states of documents, by layer."""
         return [layer.mixer.start_state(documents) for layer in self.backbone.layers]
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return optimizer groups: matrices decay; biases, norms, and parameters that mixers exempt do not."""
+        """Return optimizer groups: matrices decay, without those that mixers exempt."""
         groups: tuple[list, list] = [], []
         exempt = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)
         for name, parameter in self.named_parameters():

@@ -1,11 +1,10 @@
-"""The sequence-wise operators of Mamba blocks, packed: a causal convolution, the selective scan, Mamba-2's scan."""
+"""The operators of Mamba blocks, packed: a causal convolution, the selective scan, Mamba-2's scan."""
 
-from packmamba.ops.backends import BACKENDS as BACKENDS
-from packmamba.ops.backends import load
-from packmamba.ops.conv import conv1d_pack as conv1d_pack
-from packmamba.ops.inner import inner_pack as inner_pack
-from packmamba.ops.scan import ssm_pack as ssm_pack
-from packmamba.ops.ssd import ssd_pack as ssd_pack
+from packmamba.ops.backends import BACKENDS, load
+from packmamba.ops.conv import conv1d_pack
+from packmamba.ops.inner import inner_pack
+from packmamba.ops.scan import ssm_pack
+from packmamba.ops.ssd import ssd_pack
 
 load()  # also defines torch.ops.packmamba, which saved graphs name
 

@@ -39,7 +39,7 @@ LINK_FLAGS = ["-shared", f"-L{TORCH}/lib", "-ltorch_cpu"]
 
 @dataclass(frozen=True)
 class Build:
-    """Recipe of one library; ``target``: instruction set or architectures; ``identity``: what native means here."""
+    """Describe one library; ``target``: instruction set or architectures; ``identity``: what native means here."""
 
     kind: str
     compiler: str
@@ -68,13 +68,12 @@ class Build:
 
 
 def cache_folder() -> Path:
-    """Return ``PACKMAMBA_CACHE``, else ``XDG_CACHE_HOME``/packmamba, else ~/.cache/packmamba."""
     default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/packmamba"
     return Path(os.environ.get("PACKMAMBA_CACHE") or default).expanduser()
 
 
 def kernel_folder() -> Path:
-    """Find the sources: package data of an installed wheel, or the top of a checkout."""
+    """Find the sources in an installed wheel, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
     return folder if (folder := package / "kernels").is_dir() else package.parent / "kernels"
 
@@ -132,20 +131,20 @@ def info() -> list[dict[str, Any]]:
     """List ``kind, compiler, target, built`` of each kind, and ``problem``: why it cannot be built here."""
     rows = []
     for kind in ("cpu", "cuda"):
+        row = {"kind": kind, "compiler": None, "target": None, "built": False, "problem": None}
         try:
             of = describe(kind)
-            compiler = f"{of.compiler} ({of.version})"
-            row = {"compiler": compiler, "target": of.target, "built": of.path.is_file(), "problem": None}
+            row |= {"compiler": f"{of.compiler} ({of.version})", "target": of.target, "built": of.path.is_file()}
         except KernelError as error:
-            row = {"compiler": None, "target": None, "built": False, "problem": str(error)}
-        rows.append({"kind": kind, **row})
+            row["problem"] = str(error)
+        rows.append(row)
     return rows
 
 
 def _describe_cpu() -> Build:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
-        raise KernelError(f"no C++ compiler: install g++ (conda: gxx) or name one in CXX, then run `{BUILD_COMMAND}`")
+        raise KernelError(f"no C++ compiler: install g++ or name one in CXX, then run `{BUILD_COMMAND}`")
     march = f"-march={os.environ.get('PACKMAMBA_MARCH') or 'native'}"
     flags = [*FLAGS, march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
@@ -169,9 +168,9 @@ def _describe_cuda() -> Build:
     for architecture in architectures:
         flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
     if os.environ.get("PACKMAMBA_PER_TOKEN_INDICES"):
-        # An ablation: resets by a position per token instead of the schedule (kernels/cuda/params.h).
+        # Resets by a position per token instead of the schedule (kernels/cuda/params.h).
         flags.append("-DPACKMAMBA_PER_TOKEN_INDICES")
-    # The wheels' nvcc does not look where the wheels' runtime lies.
+    # Where the wheels' runtime lies.
     link_flags = [*LINK_FLAGS, f"-L{Path(compiler).resolve().parents[1]}/lib"]
     version = _output(compiler, "--version").splitlines()[-1]
     target = ", ".join(f"sm_{architecture}" for architecture in architectures)
@@ -179,7 +178,7 @@ def _describe_cuda() -> Build:
 
 
 def describe(kind: str) -> Build:
-    """Return how ``kind`` would be built here. Raises KernelError if it cannot be."""
+    """Return how ``kind`` is built here. Raises KernelError."""
     return _describe_cpu() if kind == "cpu" else _describe_cuda()
 
 
@@ -205,7 +204,7 @@ def _cuda_architectures() -> list[int]:
 
 
 def _compile(recipe: Build) -> None:
-    print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: up to a minute or two", file=sys.stderr)
+    print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: a minute or two", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=recipe.path.parent) as scratch:
         objects = {source: f"{scratch}/{source.stem}.o" for source in recipe.sources}
         compiler = [recipe.compiler, *recipe.flags, "-c"]

@@ -32,16 +32,16 @@ SCHEMA = {
 PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool, tuple, list}
 """Argument types without overloads."""
 KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {}, "cuda": {}}
-"""Kernels by device type, with the schemas of kernels/cpu, outputs last."""
+"""Kernels by device type, as in kernels/cpu, outputs last."""
 
 _library = torch.library.Library("packmamba", "FRAGMENT")
 
 
 def declare(name: str, outputs: int, cuda: Callable[..., None]) -> None:
-    """Declare a kernel: ``torch.ops.packmamba_cpu.<name>`` and the CUDA launch. Callers allocate the outputs."""
+    """Declare a kernel: ``torch.ops.packmamba_cpu.<name>`` and the CUDA launch."""
 
     def run(*arguments: Any) -> None:
-        # Slices (dx, dz, dB and dC may be) are written elsewhere first.
+        # Slices are written elsewhere first.
         written = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in arguments[-outputs:]]
         operator("cpu", name)(*arguments[:-outputs], *written)
         for t, made in zip(arguments[-outputs:], written):
@@ -71,9 +71,9 @@ def register(
     torch.library.custom_op and register_autograd would add 0.7 ms to each call (PyTorch 2.11).
 
     Args:
-        arguments: a named tuple of tensors, then layouts, then options; its annotations make the operator's schema.
-        forward, fake: (arguments, whether there will be a backward) -> outputs and what is kept for it; None where absent.
-        backward: (arguments, what was kept, gradients of outputs, None: zero) -> those of the first tensors.
+        arguments: a named tuple of tensors, then layouts, then options; its annotations make the schema.
+        forward, fake: (arguments, whether a backward follows) -> outputs and what it needs; None where absent.
+        backward: (arguments, what it needs, outputs' gradients, None: zero) -> gradients of the first tensors.
         outputs, kept, gradients: their numbers.
     """
     hints = get_type_hints(arguments)
@@ -86,9 +86,6 @@ def register(
 
     def places(others: tuple) -> list[Tensor]:
         return [place for layout in others[:layouts] for place in (layout.starts, layout.ends)]
-
-    def flatten(a: Arguments) -> tuple:
-        return (*a[:tensors], *places(a[tensors:]), *a[tensors + layouts :])
 
     def gather(values: tuple) -> Arguments:
         documents = (Documents(*values[i : i + 2]) for i in range(tensors, flat, 2))
@@ -168,12 +165,11 @@ def register(
 
     def call(a: Arguments) -> tuple:
         keep = torch.is_grad_enabled() and _any_requires_grad(a[:gradients])
-        if forward_ad._current_level >= 0 and any(
-            t is not None and forward_ad.unpack_dual(t).tangent is not None for t in a[:tensors]
-        ):
+        given = (t for t in a[:tensors] if t is not None)
+        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in given):
             raise RuntimeError(f"{name}: compiled kernels have no forward-mode derivatives; take backend='reference'")
         if is_tracing() or not PLAIN.issuperset(map(type, a)):
-            return operator(*flatten(a), keep)[:outputs]
+            return operator(*a[:tensors], *places(a[tensors:]), *a[tensors + layouts :], keep)[:outputs]
         if keep:
             return apply((None, True, a[tensors:]), *a[:tensors])
         return forward(a, False)[:outputs]
