@@ -44,7 +44,7 @@ class SequenceLayout:
         self.num_tokens, self.longest = num_tokens, longest
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
             starts.schedules = Schedules(longest=longest, offsets=offsets)  # type: ignore[attr-defined]
-        self.flowing: SequenceLayout | None = None  # result of ``flow``, where it may not be computed (in a CUDA graph)
+        self.flowing: SequenceLayout | None = None  # result of ``flow``, in a CUDA graph
         self.origin: SequenceLayout | None = None  # the layout that this is a copy of
 
     @classmethod
@@ -192,7 +192,7 @@ class SequenceLayout:
         return self.slot_documents()
 
     def slot_documents(self) -> Tensor:
-        """Compute ``documents``; Python 3.11's cached_property has a lock, which graphs break at."""
+        """Compute ``documents`` without cached_property, whose lock breaks graphs in Python 3.11."""
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
         owner = torch.searchsorted(self.starts, slot, right=True, out_int32=True) - 1
         return torch.where(slot < _and_zero(self.ends)[owner], owner, -1).view(self.shape)

@@ -73,7 +73,7 @@ def _number(batch: Mapping[str, Any]) -> Tensor:
 
 
 class _Batch(Documents):
-    """The documents of a batch: ``tokens`` and ``number`` (T,), in rows (R, W) where ``own`` marks them."""
+    """Hold the documents of a batch: ``tokens`` and ``number`` (T,), in rows (R, W) where ``own`` marks them."""
 
     def __init__(self, model: nn.Module, logits: Callable, rows: Tensor, number: Tensor, boundaries: str) -> None:
         self.model, self.own = CheckedCallable(logits, [model], boundaries, 0, 0), number >= 0

@@ -20,12 +20,10 @@ class CheckedCallable:
     """Call a function of tokens (1, L) and lengths.
 
     Attributes:
-        inputs: what the result is about: packed rows, or the side of padding beside a document in a row of its own.
-        padding: sides that are checked too.
+        inputs: packed, or the sides of padding beside a document in a row of its own; ``padding``: sides to check too.
         boundaries: how documents are marked; ``optional``: by an argument that may be left out or refused.
         vocab_size: V; 0: the logits' width. ``avoid``: special token ids.
-        longest: maximum slots of a row.
-        modules: roots of the modules that compute.
+        longest: maximum slots of a row. ``modules``: roots of the modules that compute.
     """
 
     inputs: tuple[str, ...] = ("packed",)
@@ -52,7 +50,7 @@ class CheckedCallable:
         raise NotImplementedError
 
     def alone(self, tokens: Tensor) -> Tensor:
-        """Return the logits (1, L, V) of one document, without an optional boundary argument."""
+        """Return the logits (1, L, V) of one document, without a boundary argument."""
         return self.packed(tokens, [tokens.shape[1]])
 
 
@@ -84,15 +82,14 @@ class CheckedModel(CheckedCallable):
         self.avoid = {i for ids in special for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        """Make boundary arguments as transformers' DataCollatorWithFlattening does."""
         layout, longest = SequenceLayout.from_lengths([lengths], tokens.shape[1]).to(tokens.device), max(lengths)
         marks: dict[str, Any] = {"position_ids": layout.position_indices.long(), "seq_idx": layout.seq_idx}
-        marks = {name: value for name, value in marks.items() if name in self.names}
-        if "cu_seq_lens_q" in self.names:
-            others = {"cu_seq_lens_k": layout.cu_seqlens, "max_length_q": longest, "max_length_k": longest}
-            others = {name: value for name, value in others.items() if self.open_ended or name in self.known}
-            marks |= {"cu_seq_lens_q": layout.cu_seqlens, **others}
-        return self._logits(tokens, **marks)
+        marks |= {"cu_seq_lens_q": layout.cu_seqlens, "cu_seq_lens_k": layout.cu_seqlens}
+        marks |= {"max_length_q": longest, "max_length_k": longest}
+        names = set(self.names)
+        if "cu_seq_lens_q" in names:  # as transformers' DataCollatorWithFlattening
+            names |= {name for name in [*marks][3:] if self.open_ended or name in self.known}
+        return self._logits(tokens, **{name: value for name, value in marks.items() if name in names})
 
     def padded(self, rows: Tensor, own: Tensor) -> Tensor:
         return self._logits(rows, attention_mask=own.long())

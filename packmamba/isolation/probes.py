@@ -31,7 +31,7 @@ class Documents:
 
     Attributes:
         number: (L,), each slot's document.
-        slots: (R, W), the packed slots of the rows' tokens; ``own`` marks what is no padding.
+        slots: (R, W), the packed slots of the rows' tokens; ``own`` marks documents.
     """
 
     def __init__(self, model: CheckedCallable, way: str, lengths: Sequence[int]) -> None:
@@ -147,8 +147,7 @@ class Entries(TorchFunctionMode):
         if not isinstance(result, Tensor) or not any(id(leaf) in self._whole for leaf in tree_leaves((args, kwargs))):
             return result
         if not result.is_floating_point():
-            self._whole[id(result)] = result
-            return result
+            return self._whole.setdefault(id(result), result)
         if not result.requires_grad:
             result = result.detach().requires_grad_()
         self.found.append(result)

@@ -37,14 +37,14 @@ def find_folder(directory: str | Path, revision: str | None = None) -> Path:
     try:
         from huggingface_hub import snapshot_download
 
-        for weights in WEIGHT_FILES:  # a second format only where the first is not there
+        for weights in WEIGHT_FILES:
             patterns = ["config.json", weights.replace(".", "*.") + "*"]
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
             if any(folder.glob(patterns[1])):
                 break
     except ImportError:
         raise FileNotFoundError(f"{expected}, got '{name}'; for a Hub's name, pip install huggingface_hub") from None
-    except Exception as error:  # of the network, the name, the revision, or access
+    except Exception as error:
         raise FileNotFoundError(f"{expected}, or a Hub's name, got '{name}' ({' '.join(str(error).split())})") from None
     return folder
 
@@ -61,9 +61,9 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
-    arguments["vocab_size"] = embedding.shape[0]  # which state-spaces pad to a multiple that config.json may not tell
+    arguments["vocab_size"] = embedding.shape[0]  # state-spaces' is padded
     if arguments["tie_embeddings"] and not torch.equal(weights.setdefault("lm_head.weight", embedding), embedding):
-        raise ValueError(f"{folder}: 'lm_head.weight' differs from the embedding that config.json ties it to")
+        raise ValueError(f"{folder}: 'lm_head.weight': expected the tied embedding, got another")
     return arguments, weights
 
 
@@ -139,7 +139,7 @@ def _layer(mixer: str) -> str:
 
 def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
     if not {"d_model", "n_layer"} <= published.keys():
-        raise ValueError(f"{path}: expected d_model and n_layer, or Hugging Face's hidden_size, got neither")
+        raise ValueError(f"{path}: expected d_model and n_layer, or hidden_size, got neither")
     options = dict(published.get("ssm_cfg") or {})
     layers, layer = {_layer(name): name for name in MIXERS}, options.pop("layer", FIRST_LAYER)
     if layer not in layers:
@@ -184,5 +184,5 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    except Exception as error:  # each format has errors of its own
-        raise ValueError(f"{path}: expected a file of weights, got one that is broken or something else") from error
+    except Exception as error:  # each format has its own
+        raise ValueError(f"{path}: expected a file of weights, got another or a broken one") from error

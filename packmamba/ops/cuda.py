@@ -17,7 +17,7 @@ SEGMENT = 1024
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}
 """Documents above this share of a scheduler's tokens are cut in segments that are walked at once, and scanned twice."""
 NEVER = 2**31 - 1
-# Documents that begin in the same window of slots share a work item: minimum slots, maximum windows.
+# Documents that begin in one window share a work item: minimum slots, maximum windows.
 MIN_WINDOW, WINDOWS = 128, 128
 WARP_CHANNELS = 16
 
@@ -125,7 +125,7 @@ def launch(
 ) -> None:
     """Call ``torch.ops.packmamba_cuda.<name>`` with the arguments, the schedule and its plan, the stream, and ``last``.
 
-    u: (B, L, D), any of the activations; documents: its layout's starts and ends; cuts: long ones may be cut.
+    u: (B, L, D), one of the activations; documents: starts and ends; cuts: long ones may be cut.
     """
     check_has_kernels(u)
     device = u.get_device()

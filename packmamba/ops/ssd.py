@@ -121,13 +121,12 @@ class SsdArguments(NamedTuple):
 
 
 class Chunks:
-    """A layout's documents in chunks, in document order.
+    """Cut a layout's documents in chunks, in document order.
 
     Attributes:
-        count, first, last: (S,), a document's number of chunks, its first and last chunk.
-        document, index, reverse: (K,), a chunk's document, its place there, the chunk at that place from the document's end.
-        slot: (K, Q), each token's slot; past a chunk's end its last token's.
-        inside: (K, Q) bool, whether there is a token.
+        count, first, last: (S,), a document's number of chunks, its first and last one.
+        document, index, reverse: (K,), a chunk's document, its place there, the chunk at that place from the end.
+        slot: (K, Q), tokens' slots; past a chunk's end its last token's. inside: (K, Q) bool, whether there is a token.
     """
 
     def __init__(self, layout: SequenceLayout, offsets: Tensor | None) -> None:

@@ -1,4 +1,4 @@
-"""Convert attention_mask and boundary arguments of a Hugging Face batch to a layout. Shapes: B rows, L slots."""
+"""Convert boundary arguments of a Hugging Face batch to a layout. Shapes: B rows, L slots."""
 
 from __future__ import annotations
 
@@ -17,19 +17,12 @@ BOUNDARIES = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 
 
 class Packing(NamedTuple):
-    """Documents of a batch, handed to every layer in place of an attention mask.
+    """Hold the documents of a batch, for every layer in place of an attention mask."""
 
-    Attributes:
-        layout: with a document of its own for padding before a row's first token; None: each row is one document.
-        left: (B, L) bool, that padding; None if there is none.
-        last: (B,) int64 or slice, the document that each row ends with, if each row is one up to its end; else None.
-        packed: whether a row holds several documents.
-    """
-
-    layout: SequenceLayout | None
-    left: Tensor | None
-    last: Tensor | slice | None
-    packed: bool
+    layout: SequenceLayout | None  # padding before a row's tokens is a document; None: each row is one
+    left: Tensor | None  # (B, L) bool, that padding; None: there is none
+    last: Tensor | slice | None  # (B,) int64, the document at each row's end, if no row holds several; else None
+    packed: bool  # whether a row holds several documents
 
 
 WHOLE_ROWS = Packing(None, None, slice(None), False)
