@@ -33,20 +33,11 @@ class Backend:
 
 BACKENDS = {
     "auto": Backend(),  # the compiled kernels of the tensors' device
-    "reference": Backend(
-        {
-            "conv1d_pack": "packmamba.ops.reference:conv1d_pack_vectorised",
-            "ssm_pack": "packmamba.ops.reference:ssm_pack_vectorised",
-            "ssd_pack": "packmamba.ops.ssd:chunked",
-            "inner_pack": "packmamba.ops.reference:inner_pack_composed",
-        }
-    ),
+    "reference": Backend({name: f"packmamba.ops.reference:{name}" for name in OPERATORS}),
     "cpu": Backend(COMPILED, device="cpu"),
     "cuda": Backend(COMPILED, device="cuda"),
     "mamba_ssm": Backend(
-        {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS},
-        device="cuda",
-        packages=("mamba_ssm", "causal_conv1d"),
+        {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS}, "cuda", ("mamba_ssm", "causal_conv1d")
     ),
 }
 
@@ -76,9 +67,8 @@ def backend_name(backend: str | None, device: torch.device, operator: str = "ssm
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     if name == "auto":
         name = "reference" if device.type == "cpu" and not build.ready("cpu") else device.type
-    needed = BACKENDS[name].device if name in BACKENDS else None
-    if needed not in (None, device.type):
-        raise ValueError(f"backend: '{name}' expected tensors on a {needed} device, got {device}")
+    if name in BACKENDS and BACKENDS[name].device not in (None, device.type):
+        raise ValueError(f"backend: '{name}' expected tensors on a {BACKENDS[name].device} device, got {device}")
     if name in BACKENDS and (name, operator) not in _implementations and not torch.compiler.is_compiling():
         load()  # a plugin's
     if (name, operator) not in _implementations:

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
+from packmamba.ops import reference
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
-from packmamba.ops.reference import inner_pack_composed
 from packmamba.ops.scan import ScanArguments
 from packmamba.ops.ssd import SsdArguments
 
@@ -104,4 +104,4 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
 
 def inner_pack(a: InnerArguments) -> tuple[Tensor | None, ...]:
     """Compute ``ops.inner_pack`` by both, between matrix products."""
-    return inner_pack_composed(a, conv1d_pack, ssm_pack)
+    return reference.inner_pack(a, conv1d_pack, ssm_pack)

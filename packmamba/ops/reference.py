@@ -16,7 +16,7 @@ from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
 from packmamba.ops.scan import ScanArguments
-from packmamba.ops.ssd import Chunks, SsdArguments
+from packmamba.ops.ssd import Chunks, SsdArguments, chunked
 
 
 def _by_token(
@@ -52,7 +52,7 @@ def _conv_states(a: ConvArguments) -> Tensor:
     return a.x.new_zeros(a.layout.num_documents, channels, width - 1) if a.initial_state is None else a.initial_state
 
 
-def conv1d_pack_vectorised(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
+def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Convolve all tokens at once, tap by tap."""
     x, weight, bias, _, layout, activation, return_final_state = a
     dtype, states = accumulation_dtype(x.dtype), _conv_states(a)
@@ -114,7 +114,7 @@ def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
     return _by_token(layout, x, states, step)
 
 
-def ssm_pack_vectorised(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
+def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """Scan all chunks of all documents in parallel: from zero for their end states, then each from its start state."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
     dtype = accumulation_dtype(u.dtype)
@@ -168,8 +168,11 @@ def _scan_steps(
     return (torch.stack(y) if y else None), h
 
 
-def inner_pack_composed(
-    a: InnerArguments, conv1d_pack: Callable = conv1d_pack_vectorised, ssm_pack: Callable = ssm_pack_vectorised
+ssd_pack = chunked
+
+
+def inner_pack(
+    a: InnerArguments, conv1d_pack: Callable = conv1d_pack, ssm_pack: Callable = ssm_pack
 ) -> tuple[Tensor | None, ...]:
     """Compute ``ops.inner_pack`` by implementations of the two operators."""
     x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
