@@ -12,7 +12,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
 from packmamba.nn.mixers import MIXERS, State
 from packmamba.nn.pretrained import find_folder, load_weights, read_pretrained, write_pretrained
-from packmamba.ops.checks import check_flag, check_layout, check_size
+from packmamba.ops.checks import check_flags, check_layout, check_size
 
 
 class MambaLM(nn.Module):
@@ -44,7 +44,7 @@ class MambaLM(nn.Module):
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
         for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
             check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
-        check_flag("tie_embeddings", tie_embeddings)
+        check_flags(tie_embeddings=tie_embeddings)
         self.config = dict(
             vocab_size=vocab_size, d_model=d_model, n_layer=n_layer, tie_embeddings=tie_embeddings,
             norm_epsilon=norm_epsilon, mixer=mixer, **options,
@@ -129,8 +129,8 @@ class MambaLM(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else norm_f.weight.dtype
         residual, normed = self._start(residual, embedded.new_zeros(()).to(dtype), norm_f.eps)
         final_states = []
-        for i, layer in enumerate(layers):
-            state = None if states is None else states[i]
+        given: Any = [None] * len(layers) if states is None else states
+        for layer, state in zip(layers, given):
             residual, normed, state = layer(residual, normed, *layouts, state, return_states)
             final_states.append(state)
         hidden = normed * norm_f.weight.to(normed.dtype)

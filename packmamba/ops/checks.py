@@ -117,9 +117,10 @@ def check_columns(matrix: Tensor, name: str, rows: int, least: int, most: int) -
     return matrix.shape[1]
 
 
-def check_flag(name: str, flag: object) -> None:
-    if flag is not True and flag is not False:
-        raise TypeError(f"{name}: expected True or False, got {flag!r}")
+def check_flags(**flags: object) -> None:
+    for name, flag in flags.items():
+        if flag is not True and flag is not False:
+            raise TypeError(f"{name}: expected True or False, got {flag!r}")
 
 
 def check_size(name: str, size: object, most: int) -> None:

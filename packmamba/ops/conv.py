@@ -10,7 +10,6 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
-from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
 
@@ -55,7 +54,7 @@ def conv1d_pack(
     )
     if activation not in (None, "silu"):
         raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
-    checks.check_flag("return_final_state", return_final_state)
+    checks.check_flags(return_final_state=return_final_state)
     a = ConvArguments(x, weight, bias, initial_state, layout, activation, return_final_state)
     y, final_state = choose(backend, x.device, "conv1d_pack")(a)
     return (y, final_state) if return_final_state else y
@@ -75,7 +74,7 @@ class ConvArguments(NamedTuple):
 
 def _forward(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
     """Return y and the final state."""
-    dtype = accumulation_dtype(a.x.dtype)
+    dtype = checks.accumulation_dtype(a.x.dtype)
     y, final = _outputs(a, dtype)
     KERNELS[a.x.device.type]["conv1d_forward"](*_kernel_arguments(a, dtype), y, final)
     return y, None if final is None else final.to(_state_dtype(a))
@@ -97,7 +96,7 @@ def _state_dtype(a: ConvArguments) -> torch.dtype:
 
 def _backward(a: ConvArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
     dy, dfinal = grads
-    dtype = accumulation_dtype(a.x.dtype)
+    dtype = checks.accumulation_dtype(a.x.dtype)
     arguments = _kernel_arguments(a, dtype)
     gradients = tuple(map(empty_grad_like, (*arguments[:3], arguments[5])))
     KERNELS[a.x.device.type]["conv1d_backward"](

@@ -13,7 +13,6 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
-from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.custom_op import KERNELS, dense, empty_grad_like, register
 from packmamba.ops.scan import allocate_scan
 
@@ -72,7 +71,7 @@ def inner_pack(
         dt_weight=(dt_weight, (channels, rank)), out_weight=(out_weight, (*out_weight.shape[:1], channels)),
     )  # fmt: skip
     checks.check_tensors(
-        xz, "xz", (accumulation_dtype(xz.dtype),), A=(A, (channels, states)), D=(D, (channels,)),
+        xz, "xz", (checks.accumulation_dtype(xz.dtype),), A=(A, (channels, states)), D=(D, (channels,)),
         delta_bias=(delta_bias, (channels,)), ssm_state=(ssm_state, (ssm_layout.num_documents, channels, states)),
     )  # fmt: skip
     a = InnerArguments(
@@ -117,7 +116,7 @@ class InnerArguments(NamedTuple):
 
 
 def compiled(a: InnerArguments) -> tuple[Tensor, ...]:
-    wide = accumulation_dtype(a.xz.dtype)
+    wide = checks.accumulation_dtype(a.xz.dtype)
     used = (None if weight.dtype == a.xz.dtype else weight.detach().to(a.xz.dtype) for weight in a[3:6])
     changed: dict[str, Any] = dict(zip(("x_used", "dt_used", "out_used"), used))
     for name in ("conv_weight", "conv_bias", "conv_state"):

@@ -12,7 +12,6 @@ from packmamba.errors import KernelError
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
-from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
 
@@ -63,15 +62,14 @@ def ssm_pack(
     layout = checks.check_layout(layout, u, "u")
     rows, row_length, channels = shape = u.shape
     states = checks.check_columns(A, "A", channels, 1, 256)
-    near, wide = (u.dtype,), (accumulation_dtype(u.dtype),)
+    near, wide = (u.dtype,), (checks.accumulation_dtype(u.dtype),)
     by_token = rows, row_length, states
     checks.check_tensors(u, "u", near, True, delta=(delta, shape), B=(B, by_token), C=(C, by_token), z=(z, shape))
     checks.check_tensors(
         u, "u", wide, A=(A, (channels, states)), D=(D, (channels,)), delta_bias=(delta_bias, (channels,)),
         initial_state=(initial_state, (layout.num_documents, channels, states)),
     )  # fmt: skip
-    checks.check_flag("delta_softplus", delta_softplus)
-    checks.check_flag("return_final_state", return_final_state)
+    checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     a = ScanArguments(u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state)
     y, final_state = choose(backend, u.device, "ssm_pack")(a)
     return (y, final_state) if return_final_state else y

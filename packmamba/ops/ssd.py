@@ -14,7 +14,6 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
-from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.cuda import check_has_kernels
 from packmamba.ops.custom_op import empty_grad_like, register
 
@@ -61,7 +60,7 @@ def ssd_pack(
     checks.check_activations(x, "x", "(B, L, H, P)")
     layout = checks.check_layout(layout, x, "x")
     rows, row_length, heads, channels = shape = x.shape
-    near, wide = (x.dtype,), (accumulation_dtype(x.dtype),)
+    near, wide = (x.dtype,), (checks.accumulation_dtype(x.dtype),)
     checks.check_is_tensor(B, "B")
     if B.dim() != 4 or not 1 <= B.shape[3] <= MOST_STATES or not B.shape[2] or heads % B.shape[2]:
         expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
@@ -73,8 +72,7 @@ def ssd_pack(
         x, "x", wide, A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)),
         initial_state=(initial_state, (layout.num_documents, heads, channels, B.shape[3])),
     )  # fmt: skip
-    checks.check_flag("delta_softplus", delta_softplus)
-    checks.check_flag("return_final_state", return_final_state)
+    checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     if delta_limit is not None:
         pair = isinstance(delta_limit, (tuple, list)) and len(delta_limit) == 2
         if not pair or not all(isinstance(one, (int, float)) for one in delta_limit) or delta_limit[0] > delta_limit[1]:
@@ -181,7 +179,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, a: SsdArguments, chunks: Chunks) -> Steps:
-        dtype = accumulation_dtype(a.x.dtype)
+        dtype = checks.accumulation_dtype(a.x.dtype)
         delta = chunks.gather(a.delta, dtype)
         size = delta if a.delta_bias is None else delta + a.delta_bias
         slope = torch.ones_like(size)

@@ -9,18 +9,13 @@ from torch import nn
 
 from packmamba.integrations.transformers.boundaries import KNOWN
 
-FAMILIES = (
-    "Mamba", "FalconMamba", "Jamba", "Zamba", "Mamba2", "Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2",
-)  # fmt: skip
-NAMES = tuple(f"{family}ForCausalLM" for family in FAMILIES)
-PLACES = ("transformers.models.", "packmamba.integrations.transformers.models")
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
 def patch(model: Model, require_boundaries: bool = False) -> Model:
-    """Patch a model of transformers whose class is among ``NAMES``, or one inside, in place; return it.
+    """Patch a model of transformers, or one inside, in place; return it.
 
+    Models: Mamba, FalconMamba, Jamba, Zamba, Mamba2, Bamba, GraniteMoeHybrid, FalconH1, NemotronH and Zamba2, ForCausalLM.
     Its forward then takes packed rows: ``position_ids`` (B, L) that start again at 0, ``seq_idx`` (B, L) or ``cu_seq_lens_q``
     (S + 1,), any of them together if they agree, and ``attention_mask`` (B, L) with padding on either side. A document has the
     logits and gradients that it has alone; labels at its first token count as -100.
@@ -33,10 +28,12 @@ def patch(model: Model, require_boundaries: bool = False) -> Model:
         TypeError: no such model is inside.
         ValueError: transformers' version is not known, the model is wrapped already, or our kernels do not compute it.
     """
+    models = _models()
     kinds = {type(module) for module in model.modules()} if isinstance(model, nn.Module) else set()
-    if not any(kind.__module__.startswith(PLACES) and kind.__name__ in NAMES for kind in kinds):
-        raise TypeError(f"model: expected {' or '.join(NAMES)} of transformers, got {type(model).__name__}")
-    _models().exchange(model, require_boundaries)
+    if kinds.isdisjoint([*models.WHOLE, *map(models.CLASSES.get, models.WHOLE)]):
+        names = " or ".join(kind.__name__ for kind in models.WHOLE)
+        raise TypeError(f"model: expected {names} of transformers, got {type(model).__name__}")
+    models.exchange(model, require_boundaries)
     return model
 
 

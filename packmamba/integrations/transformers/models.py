@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import inspect
 import warnings
 from collections.abc import Callable
@@ -13,16 +14,6 @@ import transformers
 from torch import Tensor, nn
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
-from transformers.models.bamba import modeling_bamba
-from transformers.models.falcon_h1 import modeling_falcon_h1
-from transformers.models.falcon_mamba import modeling_falcon_mamba
-from transformers.models.granitemoehybrid import modeling_granitemoehybrid
-from transformers.models.jamba import modeling_jamba
-from transformers.models.mamba import modeling_mamba
-from transformers.models.mamba2 import modeling_mamba2
-from transformers.models.nemotron_h import modeling_nemotron_h
-from transformers.models.zamba import modeling_zamba
-from transformers.models.zamba2 import modeling_zamba2
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, Packing, find
@@ -33,17 +24,17 @@ PROJECTIONS = {"x_proj", "dt_proj"}
 NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
 HEADS = {"x_proj_weight", "dt_proj_weight", "dt_proj_bias"}
 PARTS2 = PARTS | {"dt_bias", "norm"}
-FAMILIES = (  # modules, names, what a mixer holds, how its model hands it the packing: alone, or beside attention's mask
-    (modeling_mamba, "Mamba", "Mixer", PARTS | PROJECTIONS, "mask"),
-    (modeling_falcon_mamba, "FalconMamba", "Mixer", PARTS | PROJECTIONS | NORMS, "mask"),
-    (modeling_jamba, "Jamba", "MambaMixer", PARTS | PROJECTIONS | NORMS, "masks"),
-    (modeling_zamba, "Zamba", "MambaMixer", PARTS | HEADS, "masks"),
-    (modeling_mamba2, "Mamba2", "Mixer", PARTS2, "keyword"),
-    (modeling_bamba, "Bamba", "Mixer", PARTS2, "masks"),
-    (modeling_granitemoehybrid, "GraniteMoeHybrid", "MambaLayer", PARTS2, "masks"),
-    (modeling_falcon_h1, "FalconH1", "Mixer", PARTS2, "masks"),
-    (modeling_nemotron_h, "NemotronH", "Mamba2Mixer", PARTS2, "masks"),
-    (modeling_zamba2, "Zamba2", "MambaMixer", PARTS2, "masks"),
+FAMILIES = (  # folders, names, what a mixer holds, how its model hands it the packing: alone, or beside attention's mask
+    ("mamba", "Mamba", "Mixer", PARTS | PROJECTIONS, "mask"),
+    ("falcon_mamba", "FalconMamba", "Mixer", PARTS | PROJECTIONS | NORMS, "mask"),
+    ("jamba", "Jamba", "MambaMixer", PARTS | PROJECTIONS | NORMS, "masks"),
+    ("zamba", "Zamba", "MambaMixer", PARTS | HEADS, "masks"),
+    ("mamba2", "Mamba2", "Mixer", PARTS2, "keyword"),
+    ("bamba", "Bamba", "Mixer", PARTS2, "masks"),
+    ("granitemoehybrid", "GraniteMoeHybrid", "MambaLayer", PARTS2, "masks"),
+    ("falcon_h1", "FalconH1", "Mixer", PARTS2, "masks"),
+    ("nemotron_h", "NemotronH", "Mamba2Mixer", PARTS2, "masks"),
+    ("zamba2", "Zamba2", "MambaMixer", PARTS2, "masks"),
 )
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "kwargs"}
 INPUTS = ("input_ids", "inputs_embeds")
@@ -263,7 +254,8 @@ def _subclass(original: type, **attributes: Any) -> None:
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), getattr(original, "_can_record_outputs", None))
 
 
-for module, family, suffix, holds, way in FAMILIES:
+for folder, family, suffix, holds, way in FAMILIES:
+    module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
     mixer, backbone, whole = (getattr(module, f"{family}{part}") for part in (suffix, "Model", "ForCausalLM"))
     HOLDS[mixer], WHOLE[whole] = holds, whole.__init__
     _subclass(mixer, forward=_mixes(mixer))

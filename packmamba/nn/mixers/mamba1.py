@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from packmamba import ops
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
-from packmamba.ops.checks import accumulation_dtype
 
 State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)) of documents; of Mamba-2 (S, H P + 2 G N, W-1), (S, H, P, N)."""
@@ -22,8 +21,7 @@ def check_options(sizes: dict, flags: dict, d_conv: int, dt: tuple[float, float,
     """Check a mixer's options; dt: (dt_min, dt_max, dt_init_floor)."""
     for name, size in sizes.items():
         checks.check_size(name, size, 256 if name == "d_state" else 2**20)
-    for name, flag in flags.items():
-        checks.check_flag(name, flag)
+    checks.check_flags(**flags)
     if d_conv not in (2, 3, 4):
         raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
     if not 0 < dt[0] <= dt[1] < math.inf or not 0 <= dt[2] <= 1:
@@ -100,7 +98,7 @@ class Mixer(nn.Module):
         """Return the initial states of this many documents: zeros, or the learned state in the recurrence."""
         conv = self.conv1d.weight
         start = conv.new_zeros(self.state_shape) if self.initial_state is None else self.initial_state
-        wide = start.to(accumulation_dtype(conv.dtype)).expand(documents, *self.state_shape).contiguous()
+        wide = start.to(checks.accumulation_dtype(conv.dtype)).expand(documents, *self.state_shape).contiguous()
         return conv.new_zeros(documents, conv.shape[0], conv.shape[2] - 1), wide
 
     def initial_states(self, state: Any, rows: int, ssm_layout: Any) -> tuple[Tensor | None, Tensor | None]:
@@ -210,7 +208,7 @@ class PackedMamba(Mixer):
     def _mix(self, xz: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
         """Mix xz (B, L, 2 D), in_proj's output, to (B, L, d_model); return also final states or None."""
         conv_state, ssm_state = self.initial_states(state, xz.shape[0], ssm_layout)
-        wide = accumulation_dtype(xz.dtype)
+        wide = checks.accumulation_dtype(xz.dtype)
         mixed, state = ops.inner_pack(
             xz, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight,
             -torch.exp(self.A_log.to(wide)), self.D.to(wide), self.dt_proj.bias.to(wide), self.out_proj.weight,
