@@ -31,7 +31,7 @@ class SequenceLayout:
     Attributes:
         shape: (B, L).
         starts, ends: (S,) int32, each document's span in the flattened B * L slots, at least one token.
-        offsets: (S,) int32, position in its document of its first token here; above 0 for a continuation.
+        offsets: (S,) int32, each first token's position in its document; above 0 for a continuation.
         num_tokens: slots that hold a token.
         longest: maximum document length, offsets included; None if unknown.
     """
@@ -115,8 +115,8 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """Build from cumulative lengths over all rows, (S + 1,) integer, as flash-attention takes them, with offsets 0.
 
-        They increase strictly from 0 to rows * row_length and hold every row's start: nothing is padding. ``row_length`` None:
-        what they end at, by rows.
+        They increase strictly from 0 to B * L and hold every row's start: nothing is padding. ``row_length`` None: their end by
+        rows.
         """
         cu = integer_tensor(cu_seqlens, name)
         if cu.dim() != 1 or cu.numel() < 2:

@@ -22,9 +22,9 @@ from packmamba.isolation.check import check_documents
 from packmamba.isolation.probes import Documents, undisturbed
 
 MARKS = {"position_ids": 1, "seq_idx": 0, "attention_mask": 0}
-"""Arguments (R, W), and their step from slot to slot inside a document; attention_mask may number documents."""
+"""Arguments (R, W), and their step inside a document; attention_mask may number documents."""
 OF_LOSSES = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
-"""Arguments with which models compute a loss, and TRL's no logits."""
+"""Arguments with which models compute losses, TRL's without logits."""
 TRAINERS = {"TrainerLeakCheck": ("transformers", "TrainerCallback"), "LightningLeakCheck": ("lightning", "Callback")}
 
 
@@ -41,11 +41,11 @@ def assert_isolated(model: Any, boundaries: str = "position_ids", **options: Any
 
 
 def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, Any] | None = None) -> bool:
-    """Check a batch's documents in a model that takes ``input_ids``, in its present mode.
+    """Check a batch's documents in a model that takes ``input_ids``, in its present mode. Raises LeakError.
 
-    Change every other document, then those between: other documents' logits must stay to the bit, and a document's loss must
-    have no gradient outside. Weights, gradients, buffers and random states stay. ``marks``: boundary arguments that the model
-    is not called with. Returns whether any row holds two documents, else nothing is checked. Raises LeakError.
+    Change every other document, then those between: the others' logits must stay to the bit, and a loss must have no gradient
+    outside its document. Weights, gradients, buffers and random states stay. ``marks``: boundary arguments that the model is
+    not called with. Returns whether any row holds two documents, else nothing is checked.
     """
     arguments = {name: value for name, value in batch.items() if name not in OF_LOSSES}
 

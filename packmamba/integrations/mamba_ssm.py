@@ -1,7 +1,4 @@
-"""mamba_ssm's Mamba layer, with document boundaries and without CUDA.
-
-Shapes: B rows, L slots, S documents, D d_inner, N d_state, W d_conv.
-"""
+"""mamba_ssm's Mamba layer with boundaries. Shapes: B rows, L slots, S documents, D d_inner, N d_state, W d_conv."""
 
 from __future__ import annotations
 
@@ -121,7 +118,7 @@ class Mamba(PackedMamba):
 
     def _get_states_from_cache(self, inference_params: Any, batch_size: int) -> tuple[Tensor, Tensor]:
         if self.layer_idx is None:
-            raise ValueError("layer_idx: expected a number, since inference_params holds states by layer, got None")
+            raise ValueError("layer_idx: expected a number beside inference_params, got None")
         kept = inference_params.key_value_memory_dict
         if self.layer_idx not in kept:
             kept[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)

@@ -28,15 +28,15 @@ class LeakCheckResult:
 
     Attributes:
         boundaries: how documents were marked: the argument's name, layout (a MambaLM), lengths (a callable).
-        isolated_forward: changing other documents changes no bit of a document's logits.
+        isolated_forward: other documents' tokens change no bit of a document's logits.
         isolated_backward: a document's loss has no gradient at other documents' tokens.
         same_as_alone: packed logits equal those of each document alone within the tolerance.
         largest: largest change of another document's logits; rounding alone if ``isolated_forward``.
-        reach: tokens behind a document that its last token reaches; ``endless``: up to the end of the row.
+        reach: tokens behind a document that its last token reaches; ``endless``: up to the row's end.
         module: the first module whose output another document changes.
-        difference: largest relative difference between a document packed and alone.
+        difference: largest relative difference between packed and alone.
         ignored: the boundary argument changes no bit.
-        raises: the error of a model that refuses the boundary argument.
+        raises: the model's error at the boundary argument.
         padding: by side, whether padded documents are what they are alone (None: refused).
         notes: further sentences.
     """
@@ -105,8 +105,8 @@ def leakcheck(
 ) -> LeakCheckResult:
     """Check whether anything crosses a document boundary: change documents of a packed row, compare the others bit by bit.
 
-    Also differentiate documents' losses by the embeddings of all tokens, and compute each document alone; in evaluation mode,
-    and if nothing leaks there, in training mode. Random states, modes, buffers, gradients and weights stay.
+    Also differentiate documents' losses by all tokens' embeddings, and compute each document alone; in evaluation mode, then in
+    training mode. Random states, modes, buffers, gradients and weights stay.
 
     Args:
         model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument; a MambaLM; or a callable

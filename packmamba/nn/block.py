@@ -1,4 +1,4 @@
-"""The residual block, its addition and norm fused; the mixer's first projection applies the norm's weight. B rows, L slots."""
+"""The residual block; the mixer's first projection applies the norm's weight. Shapes: B rows, L slots."""
 
 from __future__ import annotations
 

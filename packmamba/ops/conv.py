@@ -37,8 +37,8 @@ def conv1d_pack(
         activation: "silu" or None.
         initial_state: (S, D, W-1), the inputs before each document, oldest first, whatever ``layout.continues`` says; x's
             dtype or float32; None: zeros.
-        return_final_state: also return each document's last inputs, like initial_state, whose end they include where a
-            document is shorter; its dtype, else x's.
+        return_final_state: also return each document's last inputs, like initial_state, which a shorter document keeps in
+            part; its dtype, else x's.
         backend: a name in ``ops.BACKENDS``.
 
     Returns y (B, L, D) in x's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.

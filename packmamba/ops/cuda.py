@@ -123,10 +123,7 @@ def launch(
     cuts: bool,
     last: tuple = (),
 ) -> None:
-    """Call ``torch.ops.packmamba_cuda.<name>`` with the arguments, the schedule and its plan, the stream, and ``last``.
-
-    u: (B, L, D), one of the activations; documents: starts and ends; cuts: long ones may be cut.
-    """
+    """Launch a kernel on activations like u (B, L, D) of documents (starts, ends); cuts: long ones may be cut."""
     check_has_kernels(u)
     device = u.get_device()
     if device != current_device():

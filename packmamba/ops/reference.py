@@ -115,7 +115,7 @@ def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
-    """Scan all chunks of all documents in parallel: from zero for their end states, then each from its start state."""
+    """Scan all chunks at once: from zero for their end states, then from their start states."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
     dtype = accumulation_dtype(u.dtype)
     chunks = Chunks(layout, None)

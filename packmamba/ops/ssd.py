@@ -1,4 +1,4 @@
-"""Mamba-2's scan (SSD) over packed documents, in chunks that are anchored at document starts.
+"""Mamba-2's scan (SSD) over packed documents, in chunks from document starts.
 
 Shapes: B rows, L slots, S documents, H heads, P channels of a head, G groups, N states, K chunks, Q tokens of a chunk.
 """
@@ -21,7 +21,7 @@ CHUNK = 64
 """A chunk ends where a document's position is a multiple of this."""
 MOST_STATES = 256
 BATCH_SCORES = 1 << 22
-"""Scores, (K, H, Q, Q), that are computed at a time."""
+"""Scores (K, H, Q, Q) at a time."""
 
 
 def ssd_pack(
@@ -222,7 +222,7 @@ def chunked(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
 
 
 def _states(a: SsdArguments, chunks: Chunks, steps: Steps, x: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute states (K, H, P, N) at chunks' starts and those that chunks add, and the decay of a chunk (K, H, 1, 1)."""
+    """Compute states (K, H, P, N) at chunks' starts, what chunks add, and their decay (K, H, 1, 1)."""
     local = _outer(x * (steps.size * steps.to_end)[..., None], B)
     decay = steps.from_start[:, -1, :, None, None]
     first = a.A.new_zeros(a.state_shape) if a.initial_state is None else a.initial_state
@@ -230,7 +230,7 @@ def _states(a: SsdArguments, chunks: Chunks, steps: Steps, x: Tensor, B: Tensor)
 
 
 def _parts(x: Tensor) -> list[slice]:
-    """Split chunks, so that their scores take bounded memory."""
+    """Split chunks, for memory."""
     count = max(1, BATCH_SCORES // (x.shape[2] * CHUNK * CHUNK))
     return [slice(i, i + count) for i in range(0, max(1, x.shape[0]), count)]
 

@@ -98,7 +98,7 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Ten
 
 
 def _keep(mixer: Any, cache: Any, packing: Packing | None, inputs: Tensor, state: Any) -> None:
-    """Give a cache the convolution's inputs and the states that rows end with."""
+    """Give a cache the convolution's inputs and rows' last states."""
     inputs = _blank(inputs, packing).transpose(1, 2)
     cache.update_conv_state(inputs, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
     cache.update_recurrent_state(state if packing is None else state[packing.last], mixer.layer_idx)
@@ -115,5 +115,5 @@ def _plain(linear: nn.Module) -> bool:
 
 
 def _blank(tensor: Tensor, packing: Packing | None) -> Tensor:
-    """Zero padding before a row's first token, as the operators do behind its last."""
+    """Zero padding before a row's first token."""
     return tensor if packing is None or packing.left is None else tensor.masked_fill(packing.left[..., None], 0)

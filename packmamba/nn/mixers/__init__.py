@@ -2,8 +2,8 @@
 
 A mixer is a file here, or a plugin that adds its class to ``MIXERS``. A class has (S documents, B rows, L slots):
 
-- ``Mixer(d_model, recompute=False, backend=None, **options)``: an nn.Module; options have defaults, errors begin with an
-  option's name; ``recompute``: the backward recomputes what is cheap. ``d_model``: width of input and output.
+- ``Mixer(d_model, recompute=False, backend=None, **options)``: an nn.Module with ``d_model``; options have defaults, errors
+  begin with an option's name; ``recompute``: the backward recomputes what is cheap.
 - ``mix(normed, weight, conv_layout, ssm_layout, state, return_state) -> (mixed, state)``: mix normed (B, L, d_model) times the
   norm's weight (d_model,) to the same shape, finite at padding. Short convolutions take conv_layout, recurrences ssm_layout.
   state: initial states of these layouts' documents, or None; the second result: final states, None unless ``return_state``.
