@@ -1,7 +1,5 @@
 """Errors for the user, which commands print in one line: ``key: expected X, got Y; do Z``."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 COMMAND = "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is_file() else "packmamba"

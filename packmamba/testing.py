@@ -4,8 +4,6 @@
 ``LightningLeakCheck`` are made on import. Shapes: R rows, W slots, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import warnings

@@ -1,7 +1,5 @@
 """Interleaved timing behind a correctness gate; medians and interquartile ranges."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 import time

@@ -1,7 +1,5 @@
 """mamba_ssm's Mamba layer with boundaries. Shapes: B rows, L slots, S documents, D d_inner, N d_state, W d_conv."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

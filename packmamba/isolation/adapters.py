@@ -1,7 +1,5 @@
 """Call a model or a callable for documents' logits. Shapes: L slots, V vocabulary, R x W a model's rows."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable, Set
 from typing import Any

@@ -1,7 +1,5 @@
 """Check documents for isolation: change others, compare bits, gradients, and documents alone."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field

@@ -3,8 +3,6 @@
 Shapes: L slots of packed documents, V vocabulary, R x W a model's rows.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections import Counter

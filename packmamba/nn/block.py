@@ -1,7 +1,5 @@
 """The residual block; the mixer's first projection applies the norm's weight. Shapes: B rows, L slots."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: B rows, L slots, T tokens, V vocabulary.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

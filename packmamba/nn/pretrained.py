@@ -1,7 +1,5 @@
 """Read and write published checkpoints: folders in state-spaces' or Hugging Face's format."""
 
-from __future__ import annotations
-
 import inspect
 import json
 import re
@@ -28,10 +26,10 @@ KEYS = {  # by MambaLM's argument: state-spaces' key and default, Hugging Face's
 
 def find_folder(directory: str | Path, revision: str | None = None) -> Path:
     """Return a checkpoint's folder, for a Hub's name the downloaded one."""
-    folder, expected = Path(directory), "directory: expected a checkpoint's folder with config.json"
+    folder, name = Path(directory), str(directory)
+    expected = "directory: expected a checkpoint's folder with config.json"
     if (folder / "config.json").is_file():
         return folder
-    name = str(directory)
     if folder.exists() or folder.parent.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(f"{expected}, got '{folder}'")
     try:
@@ -42,10 +40,9 @@ def find_folder(directory: str | Path, revision: str | None = None) -> Path:
             folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
             if any(folder.glob(patterns[1])):
                 break
-    except ImportError:
-        raise FileNotFoundError(f"{expected}, got '{name}'; for a Hub's name, pip install huggingface_hub") from None
     except Exception as error:
-        raise FileNotFoundError(f"{expected}, or a Hub's name, got '{name}' ({' '.join(str(error).split())})") from None
+        why = "pip install huggingface_hub" if isinstance(error, ImportError) else " ".join(str(error).split())
+        raise FileNotFoundError(f"{expected}, or a Hub's name, got '{name}' ({why})") from None
     return folder
 
 
@@ -116,9 +113,10 @@ def _to_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
 
 def _to_state_spaces(config: dict[str, Any]) -> dict[str, Any]:
     ours = {*KEYS, "mixer", "recompute", "backend"}
-    layer = {} if _layer(config["mixer"]) == FIRST_LAYER else {"layer": _layer(config["mixer"])}
+    layer = _layer(config["mixer"])
+    options = {key: value for key, value in config.items() if key not in ours}
     published = {key: config[key] for key in KEYS} | {
-        "ssm_cfg": layer | {key: value for key, value in config.items() if key not in ours},
+        "ssm_cfg": options if layer == FIRST_LAYER else {"layer": layer} | options,
         "rms_norm": True,
         "residual_in_fp32": True,
         "fused_add_norm": True,

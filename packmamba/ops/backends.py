@@ -1,7 +1,5 @@
 """The operators' backends: chosen by name, or by the device of the tensors."""
 
-from __future__ import annotations
-
 import importlib
 import importlib.util
 import sys

@@ -7,8 +7,6 @@ on first use into a cache that machines may share.
 ``PACKMAMBA_CUDA_ARCHS`` architectures other than those of the GPUs that are here.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Check operators' arguments; errors name the argument."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

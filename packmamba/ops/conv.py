@@ -1,7 +1,5 @@
 """Depthwise causal convolution over packed documents. Shapes: B rows, L slots, S documents, D channels, W taps."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

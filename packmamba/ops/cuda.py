@@ -1,7 +1,5 @@
 """CUDA launches, and their schedule: a layout as work items, made on the device once for every layer."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager

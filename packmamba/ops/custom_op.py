@@ -4,8 +4,6 @@
 An eager call bypasses the dispatcher, which takes longer than a small model's kernels.
 """
 
-from __future__ import annotations
-
 import functools
 from collections import namedtuple
 from collections.abc import Callable, Iterable

@@ -3,8 +3,6 @@
 Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

@@ -1,7 +1,5 @@
 """Baselines under our signatures: mamba-ssm's scans and causal-conv1d's convolution, of one document per row."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import importlib.util

@@ -3,8 +3,6 @@
 Autograd differentiates each. Shapes: B rows, L slots, S documents, K chunks, D channels, N states, W taps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

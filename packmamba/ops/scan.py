@@ -1,7 +1,5 @@
 """The selective scan over packed documents. Shapes: B rows, L slots, S documents, D channels, N states."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

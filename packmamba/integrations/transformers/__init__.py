@@ -1,7 +1,5 @@
 """Packing for Hugging Face's models with Mamba layers, by one line."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import TypeVar
 

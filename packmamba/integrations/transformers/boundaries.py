@@ -1,7 +1,5 @@
 """Convert boundary arguments of a Hugging Face batch to a layout. Shapes: B rows, L slots."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Forward of a patched mixer. Shapes: B rows, L slots, D channels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Packing subclasses of transformers' models with Mamba layers, under the same names."""
 
-from __future__ import annotations
-
 import functools
 import importlib
 import inspect

@@ -15,8 +15,6 @@ For published checkpoints: ``PUBLISHED`` {"state_spaces": ssm_cfg.layer, "huggin
 of ssm_cfg that only decide initial weights; ``from_hugging_face(config)``, ``to_hugging_face(options)``: raise ValueError.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import Tensor

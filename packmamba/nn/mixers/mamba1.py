@@ -1,7 +1,5 @@
 """The Mamba block's mixer on packed documents. Shapes: B rows, L slots, S documents, D d_inner, N d_state, W d_conv."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The Mamba-2 mixer on packed documents. Shapes: B rows, L slots, S documents, H heads, P headdim, G ngroups, N d_state."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
