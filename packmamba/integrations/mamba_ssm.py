@@ -108,11 +108,9 @@ class Mamba(PackedMamba):
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Allocate zero states (B, D, W) and (B, D, N)."""
-        conv, ssm = self.conv1d.weight, self.dt_proj.weight
-        return (
-            conv.new_zeros(batch_size, self.d_inner, self.d_conv, dtype=dtype),
-            ssm.new_zeros(batch_size, self.d_inner, self.d_state, dtype=dtype),
-        )
+        shapes = (self.conv1d.weight, self.d_conv), (self.dt_proj.weight, self.d_state)
+        conv, ssm = (like.new_zeros(batch_size, self.d_inner, last, dtype=dtype) for like, last in shapes)
+        return conv, ssm
 
     def _get_states_from_cache(self, inference_params: Any, batch_size: int) -> tuple[Tensor, Tensor]:
         if self.layer_idx is None:

@@ -11,15 +11,14 @@ from packmamba.integrations.transformers.boundaries import Packing
 from packmamba.ops.checks import accumulation_dtype
 
 
-def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tensor:
+def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     """Mix hidden (B, L, hidden_size) by our operators and the mixer's own projections and norms.
 
-    packing None: each row is one document. cache: transformers', which gets the states that rows end with, or None.
+    cache: transformers', which gets the states that rows end with, or None.
     """
     if hasattr(mixer, "dt_bias"):
         return mix2(mixer, hidden, packing, cache)
-    layout = None if packing is None else packing.layout
-    xz = mixer.in_proj(hidden)
+    layout, xz = packing.layout, mixer.in_proj(hidden)
     wide = accumulation_dtype(xz.dtype)
     conv = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)  # in float32 as there, beside float64 too
@@ -67,9 +66,9 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tens
     return mixed
 
 
-def mix2(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Tensor:
+def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     """Mix as ``mix`` by Mamba-2's recurrence. Falcon-H1 scales in_proj's input and output, and may have no norm."""
-    layout = None if packing is None else packing.layout
+    layout = packing.layout
     if hasattr(mixer, "mup_vector"):
         projected = mixer.in_proj(hidden * mixer.ssm_in_multiplier)
         projected = (projected * mixer.mup_vector).to(projected.dtype)
@@ -95,11 +94,11 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing | None, cache: Any) -> Ten
     return mixer.out_proj(_blank(y, packing).to(hidden.dtype))
 
 
-def _keep(mixer: Any, cache: Any, packing: Packing | None, inputs: Tensor, state: Any) -> None:
+def _keep(mixer: Any, cache: Any, packing: Packing, inputs: Tensor, state: Any) -> None:
     """Give a cache the convolution's inputs and rows' last states."""
     inputs = _blank(inputs, packing).transpose(1, 2)
     cache.update_conv_state(inputs, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
-    cache.update_recurrent_state(state if packing is None else state[packing.last], mixer.layer_idx)
+    cache.update_recurrent_state(state[packing.last], mixer.layer_idx)
 
 
 def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
@@ -112,6 +111,6 @@ def _plain(linear: nn.Module) -> bool:
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 
 
-def _blank(tensor: Tensor, packing: Packing | None) -> Tensor:
+def _blank(tensor: Tensor, packing: Packing) -> Tensor:
     """Zero padding before a row's first token."""
-    return tensor if packing is None or packing.left is None else tensor.masked_fill(packing.left[..., None], 0)
+    return tensor if packing.left is None else tensor.masked_fill(packing.left[..., None], 0)

@@ -14,7 +14,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, Packing, find
+from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, WHOLE_ROWS, Packing, find
 from packmamba.integrations.transformers.mixer import mix
 
 PARTS = {"in_proj", "conv1d", "out_proj", "A_log", "D"}
@@ -217,10 +217,9 @@ def _mixes(original: Any) -> Callable:
         kwargs.update(zip(names, args))
         packing = kwargs.pop("packing", None)
         cache, mask = _first(kwargs, CACHES), kwargs.get("attention_mask") if packing is None else packing
-        continues = cache is not None and cache.has_previous_state(self.layer_idx)
-        if continues or isinstance(mask, Tensor):
+        if isinstance(mask, Tensor) or (cache is not None and cache.has_previous_state(self.layer_idx)):
             return original.forward(self, hidden_states, **kwargs)
-        return mix(self, hidden_states, mask, cache)
+        return mix(self, hidden_states, mask or WHOLE_ROWS, cache)
 
     return forward
 
