@@ -1,10 +1,9 @@
 # mypy: ignore-errors
-"""Mamba-2's scan on a GPU, in Triton. Chunks are anchored at document starts, so masks are only tails.
+"""Mamba-2's scan on a GPU, in Triton, in chunks from document starts.
 
-Forward: a program walks one head of one document, its state in registers. Backward: the same walk writes the states at chunks'
-starts; its mirror image dx and the gradients of the states at chunks' ends; then a program takes a chunk and some heads of a
-group, and computes pairs of tokens and their share of dB and dC. Step sizes come first, their gradients last.
-No atomics: sums over chunks and heads have one order.
+Forward: a program walks one head of one document, its state in registers. Backward: the same walk writes states at chunks'
+starts, its mirror image dx and the gradients of states at chunks' ends; then a program takes a chunk and some heads of a
+group, for pairs of tokens and a share of dB and dC. No atomics: sums have one order.
 Shapes: K chunks of Q tokens, H heads, P channels, N states.
 """
 
@@ -22,12 +21,12 @@ from packmamba.ops.custom_op import dense
 
 CHUNK = 64
 HEADS = 16
-"""Heads of a group that one program of the backward sums, at most."""
+"""Maximum heads of a group that one program of the backward sums."""
 WALK, BACK, CHUNKS = ({"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 2), (4, 2), (8, 3)))
 
 
 class Plan(NamedTuple):
-    """Chunks of a layout's documents; K is the most that there can be, those that are absent have no tokens."""
+    """Hold chunks of documents; K is the maximum, absent ones have no tokens."""
 
     start: Tensor  # (K,) first slot
     length: Tensor  # (K,)
@@ -38,7 +37,7 @@ class Plan(NamedTuple):
 
 
 def plan(layout: Any, offsets: Tensor | None, rows: int, row_length: int) -> Plan:
-    """Make the plan on the device, without waiting for it; cached with the layout."""
+    """Make the plan on the device; cached with the layout."""
     schedules, tensors = (
         cuda.schedules_of(layout.starts),
         [layout.starts, layout.ends, *([] if offsets is None else [offsets])],
@@ -87,7 +86,7 @@ def _step(delta, bias, low, high, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr):
 def _of_chunk(delta, bias, A, start, length, L, H, low, high, d_b, d_l,
     Q: tl.constexpr, HEADS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
-    """Return tokens q, heads h, and masks of both; A of the heads; step sizes and their slopes, (Q, HEADS), zero outside."""
+    """Return tokens, heads, masks of both, A, and step sizes and slopes (Q, HEADS), zero outside."""
     q, h = tl.arange(0, Q), tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     of_h = h < H
     inside = (q < length)[:, None] & of_h[None, :]
@@ -127,8 +126,7 @@ def _steps_back(
         delta, bias, A, start, length, L, H, low, high, d_b, d_l, Q, HEADS, SOFTPLUS, LIMIT, BIAS
     )
     place = h.to(tl.int64)[None, :] * slots + start + q[:, None]
-    # Gradients of step * A: pairs of earlier and later tokens and the state at the start as tokens from here on see it, what
-    # earlier tokens add to the state at the end, and the one in the other.
+    # Gradients of step * A, as in ssd.py.
     before = tl.load(added + place, inside, 0.0) * step
     dlog = tl.cumsum(tl.load(passes + place, inside, 0.0), 0, reverse=True) + tl.cumsum(before, 0) - before
     dlog = tl.where(inside, dlog + tl.load(through + k * H + h, of_h & (length > 0), 0.0)[None, :], 0.0)
@@ -163,7 +161,7 @@ def _dot_of_gated(dy, x, GATE: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _gated(dy, z, row, t, h, p, mask, place, z_b, z_l, z_h, GATE: tl.constexpr):
-    """Return the gradient before the gate, and what dz is of the ungated output."""
+    """Return the gradient before the gate, and dz's factor of the ungated output."""
     dyk = tl.load(dy + place, mask, 0.0).to(tl.float32)
     of_z = dyk
     if GATE:
@@ -201,7 +199,7 @@ def _walk(
     P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
     SKIP: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Walk one head of one document; OUT: write y, else the states at chunks' starts, what they do to dy, and dz.
+    """Walk one head of one document; OUT: write y, else states at chunks' starts, passes and dz.
 
     SHARED: heads of a group.
     """
@@ -264,7 +262,7 @@ def _walk_back(
     P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
     SKIP: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Walk one head of one document backwards; write dx and the gradients of the states at chunks' ends."""
+    """Walk one head of one document backwards; write dx and gradients of states at chunks' ends."""
     h, own_row = tl.program_id(0) % H, documents + 6 * (tl.program_id(0) // H)
     document, k0, n = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
     begin, end, grid = tl.load(own_row + 3), tl.load(own_row + 4), tl.load(own_row + 5)
@@ -314,7 +312,7 @@ def _chunk(
     P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
     SKIP: tl.constexpr, EACH: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Take one chunk and EACH heads of a group: pairs of its tokens, and their share of the gradients of B and C."""
+    """Take a chunk and EACH heads of a group: pairs of tokens, and their share of dB and dC."""
     some, k = tl.program_id(0) % (H // EACH), tl.program_id(0) // (H // EACH)
     start, length = tl.load(chunk_start + k).to(tl.int64), tl.load(chunk_length + k)
     if length == 0:
@@ -387,7 +385,7 @@ def zero_padding(chunks: Plan, *tensors: Tensor | None) -> None:
 
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: tl.float32}
-"""Dtypes of products' operands and of saved states, by that of the activations: float16 would miss its tolerance."""
+"""Dtypes of products and saved states, by the activations': float16 would miss its tolerance."""
 
 
 class Problem:
@@ -422,7 +420,7 @@ class Problem:
 
 
 def _dense(a: Any) -> Any:
-    """Copy parameters and states that are not contiguous: the kernels index them without strides."""
+    """Make parameters and states contiguous."""
     return a._replace(**{name: dense(getattr(a, name)) for name in ("A", "D", "delta_bias", "initial_state")})
 
 
