@@ -5,6 +5,12 @@ from pathlib import Path
 COMMAND = "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is_file() else "packmamba"
 
 
+def expect(holds: object, name: str, expected: str, got: object, kind: type[Exception] = ValueError) -> None:
+    """Raise ``name: expected ..., got ...`` unless it holds."""
+    if not holds:
+        raise kind(f"{name}: expected {expected}, got {got}")
+
+
 class UserError(Exception):
     """An error that the user can correct; ``status``: the command's exit status."""
 

@@ -11,6 +11,8 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor
 
+from packmamba.errors import expect
+
 _INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 _MAX_SLOTS = 2**31 - 1
 
@@ -58,10 +60,8 @@ class SequenceLayout:
         row_length = _integer(row_length, "row_length", minimum=1)
         rows = _integers(lengths, "lengths", minimum=1)
         places = [[0] * len(row) for row in rows] if offsets is None else _integers(offsets, "offsets", minimum=0)
-        if not rows:
-            raise ValueError("lengths: expected at least one row, got none")
-        if list(map(len, places)) != list(map(len, rows)):
-            raise ValueError("offsets: expected one for each length, got others")
+        expect(rows, "lengths", "at least one row", "none")
+        expect([*map(len, places)] == [*map(len, rows)], "offsets", "one for each length", "others")
         starts: list[int] = []
         for b, row in enumerate(rows):
             if sum(row) > row_length:
@@ -119,8 +119,7 @@ class SequenceLayout:
         rows.
         """
         cu = integer_tensor(cu_seqlens, name)
-        if cu.dim() != 1 or cu.numel() < 2:
-            raise ValueError(f"{name}: expected shape (S + 1,) with S at least 1, got {tuple(cu.shape)}")
+        expect(cu.dim() == 1 and cu.numel() > 1, name, "shape (S + 1,) with S at least 1", tuple(cu.shape))
         last = int(cu[-1])
         rows, row_length = shape = _shape(rows, last // rows if row_length is None else row_length)
         slots = rows * row_length
@@ -222,8 +221,8 @@ class SequenceLayout:
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """(S + 1,) int32. Raises ValueError if any row is padded."""
-        if self.num_tokens != self.num_slots:
-            raise ValueError(f"cu_seqlens: expected no padding, got {self.num_slots - self.num_tokens} padded slots")
+        padded = self.num_slots - self.num_tokens
+        expect(not padded, "cu_seqlens", "no padding", f"{padded} padded slots")
         return torch.cat([self.starts, self.ends[-1:]])
 
     def flow(self) -> SequenceLayout:
@@ -289,8 +288,8 @@ def _integer(value: int, name: str, minimum: int) -> int:
 
 def _shape(rows: int, row_length: int) -> tuple[int, int]:
     shape = _integer(rows, "rows", 1), _integer(row_length, "row_length", 1)
-    if shape[0] * shape[1] > _MAX_SLOTS:
-        raise ValueError(f"row_length: expected at most 2**31 - 1 slots, got {rows} rows of {row_length}")
+    fits = shape[0] * shape[1] <= _MAX_SLOTS
+    expect(fits, "row_length", "at most 2**31 - 1 slots", f"{rows} rows of {row_length}")
     return shape
 
 
@@ -304,8 +303,8 @@ def integer_tensor(tensor: Tensor, name: str) -> Tensor:
 
 def _index_matrix(tensor: Tensor, name: str) -> Tensor:
     matrix = integer_tensor(tensor, name)
-    if matrix.dim() != 2 or 0 in matrix.shape:
-        raise ValueError(f"{name}: expected shape (B, L) with at least one slot, got {tuple(matrix.shape)}")
+    holds = matrix.dim() == 2 and 0 not in matrix.shape
+    expect(holds, name, "shape (B, L) with at least one slot", tuple(matrix.shape))
     check_all(matrix >= -1, name, "-1 (padding) or at least 0", matrix)
     right = torch.ones_like(matrix, dtype=torch.bool)
     right[:, 1:] = (matrix[:, :-1] >= 0) | (matrix[:, 1:] < 0)

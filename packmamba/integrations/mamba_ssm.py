@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.nn import PackedMamba
 from packmamba.ops.checks import accumulation_dtype, boundary_layout
@@ -39,8 +40,7 @@ class Mamba(PackedMamba):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if dt_init not in ("random", "constant"):
-            raise ValueError(f"dt_init: expected 'random' or 'constant', got {dt_init!r}")
+        expect(dt_init in ("random", "constant"), "dt_init", "'random' or 'constant'", repr(dt_init))
         with torch.device(device if device is not None else torch.get_default_device()):
             super().__init__(d_model, d_state, d_conv, expand, dt_rank, dt_min, dt_max, dt_init_floor, bias, conv_bias)
         self.expand, self.use_fast_path, self.layer_idx = expand, use_fast_path, layer_idx
@@ -79,8 +79,7 @@ class Mamba(PackedMamba):
         )
         if inference_params is None:
             return super().forward(hidden_states, layout=layout)
-        if layout is not None:
-            raise ValueError("inference_params: expected none beside boundaries: each row is one document")
+        expect(layout is None, "inference_params", "none beside boundaries", "some")
         states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
         if inference_params.seqlen_offset > 0:
             return self.step(hidden_states, *states)[0]
@@ -88,8 +87,7 @@ class Mamba(PackedMamba):
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step one token a row, (B, 1, d_model); update states (B, D, W) and (B, D, N) in place; return output and states."""
-        if hidden_states.shape[1] != 1:
-            raise ValueError(f"hidden_states: expected one token a row, got {hidden_states.shape[1]}")
+        expect(hidden_states.shape[1] == 1, "hidden_states", "one token a row", hidden_states.shape[1])
         return self._advance(hidden_states, conv_state, ssm_state), conv_state, ssm_state
 
     def _advance(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor, fresh: bool = False) -> Tensor:
@@ -113,14 +111,12 @@ class Mamba(PackedMamba):
         return conv, ssm
 
     def _get_states_from_cache(self, inference_params: Any, batch_size: int) -> tuple[Tensor, Tensor]:
-        if self.layer_idx is None:
-            raise ValueError("layer_idx: expected a number beside inference_params, got None")
+        expect(self.layer_idx is not None, "layer_idx", "a number beside inference_params", None)
         kept = inference_params.key_value_memory_dict
         if self.layer_idx not in kept:
             kept[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
         rows = kept[self.layer_idx][0].shape[0]
-        if rows != batch_size:
-            raise ValueError(f"hidden_states: expected {rows} rows, as inference_params holds, got {batch_size}")
+        expect(rows == batch_size, "hidden_states", f"{rows} rows, as inference_params holds", batch_size)
         return kept[self.layer_idx]
 
 
@@ -130,16 +126,14 @@ def replace(model: nn.Module) -> nn.Module:
     Layers keep their parameters, names, modes and device. ``MambaLMHeadModel`` hands further arguments of its forward to its
     layers: ``model(input_ids, seq_idx=...)`` packs. Raises TypeError, or ValueError without such a layer or with another.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model: expected a module, got {type(model).__name__}")
+    expect(isinstance(model, nn.Module), "model", "a module", type(model).__name__, TypeError)
     found = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child).__name__ in ("Mamba", "Mamba2", "Mamba3", "Mamba2Simple") and not isinstance(child, Mamba)
     ]
-    if not found:
-        raise ValueError(f"model: expected layers of mamba_ssm's class Mamba, got {type(model).__name__} without any")
+    expect(found, "model", "layers of mamba_ssm's class Mamba", f"{type(model).__name__} without any")
     made = {id(child): _of(child) for _, _, child in found}  # all before the first is exchanged
     for parent, name, child in found:
         setattr(parent, name, made[id(child)])
@@ -148,10 +142,9 @@ def replace(model: nn.Module) -> nn.Module:
 
 def _of(layer: Any) -> Mamba:
     """Build our layer with a layer's parameters."""
-    if type(layer).__name__ != "Mamba":
-        raise ValueError(f"model: expected layers of class Mamba (Mamba-1) alone, got {type(layer).__name__}")
-    if getattr(layer, "activation", "silu") not in ("silu", "swish"):
-        raise ValueError(f"model: expected the activation silu, got {layer.activation!r}")
+    kind, activation = type(layer).__name__, getattr(layer, "activation", "silu")
+    expect(kind == "Mamba", "model", "layers of class Mamba (Mamba-1) alone", kind)
+    expect(activation in ("silu", "swish"), "model", "the activation silu", repr(activation))
     inner, d_state = layer.A_log.shape
     with torch.device("meta"):
         ours = Mamba(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
@@ -60,9 +61,8 @@ class CheckedModel(CheckedCallable):
     def __init__(self, model: nn.Module, boundaries: str, vocab_size: int | None) -> None:
         self.names = tuple(boundaries.split("+")) if isinstance(boundaries, str) else ()
         masked = self.names == ("attention_mask",)
-        if not masked and (not self.names or not set(self.names) <= set(ARGUMENTS[:3])):
-            expected = f"{', '.join(ARGUMENTS)} (the first three joined by +)"
-            raise ValueError(f"boundaries: expected {expected}, got {boundaries!r}")
+        known = masked or (self.names and set(self.names) <= set(ARGUMENTS[:3]))
+        expect(known, "boundaries", f"{', '.join(ARGUMENTS)} (the first three joined by +)", repr(boundaries))
         self.known, self.open_ended = forward_parameters(model)
         if masked:
             self.inputs = ("left", "right")
@@ -72,8 +72,7 @@ class CheckedModel(CheckedCallable):
         self.no_cache = {"use_cache": False} if "use_cache" in self.known or hasattr(config, "use_cache") else {}
         text = getattr(config, "text_config", None) or config
         known_ids = getattr(text, "vocab_size", None) or 0
-        if vocab_size and 0 < known_ids < vocab_size:
-            raise ValueError(f"vocab_size: expected at most {known_ids}, got {vocab_size}")
+        expect(not 0 < known_ids < (vocab_size or 0), "vocab_size", f"at most {known_ids}", vocab_size)
         longest = getattr(text, "max_position_embeddings", None) or 2**31
         super().__init__(model, [model], boundaries, vocab_size or known_ids, longest)
         special = [ids for name, ids in getattr(config, "__dict__", {}).items() if name.endswith("_token_id")]
@@ -111,16 +110,17 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
     """Adapt a transformers model, a MambaLM or a callable. Raises TypeError or ValueError."""
     if isinstance(model, CheckedCallable):
         return model
-    if not callable(model) or isinstance(model, type):
-        raise TypeError(f"model_or_callable: expected a model or a callable, got {model!r:.60}")
-    if vocab_size is not None and (not isinstance(vocab_size, int) or not 3 <= vocab_size <= 2**24):
-        raise ValueError(f"vocab_size: expected an integer from 3 to {2**24}, got {vocab_size!r}")
+    callable_ = callable(model) and not isinstance(model, type)
+    expect(callable_, "model_or_callable", "a model or a callable", f"{model!r:.60}", TypeError)
+    size = 3 if vocab_size is None else vocab_size
+    fits = isinstance(size, int) and 3 <= size <= 2**24
+    expect(fits, "vocab_size", f"an integer from 3 to {2**24}", repr(vocab_size))
     ours = isinstance(getattr(model, "_orig_mod", model), MambaLM)  # also of a compiled model
     if not ours and isinstance(model, nn.Module) and "input_ids" in forward_parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)
     given = "layout" if ours else "lengths"
-    if boundaries not in ("position_ids", given):  # position_ids is the default
-        raise ValueError(f"boundaries: expected none beside {given}, got {boundaries!r}")
+    # position_ids is the default.
+    expect(boundaries in ("position_ids", given), "boundaries", f"none beside {given}", repr(boundaries))
     if not ours:
         modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
         return CheckedCallable(model, modules, given, vocab_size or 32, 128)

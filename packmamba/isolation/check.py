@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packmamba.errors import expect
 from packmamba.isolation import probes
 from packmamba.isolation.adapters import CheckedCallable, adapt
 from packmamba.isolation.probes import Documents, moved
@@ -122,8 +123,7 @@ def leakcheck(
     if lengths is not None and (len(lengths) < 2 or not all(isinstance(n, int) and n > 0 for n in lengths)):
         raise ValueError(f"lengths: expected two or more integers above 0, got {lengths!r}")
     rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest]
-    if not rows:
-        raise ValueError(f"lengths: expected documents that fit in {model.longest} positions, got none")
+    expect(rows, "lengths", f"documents that fit in {model.longest} positions", "none")
     result = LeakCheckResult(model.boundaries)
     with probes.undisturbed(model.modules):
         for module in model.modules:
@@ -164,8 +164,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
                 raise
             result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return
-        if not base.isfinite().any(-1).all():
-            raise ValueError("logits: expected finite numbers, got none at a token")
+        expect(base.isfinite().any(-1).all(), "logits", "finite numbers", "none at a token")
         tolerance, rounding = _limits(base, model)
         tokens, watched = map(torch.stack, zip(*documents.probes()))
         moves = torch.stack([_moves(documents.logits(other), base) for other in tokens])
@@ -174,8 +173,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         if noise:
             what = "something is carried from one call to the next" if carried else "smaller changes are not seen"
             result.notes.append(f"Two calls with the same tokens differ by {noise:.1g}: {what}.")
-        if not carried and not moves[0, last] > 4 * noise:
-            raise ValueError("logits: expected a changed token to change its own, got the same")
+        expect(carried or moves[0, last] > 4 * noise, "logits", "a changed token to change its own", "the same")
         slots = watched & (moves > (-1 if carried else 4 * noise))
         if alone:
             difference = _from_alone(documents, base)

@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from packmamba.errors import expect
 from packmamba.isolation.adapters import CheckedCallable
 
 SEED = 0
@@ -35,8 +36,7 @@ class Documents:
     def __init__(self, model: CheckedCallable, way: str, lengths: Sequence[int]) -> None:
         ids = torch.arange(model.vocab_size)
         ids = ids[~torch.isin(ids, torch.tensor(sorted(model.avoid), dtype=torch.int64))].to(model.device)
-        if len(ids) < 2:
-            raise ValueError(f"vocab_size: expected two ids that are not special, got {len(ids)}")
+        expect(len(ids) > 1, "vocab_size", "two ids that are not special", len(ids))
         self.model, self.way, self.lengths, total = model, way, list(lengths), sum(lengths)
         drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1)).to(ids.device)
         self.tokens, self.others = ids[drawn], ids[(drawn + max(1, len(ids) // 2)) % len(ids)]
@@ -106,10 +106,10 @@ def logits_of(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     """Return logits (L, V); dropout drops the same in each call. Raises TypeError or ValueError."""
     torch.manual_seed(SEED)
     logits = call(tokens[None])
-    if not isinstance(logits, Tensor) or not logits.is_floating_point():
-        raise TypeError(f"logits: expected floating-point numbers, got {getattr(logits, 'dtype', type(logits))}")
-    if logits.dim() != 3 or logits.shape[:2] != (1, len(tokens)):
-        raise ValueError(f"logits: expected shape (1, {len(tokens)}, vocabulary), got {tuple(logits.shape)}")
+    floating = isinstance(logits, Tensor) and logits.is_floating_point()
+    expect(floating, "logits", "floating-point numbers", getattr(logits, "dtype", type(logits)), TypeError)
+    fits = logits.dim() == 3 and logits.shape[:2] == (1, len(tokens))
+    expect(fits, "logits", f"shape (1, {len(tokens)}, vocabulary)", tuple(logits.shape))
     return logits[0]
 
 

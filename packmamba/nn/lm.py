@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
 from packmamba.nn.mixers import MIXERS, State
@@ -40,8 +41,7 @@ class MambaLM(nn.Module):
     ) -> None:
         super().__init__()
         for name, value, known in (("recompute", recompute, RECOMPUTE), ("mixer", mixer, tuple(MIXERS))):
-            if value not in known:
-                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {value!r}")
+            expect(value in known, name, f"one of {', '.join(known)}", repr(value))
         for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
             check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
         check_flags(tie_embeddings=tie_embeddings)
@@ -109,16 +109,15 @@ class MambaLM(nn.Module):
 
         Raises TypeError or ValueError, naming the argument.
         """
-        if not isinstance(tokens, Tensor) or tokens.dtype not in (torch.int32, torch.int64):
-            got = getattr(tokens, "dtype", type(tokens).__name__)
-            raise TypeError(f"tokens: expected an int64 or int32 tensor, got {got}")
-        if tokens.dim() != 2 or 0 in tokens.shape:
-            raise ValueError(f"tokens: expected shape (B, L) with at least one slot, got {tuple(tokens.shape)}")
+        got = getattr(tokens, "dtype", type(tokens).__name__)
+        expect(got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError)
+        whole = tokens.dim() == 2 and 0 not in tokens.shape
+        expect(whole, "tokens", "shape (B, L) with at least one slot", tuple(tokens.shape))
         layers = self.backbone.layers
-        if states is not None and len(states) != len(layers):
-            raise ValueError(f"states: expected one per layer, {len(layers)}, got {len(states)}")
+        given: Any = [None] * len(layers) if states is None else states
+        expect(len(given) == len(layers), "states", f"one per layer, {len(layers)}", len(given))
         layout = check_layout(layout, tokens, "tokens")
-        layouts = tuple(layout if given is None else given for given in (conv_layout, ssm_layout))
+        layouts = tuple(layout if own is None else own for own in (conv_layout, ssm_layout))
         try:
             embedded = self.backbone.embedding(tokens)
         except IndexError:  # on a CPU
@@ -129,7 +128,6 @@ class MambaLM(nn.Module):
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else norm_f.weight.dtype
         residual, normed = self._start(residual, embedded.new_zeros(()).to(dtype), norm_f.eps)
         final_states = []
-        given: Any = [None] * len(layers) if states is None else states
         for layer, state in zip(layers, given):
             residual, normed, state = layer(residual, normed, *layouts, state, return_states)
             final_states.append(state)

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from packmamba.errors import expect
 from packmamba.nn.mixers import MIXERS
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -80,8 +81,7 @@ def write_pretrained(
     directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor], format: str = "state_spaces"
 ) -> None:
     """Write a folder in one of ``FORMATS``; ``config`` is ``MambaLM.config``."""
-    if format not in FORMATS:
-        raise ValueError(f"format: expected {' or '.join(FORMATS)}, got {format!r}")
+    expect(format in FORMATS, "format", " or ".join(FORMATS), repr(format))
     published = FORMATS[format](config)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
@@ -136,20 +136,16 @@ def _layer(mixer: str) -> str:
 
 
 def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
-    if not {"d_model", "n_layer"} <= published.keys():
-        raise ValueError(f"{path}: expected d_model and n_layer, or hidden_size, got neither")
+    expect({"d_model", "n_layer"} <= published.keys(), str(path), "d_model and n_layer, or hidden_size", "neither")
     options = dict(published.get("ssm_cfg") or {})
     layers, layer = {_layer(name): name for name in MIXERS}, options.pop("layer", FIRST_LAYER)
-    if layer not in layers:
-        raise ValueError(f"{path}: ssm_cfg.layer: expected {' or '.join(map(repr, layers))}, got {layer!r}")
+    expect(layer in layers, f"{path}: ssm_cfg.layer", " or ".join(map(repr, layers)), repr(layer))
     mixer = layers[layer]
     for key in getattr(MIXERS[mixer], "WITHOUT_EFFECT", ()):
         options.pop(key, None)
     for key in ("attn_layer_idx", "d_intermediate"):
-        if published.get(key):
-            raise ValueError(f"{path}: {key}: expected none (Mamba blocks only), got {published[key]!r}")
-    if not published.get("rms_norm", True):
-        raise ValueError(f"{path}: rms_norm: expected true, got false")
+        expect(not published.get(key), f"{path}: {key}", "none (Mamba blocks only)", repr(published.get(key)))
+    expect(published.get("rms_norm", True), f"{path}: rms_norm", "true", "false")
     known = inspect.signature(MIXERS[mixer]).parameters.keys() - {"d_model", "recompute", "backend"}
     if unknown := options.keys() - known:
         raise ValueError(f"{path}: ssm_cfg: unknown keys {', '.join(sorted(unknown))}")
@@ -159,9 +155,9 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
     types = {mixer.PUBLISHED["hugging_face"]: name for name, mixer in MIXERS.items() if hasattr(mixer, "PUBLISHED")}
-    if published.get("model_type") not in types:
-        raise ValueError(f"{path}: model_type: expected {' or '.join(types)}, got {published.get('model_type')!r}")
-    mixer = types[published["model_type"]]
+    kind = published.get("model_type")
+    expect(kind in types, f"{path}: model_type", " or ".join(types), repr(kind))
+    mixer = types[kind]
     outer = {ours: published.get(key, default) for ours, (_, _, key, default) in KEYS.items()}
     return MIXERS[mixer].from_hugging_face(published) | outer | {"mixer": mixer}
 

@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, check_all, integer_tensor
 
 KNOWN = "5.17 to 5.24"
@@ -46,8 +47,7 @@ def find(
     layout, source = None, ""
     for name, value in given.items():
         found = _layout(name, value, rows, real & (count == 1), len(given) > 1)
-        if layout is not None and found != layout:
-            raise ValueError(f"{name}: expected the documents of {source}, got others")
+        expect(layout is None or found == layout, name, f"the documents of {source}", "others")
         layout, source = found, name
     layout = SequenceLayout.from_seq_idx(rows) if layout is None else layout
     packed = layout.num_documents > int(before.any(1).sum() + real.any(1).sum())
@@ -63,11 +63,9 @@ def _layout(name: str, value: Tensor, rows: Tensor, first: Tensor, shifted: bool
     """Convert a boundary argument; rows (B, L): 1 at tokens, 0 before, -1 behind; shifted: positions may start above 0."""
     given, real = integer_tensor(value, name), rows > 0
     if name.startswith("cu_"):
-        if not real.all():
-            raise ValueError(f"{name}: expected no padding in attention_mask, got {int((~real).sum())} padded slots")
+        expect(real.all(), name, "no padding in attention_mask", f"{int((~real).sum())} padded slots")
         return SequenceLayout.from_cu_seqlens(given, rows.shape[0], rows.shape[1], name)
-    if given.shape != rows.shape:
-        raise ValueError(f"{name}: expected shape {tuple(rows.shape)} like the tokens, got {tuple(given.shape)}")
+    expect(given.shape == rows.shape, name, f"shape {tuple(rows.shape)} like the tokens", tuple(given.shape))
     if name == "position_ids" and shifted and bool(first.any()):
         given = given - given[first].min()
     check_all((given >= 0) | ~real, name, "at least 0 (attention_mask marks padding)", given)
@@ -80,15 +78,14 @@ def _layout(name: str, value: Tensor, rows: Tensor, first: Tensor, shifted: bool
 
 
 def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
-    if not isinstance(attention_mask, Tensor):
-        raise TypeError(f"attention_mask: expected a tensor, got {type(attention_mask).__name__}")
-    if attention_mask.shape != shape:
-        raise ValueError(f"attention_mask: expected shape {shape} like the tokens, got {tuple(attention_mask.shape)}")
+    name, kind = "attention_mask", type(attention_mask).__name__
+    expect(isinstance(attention_mask, Tensor), name, "a tensor", kind, TypeError)
+    expect(attention_mask.shape == shape, name, f"shape {shape} like the tokens", tuple(attention_mask.shape))
     mask = attention_mask.cpu()
     expected = "0 (padding) or 1 (documents are marked by position_ids, seq_idx or cu_seq_lens_q)"
-    check_all((mask == 0) | (mask == 1), "attention_mask", expected, mask)
+    check_all((mask == 0) | (mask == 1), name, expected, mask)
     real = mask.bool()
     again = torch.zeros_like(real)
     again[:, 1:] = real[:, 1:] & ~real[:, :-1] & (real.cumsum(1) > 1)[:, 1:]
-    check_all(~again, "attention_mask", "padding only before and behind a row's tokens, not a gap", mask)
+    check_all(~again, name, "padding only before and behind a row's tokens", mask)
     return real

@@ -14,6 +14,7 @@ from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
+from packmamba.errors import expect
 from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, WHOLE_ROWS, Packing, find
 from packmamba.integrations.transformers.mixer import mix
 
@@ -47,8 +48,7 @@ ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 def check_supported(module: Any) -> None:
     """Raise ValueError if a model or mixer is not as known, or our kernels do not compute it."""
     name, takes = type(module).__name__, list(inspect.signature(type(module).forward).parameters)
-    if "forward" in vars(module):
-        raise ValueError(f"{name}: expected its own forward, got a wrapped one; patch before that")
+    expect("forward" not in vars(module), name, "its own forward", "a wrapped one; patch before that")
     holds = next((HOLDS[kind] for kind in type(module).__mro__ if kind in HOLDS), None)
     if holds is None:
         known = MODEL_TAKES <= {*takes} and not {*CACHES}.isdisjoint(takes)
@@ -66,8 +66,7 @@ def check_supported(module: Any) -> None:
         ("activation", module.activation in ("silu", "swish"), "'silu'"),
         ("ssm_state_size", 1 <= module.ssm_state_size <= 256, "from 1 to 256"),
     ):
-        if not fits:
-            raise ValueError(f"{key}: expected {expected} in {name}, got {getattr(module, key)!r}")
+        expect(fits, key, f"{expected} in {name}", repr(getattr(module, key)))
 
 
 def _different(name: str, what: str) -> ValueError:
@@ -97,20 +96,17 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
         return kwargs  # transformers says what is wrong, or has prepared its own masks, as for a static cache
     if cache is not None and _continues(model, cache):
         position = given.pop("position_ids", None)
-        if given:
-            raise ValueError(f"{next(iter(given))}: expected none beside a cache that holds states")
+        expect(not given, " and ".join(given), "none beside a cache that holds states", "some")
         if position is not None and ((position == 0).any() or (position.diff(dim=-1) != 1).any()):
             raise ValueError("position_ids: expected to rise by one, from above 0, beside a cache that holds states")
         return kwargs
-    if required and not given and not cached:
-        raise ValueError("position_ids: expected position_ids, seq_idx or cu_seq_lens_q, got none")
+    expect(given or cached or not required, "position_ids", "position_ids, seq_idx or cu_seq_lens_q", "none")
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
     if packing.packed:
         kwargs |= _own_labels(kwargs, packing)
     if packing.last is not None:
         return kwargs | {"packing": packing}
-    if packing.packed and cached:
-        raise ValueError("use_cache: expected False and no cache for several documents a row, got one")
+    expect(not (packing.packed and cached), "use_cache", "False and no cache for several documents a row", "one")
     return kwargs if cached else kwargs | {"packing": packing, "use_cache": False}
 
 
@@ -141,8 +137,8 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
     if packing.packed:
         assert packing.layout is not None
         documents, kernel = packing.layout.documents, model.config._attn_implementation
-        if "flash" in kernel and shape[0] > 1:
-            raise ValueError(f"attn_implementation: expected sdpa or eager for several packed rows, got {kernel!r}")
+        fits = "flash" not in kernel or shape[0] == 1
+        expect(fits, "attn_implementation", "sdpa or eager for several packed rows", repr(kernel))
         kwargs["position_ids"] = packing.layout.position_indices.clamp(min=0).long()
         arguments["attention_mask"] = None
         arguments["and_mask_function"] = lambda row, _, query, key: documents[row, query] == documents[row, key]
