@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import gzip
-import importlib
 import itertools
 import json
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.corpus import text_items
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources import SOURCES
 from packmamba.data.sources.source import Document, Source, hash_files
@@ -33,7 +33,9 @@ from packmamba.nn import MambaLM
 
 HELD_OUT = {"validation": "corpus", "test": "sealed"}
 """Folders of the held-out splits."""
-MAKERS = {"pairs": "pairs", "headword": "headwords", "last_word": "last_words"}
+MAKERS: dict[str, Any] = {
+    "pairs": text_items.pairs, "headword": text_items.headwords, "module": text_items.modules, "last_word": text_items.last_words
+}  # fmt: skip
 BEGIN, END = 256, 257
 """Ids of the tokens around a document of bytes."""
 
@@ -96,8 +98,7 @@ def beyond(model: MambaLM, context: EvalContext) -> EvalResult:
 def items(path: str, task: str, split: str) -> list[dict[str, Any]]:
     """Read a task's items of a split, or make them from the corpus where that is one file."""
     if Path(path).is_file():
-        make = getattr(importlib.import_module("experiments.corpus.text_items"), MAKERS[task])
-        return make([one for one in lines(Path(path)) if one["split"] == split], 0)
+        return MAKERS[task]([one for one in lines(Path(path)) if one["split"] == split], 0)
     folder = {"validation": "items", "train": "items", "test": "sealed"}[split]
     return list(lines(Path(path) / folder / f"{task}.{split}.jsonl"))
 

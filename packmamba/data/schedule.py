@@ -194,9 +194,14 @@ class Schedule:
             return _edges(pieces.length, data.tokens_per_step), pieces, None
         rows = arrange(self.corpus, pieces, data)
         numbers = np.arange(len(rows))
-        if not STRATEGIES[data.strategy].keeps_order:
+        strategy = STRATEGIES[data.strategy]
+        if not strategy.keeps_order and strategy.needs_row_length:
             numbers = rng.permutation(numbers)  # sorting by length must not impose a curriculum
         edges = _edges(rows.slots[numbers], data.tokens_per_step)
+        if not strategy.keeps_order and not strategy.needs_row_length:  # a step's rows are padded to its longest
+            steps = np.split(numbers, edges[1:-1])
+            steps = [steps[i] for i in rng.permutation(len(steps))]
+            numbers, edges = np.concatenate(steps), [0, *np.cumsum([len(step) for step in steps]).tolist()]
         if data.shuffle_steps is not None:
             blocks = np.split(numbers, edges[: -1 : data.shuffle_steps][1:])
             numbers = np.concatenate([rng.permutation(block) for block in blocks])

@@ -28,7 +28,6 @@ GROUPS = 20
 @pytest.fixture(scope="module")
 def sample(tmp_path_factory):
     """A corpus of invented dictionary entries, as the committed sample has them."""
-    pytest.importorskip("experiments.corpus.text_items")
     rng = np.random.default_rng(0)
     words = ["".join(rng.choice(list("abcdefgh"), rng.integers(4, 9))) for _ in range(600)]
     lines = []
