@@ -214,7 +214,7 @@ def pages(
         content = (base / name).read_bytes()
         content = gzip.decompress(content) if name.suffix == ".gz" else content
         for number, text in enumerate(sections(read(content.decode(errors="replace")))):
-            yield Text(source, part(name), f"{name.as_posix().split('.')[0]}#{number}", text)
+            yield Text(source, part(name), f"{name.as_posix().removesuffix('.gz').rpartition('.')[0]}#{number}", text)
 
 
 def found(base: Path, pattern: str, skipped: str = "^$") -> list[Path]:
@@ -243,7 +243,7 @@ def html_pages(source: str, pattern: str, skipped: str, by_folder: bool = False)
 
 
 def perl(root: Path) -> Iterator[Text]:
-    base = root / "usr/share/perl"
+    (base,) = root.glob("usr/share/perl/*/pod")
     return pages("perl", base, found(base, "*.pod", "perltoc"), lambda name: name.stem, pod)
 
 
@@ -314,13 +314,13 @@ def ansible(root: Path) -> Iterator[Text]:
 
 HTML = "usr/share/doc/racket", "usr/share/doc/postgresql-doc-*/html", "usr/share/libreoffice/help/en-US/text"
 READERS: dict[str, tuple[str, Callable[[Path], Iterator[Text]]]] = {
-    "dict-gcide": ("GPL-3.0-or-later", gcide),
+    "dict-gcide": ("GPL-2.0-or-later", gcide),
     "wordnet-base": ("WordNet-3.0", wordnet),
     "linux-doc": ("GPL-2.0", linux),
-    "racket-doc": ("MIT or Apache-2.0", html_pages("racket", HTML[0], "index|doc-bibliography", True)),
+    "racket-doc": ("LGPL-2.1-or-later and others", html_pages("racket", HTML[0], "index|doc-bibliography", True)),
     "postgresql-doc": ("PostgreSQL", html_pages("postgresql", HTML[1], "index|biblio|release")),
     "libreoffice-help-en-us": ("MPL-2.0", html_pages("libreoffice", HTML[2], "^$")),
-    "perl-doc": ("Artistic-1.0-Perl or GPL-1.0-or-later", perl),
+    "perl-doc": ("GPL-1.0-or-later or Artistic-1.0-Perl", perl),
     "botocore": ("Apache-2.0", botocore),
     "google-api-python-client": ("Apache-2.0", google),
     "ansible": ("GPL-3.0-or-later", ansible),
