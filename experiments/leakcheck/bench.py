@@ -33,14 +33,11 @@ PATCHED = ", patched"  # ends the name of an arm whose model is patched
 class AuditConfig:
     experiment: str = key("leakcheck", "The question, which the records name.")
     boundaries: list[str] = key(
-        ["position_ids"],
-        "Boundary arguments of models, as leakcheck takes them; trl: those of TRL's collator.",
+        ["position_ids"], "Boundary arguments as leakcheck takes them; trl: those of TRL's collator.",
         check=("at least one argument", bool),
-    )
+    )  # fmt: skip
     shared: dict[str, Any] = key({}, "Keys of every model's configuration that has them.")
-    models: dict[str, Any] = key(
-        {}, "By model type its family, its own keys as config, and patch: whether to patch it."
-    )
+    models: dict[str, Any] = key({}, "By model type its family, its own keys as config, and patch: if to patch it.")
     only: list[str] = key([], "Of these models alone; empty: of all.")
     device: str = key("cpu", "cpu or cuda: with the kernels that models need for packing, if they are installed.")
     seed: int = key(0, "Seed of the weights.", low=0)
@@ -124,15 +121,9 @@ def _model(name: str, of: dict[str, Any], c: AuditConfig) -> Any:
 
 
 def _record(
-    c: AuditConfig,
-    arm: str,
-    of: dict[str, Any],
-    boundaries: str,
-    model: Any,
-    result: LeakCheckResult,
-    failed: bool,
+    c: AuditConfig, arm: str, of: dict[str, Any], boundaries: str, model: Any, result: LeakCheckResult, failed: bool,
     seconds: float,
-) -> dict[str, Any]:
+) -> dict[str, Any]:  # fmt: skip
     import transformers
 
     return make_record(

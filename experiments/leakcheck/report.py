@@ -51,17 +51,11 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
     arms = list(dict.fromkeys(r["arm"] for r in records))
     cells = {(r["arm"], r["config"]["boundaries"]): r for r in records}
     collators = {r["config"]["boundaries"]: f"TRL {of}" for r in records if (of := r["config"].get("trl"))}
+    titles = [collators.get(argument, argument.replace("+", " + ")) for argument in arguments]
     matrix = Table(
         f"audit{ending}",
         f"Do packed documents leak? Tiny models with random weights; {where}",
-        [
-            Column("model", ("model",), False),
-            Column("family", ("family",), False),
-            *(
-                Column(collators.get(argument, argument.replace("+", " + ")), (argument,), False)
-                for argument in arguments
-            ),
-        ],
+        make_columns("!model | !family") + [Column(title, (of,), False) for title, of in zip(titles, arguments)],
         notes=[
             "leaks: changing a document changes another's logits or gradients; ignores it: without the argument every bit is the "
             "same, and nothing warns. tight: no bit moves, no gradient crosses, and packed logits are those of each document "
@@ -77,7 +71,7 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
         f"audit{ending}-counts",
         f"Verdicts by argument, without attention-only models, and those that are tight of patched ones; {where}",
         [Column("argument", ("argument",), False)]
-        + [Column(name, (name,)) for name in ("models", "tight", "leaks", "leaks and ignores it", "refuses")]
+        + [Column(name, (name,)) for name in "models,tight,leaks,leaks and ignores it,refuses".split(",")]
         + [Column(name, (name,)) for name in ("patched", "patched and tight")],
     )
     for argument in arguments:
@@ -93,18 +87,12 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
     full = Table(
         f"audit{ending}-full",
         f"All findings of the audit; {where}",
-        [
-            *make_columns("!model | !argument"),
-            *(
-                Column(name, (name.replace(" ", "_"),), False)
-                for name in ("isolated forward", "isolated backward", "same as alone")
-            ),
-            *make_columns(
-                "!raises | !ignored silently = ignored | largest move = largest | tokens reached = reach | "
-                "!padding left = padding_left | !padding right = padding_right | "
-                "!first module that leaks = module"
-            ),
-        ],
+        make_columns(
+            "!model | !argument | !isolated forward = isolated_forward | !isolated backward = isolated_backward | "
+            "!same as alone = same_as_alone | !raises | !ignored silently = ignored | largest move = largest | "
+            "tokens reached = reach | !padding left = padding_left | !padding right = padding_right | "
+            "!first module that leaks = module"
+        ),
         notes=[
             "padding: a document padded there, with an attention_mask, is what it is alone. tokens reached: by a document's "
             "last token in the logits behind it; (all): up to the end of the row."
@@ -112,11 +100,7 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
     )
     for r in records:
         m, config = r["metrics"], r["config"]
-        reach = (
-            Cell("-", (None,))
-            if not m["reach"]
-            else Cell(f"{m['reach']}{' (all)' if m['endless'] else ''}", (m["reach"],))
-        )
+        reach = Cell(f"{m['reach']}{' (all)' if m['endless'] else ''}" if m["reach"] else "-", (m["reach"] or None,))
         full.rows.append([
             word(r["arm"]), word(config["boundaries"]), _flag(m["isolated_forward"]), _flag(m["isolated_backward"]),
             _flag(m["same_as_alone"]), word(config["error"] or "no"), _flag(m["ignored"]), number(m["largest"] or None, ".2g"),

@@ -57,14 +57,9 @@ def operators_figures(records: Sequence[Record]) -> list[Figure]:
             ax.plot([limit, limit], [rank - 0.4, rank + 0.4], color=MUTED, linewidth=1.6, label=what)
         ax.set_yticks(range(len(arms)), [str(arm) for arm in arms])
         ax.invert_yaxis()
-        ax.set_xscale("log")
-        ax.set_xlim(left=1)
-        ax.set_xlabel("milliseconds, forward and backward")
-        ax.set_title(operator)
+        ax.set(xscale="log", xlim=(1, None), xlabel="milliseconds, forward and backward", title=operator)
     legend_below(fig)
-    caption = (
-        "Median time of the packed operators, forward and backward; the strokes are what the machine's rates allow."
-    )
+    caption = "Median time of the packed operators, forward and backward; strokes are what the machine's rates allow."
     return [finish(fig, "operators", caption)]
 
 
@@ -96,13 +91,8 @@ def _limit(operator: str, rates: dict[str, float]) -> str:
     )
 
 
-PHASES = {
-    "forward": "without gradients",
-    "recorded": "gradients recorded",
-    "backward": "backward",
-    "floor": "backward's floor",
-    "one_by_one": "backward, one by one",
-}
+PHASES = {"forward": "without gradients", "recorded": "gradients recorded", "backward": "backward"}
+PHASES |= {"floor": "backward's floor", "one_by_one": "backward, one by one"}
 
 
 def host_tables(records: Sequence[Record]) -> list[Table]:

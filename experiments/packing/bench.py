@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Optional
 
@@ -18,46 +19,25 @@ from packmamba.data.packing import OVERLONG, STRATEGIES, PackingPlan, plan_rows
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
 
+SOME = ("at least one", bool)
+
 
 @dataclass
 class Config:
     experiment: str = key("packing", "The question, which the records name.")
-    distribution: str = key(
-        "documents-2k", "Distribution of the documents' lengths.", choices="packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
-    )
+    distribution: str = key("documents-2k", "Distribution of the documents' lengths.", choices=LENGTH_DISTRIBUTIONS)
     num_documents: int = key(200_000, "Documents of one plan.", low=1, high=2**31 - 1)
-    strategies: list[str] = key(
-        list(STRATEGIES),
-        "Strategies to compare.",
-        check=("at least one strategy", bool),
-        choices="packmamba.data.packing:STRATEGIES",
-    )
-    row_lengths: list[int] = key(
-        [1024, 2048, 4096, 8192, 16384],
-        "Slots of a row, for every strategy.",
-        low=1,
-        check=("at least one row length", bool),
-    )
-    buffers: list[int] = key(
-        [64, 256, 1024, 4096, 16384, 65536],
-        "Documents that greedy sorts at a time; the other strategies have no buffer.",
-        low=1,
-    )
-    overlong: str = key(
-        "split",
-        "What a document longer than a row does: error, truncate or pieces; split cuts anyway.",
-        choices=OVERLONG,
-    )
-    seeds: list[int] = key([0, 1, 2], "Seeds of the draws of lengths.", check=("at least one seed", bool), low=0)
+    strategies: list[str] = key(list(STRATEGIES), "Strategies to compare.", check=SOME, choices=STRATEGIES)
+    row_lengths: list[int] = key([1024, 2048, 4096, 8192, 16384], "Slots of a row.", low=1, check=SOME)
+    buffers: list[int] = key([64, 256, 1024, 4096, 16384, 65536], "Documents that greedy sorts at a time.", low=1)
+    overlong: str = key("split", "Documents longer than a row: error, truncate or split.", choices=OVERLONG)
+    seeds: list[int] = key([0, 1, 2], "Seeds of the draws of lengths.", check=SOME, low=0)
     rounds: int = key(5, "How often each plan is timed.", low=1)
 
     def arms(self) -> list[Arm]:
-        """The strategies, greedy with each buffer."""
-        return [
-            Arm(strategy, buffer)
-            for strategy in self.strategies
-            for buffer in (self.buffers if strategy == "greedy" else [None])
-        ]
+        """Return the strategies, greedy with each buffer."""
+        buffers = {"greedy": self.buffers}
+        return [Arm(name, buffer) for name in self.strategies for buffer in buffers.get(name, [None])]
 
 
 @dataclass(frozen=True)
@@ -72,10 +52,7 @@ class Arm:
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Append one record per strategy, row length, buffer and seed; strategies plan the same lengths in turns, once checked first.
-
-    planning_seconds is processor time, its spread slowest minus fastest. RuntimeError if a plan is wrong.
-    """
+    """Append one record per strategy, row length, buffer and seed; strategies plan in turns. RuntimeError if a plan is wrong."""
     corpus = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]}), {c.num_documents} documents"
     shared = {key: getattr(c, key) for key in ("distribution", "num_documents", "overlong", "rounds")}
     provenance()  # of the code as it is now, not as it may be after minutes
@@ -119,17 +96,15 @@ def _measure(
         check_plan(plans[name], np.minimum(lengths, row_length) if cut else lengths)
         bar.update()
 
-    def turn(arm: Arm) -> Callable[[int], float]:
-        def planning_seconds(number: int) -> float:
-            began = time.process_time()
-            arm.plan(lengths, row_length, c.overlong)
-            taken = time.process_time() - began
-            bar.update()
-            return taken
+    def seconds(arm: Arm, turn: int) -> float:
+        began = time.process_time()
+        arm.plan(lengths, row_length, c.overlong)
+        taken = time.process_time() - began
+        bar.update()
+        return taken
 
-        return planning_seconds
-
-    times = timing.take_turns({name: turn(arm) for name, arm in arms.items()}, c.rounds, warm_up=0, gate=gate)
+    turns = {name: partial(seconds, arm) for name, arm in arms.items()}
+    times = timing.take_turns(turns, c.rounds, warm_up=0, gate=gate)
     for name, arm in arms.items():
         yield arm, plans[name], times[name]
 
@@ -140,11 +115,12 @@ def check_plan(plan: PackingPlan, lengths: np.ndarray) -> None:
     document, start, end = plan.document[by_place], plan.start[by_place], (plan.start + plan.length)[by_place]
     opens = np.diff(document, prepend=-1) != 0
     closes = np.diff(document, append=len(lengths)) != 0
-    whole = (
-        np.array_equal(document[opens], np.arange(len(lengths)))
-        and np.array_equal(start, np.where(opens, 0, np.roll(end, 1)))
-        and np.array_equal(end[closes], lengths)
+    pairs = (
+        (document[opens], np.arange(len(lengths))),
+        (start, np.where(opens, 0, np.roll(end, 1))),
+        (end[closes], lengths),
     )
+    whole = all(np.array_equal(got, expected) for got, expected in pairs)
     filled = np.diff(np.concatenate([[0], np.cumsum(plan.length)])[plan.row_offsets])
     if not whole or (filled > plan.slots).any():
         raise RuntimeError("a plan loses or repeats tokens or overfills a row; nothing is timed")

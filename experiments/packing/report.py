@@ -16,7 +16,7 @@ from packmamba.report.aggregate import Record
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.html import Kind
 from packmamba.report.statistics import interval
-from packmamba.report.tables import Cell, Column, Table, number, percent, word
+from packmamba.report.tables import Cell, Column, Table, make_columns, number, percent, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
 PAPER_PADDING = {
@@ -44,26 +44,20 @@ def packing_tables(records: Sequence[Record]) -> list[Table]:
     data, seeds = _data(plans), plans["seed"].nunique()
     lengths = sorted(plans["row_length"].unique())
     columns = [Column(f"row length {length}", (f"row_length_{length}",)) for length in lengths]
-    strategy = Column("strategy", ("strategy",), False)
-    unknown = Column("row length unknown", ("row_length_unknown",))
-    shown = _shown(plans)
+    strategy, unknown = make_columns("!strategy | row length unknown = row_length_unknown")
+    shown, nothing = _shown(plans), number(None, "")
     padding = Table("packing-padding", f"Padding by strategy and row length ({data})", [strategy, *columns, unknown])
-    nothing = number(None, "")
-    padding.rows = [
-        [*row, nothing] for row in _rows(shown, "label", lengths, lambda v: percent(v["padding_fraction"].mean()))
-    ]
-    padding.rows += [
-        [word(label), *(nothing for _ in lengths), published] for label, published in PAPER_PADDING.items()
-    ]
+    found = _rows(shown, "label", lengths, lambda v: percent(v["padding_fraction"].mean()))
+    padding.rows = [[*row, nothing] for row in found]
+    padding.rows += [[word(name), *(nothing for _ in lengths), published] for name, published in PAPER_PADDING.items()]
     padding.notes = [
         f"Padding is 1 - tokens / slots, mean over {seeds} seed{'s' if seeds != 1 else ''}. "
         "The length distribution is our own choice.",
         "The paper's rows are as published; its data and row length are not known to us.",
     ]
     if overlong := sorted(plans.get("config.overlong", pd.Series(dtype=object)).dropna().unique()):
-        padding.notes.append(
-            f"Documents longer than a row: {', '.join(overlong)}; split cuts every document that meets one."
-        )
+        how = ", ".join(overlong)
+        padding.notes.append(f"Documents longer than a row: {how}; split cuts every document that meets one.")
     planning = Table("packing-planning", f"Planning, seconds per million documents ({data})", [strategy, *columns])
     planning.rows = _rows(shown, "label", lengths, lambda v: number(v["per_million"].mean(), ".3g"))
     planning.notes = ["From lengths to rows, on one core; nothing is read or moved."]
@@ -83,12 +77,9 @@ def _intervals(plans: pd.DataFrame, lengths: Sequence[int]) -> list[Table]:
         ("padding", "Padding, % of the slots", 100, "padding_fraction"),
         ("planning", "Planning, seconds per million documents", 1, "per_million"),
     ):
-        columns = [
-            Column(f"row length {length}", tuple(f"row_length_{length}{side}" for side in ("", "_low", "_high")))
-            for length in lengths
-        ]
+        of = " | ".join(f"row length {n} = row_length_{n} row_length_{n}_low row_length_{n}_high" for n in lengths)
         title = f"{what}: means with 95 % intervals over seeds ({_data(plans)})"
-        table = Table(f"packing-{name}-intervals", title, [Column("strategy", ("strategy",), False), *columns])
+        table = Table(f"packing-{name}-intervals", title, make_columns(f"!strategy | {of}"))
         table.rows = _rows(plans, "label", lengths, partial(_interval_cell, scale, metric))
         table.notes = [f"{plans['seed'].nunique()} seeds, Student's t. A seed draws the lengths anew."]
         tables.append(table)
@@ -100,10 +91,7 @@ def packing_figures(records: Sequence[Record]) -> list[Figure]:
     plans = _plans(records)
     if plans.empty:
         return []
-    figures = [_by_row_length(plans)]
-    if plans["buffer"].nunique() > 1:
-        figures.append(_by_buffer(plans))
-    return figures
+    return [_by_row_length(plans), *([_by_buffer(plans)] if plans["buffer"].nunique() > 1 else [])]
 
 
 def _by_row_length(plans: pd.DataFrame) -> Figure:
@@ -163,8 +151,7 @@ def packing_label(records: Sequence[Record]) -> str:
 
 
 def _plans(records: Sequence[Record]) -> pd.DataFrame:
-    """The latest record of every plan and seed, strategies in their order, with the columns ``row_length``, ``buffer``,
-    ``per_million`` (seconds) and ``label``."""
+    """Return the latest record of every plan and seed, with columns row_length, buffer, per_million (seconds) and label."""
     plans = aggregate.frame(records, "packing")
     if plans.empty:
         return plans
@@ -172,9 +159,8 @@ def _plans(records: Sequence[Record]) -> pd.DataFrame:
     plans["per_million"] = 1e6 * plans["planning_seconds"] / plans["num_documents"]
     plans = plans.drop_duplicates(["config.strategy", "row_length", "buffer", "seed"], keep="last")
     order = {name: i for i, name in enumerate(_STYLES)}
-    plans = plans.sort_values(["buffer", "seed"], kind="stable").sort_values(
-        "config.strategy", key=lambda names: names.map(order).fillna(len(order)), kind="stable"
-    )
+    place = plans["config.strategy"].map(order).fillna(len(order))
+    plans = plans.assign(place=place).sort_values(["place", "buffer", "seed"], kind="stable")
     label = [f"{s}, buffer {b}" if s == "greedy" else s for s, b in zip(plans["config.strategy"], plans["buffer"])]
     return plans.assign(label=label)
 
@@ -185,13 +171,9 @@ def _shown(plans: pd.DataFrame) -> pd.DataFrame:
     return plans[default | (plans["config.strategy"] != "greedy")] if default.any() else plans
 
 
-def _rows(
-    plans: pd.DataFrame, by: str, lengths: Sequence[int], cell: Callable[[pd.DataFrame], Cell]
-) -> list[list[Cell]]:
-    return [
-        [Cell(str(name), (name,)), *(cell(group[group["row_length"] == length]) for length in lengths)]
-        for name, group in plans.groupby(by, sort=False)
-    ]
+def _rows(plans: pd.DataFrame, by: str, lengths: Sequence[int], cell: Callable[..., Cell]) -> list[list[Cell]]:
+    groups = [(Cell(str(name), (name,)), group) for name, group in plans.groupby(by, sort=False)]
+    return [[name, *(cell(group[group["row_length"] == length]) for length in lengths)] for name, group in groups]
 
 
 def _interval_cell(scale: float, metric: str, group: pd.DataFrame) -> Cell:

@@ -12,16 +12,7 @@ import numpy as np
 import torch
 
 from experiments.speedup.bare_loop import BareLoop
-from experiments.speedup.model import (
-    BREAKDOWN,
-    TOLERANCES,
-    Arm,
-    Documents,
-    Model,
-    PeerLM,
-    by_family,
-    feed,
-)
+from experiments.speedup.model import BREAKDOWN, TOLERANCES, Arm, Documents, Model, PeerLM, by_family, feed
 from experiments.speedup.model import Config as SpeedupConfig
 from packmamba.config import key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
@@ -53,14 +44,7 @@ class Size(Model):
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Append records of kind ``paper``: ``config.part`` says which measurement.
-
-    forward_backward, breakdown: as in ``experiments/speedup``, for each size and dtype; padding: of received order (next fit)
-    and of greedy packing; length: seconds by family of kernels of one block at batch 1.
-
-    Raises:
-        RuntimeError: arms disagree on the losses of the same documents; nothing of that size is recorded.
-    """
+    """Append records of kind ``paper``, by ``config.part``; RuntimeError if arms disagree on the losses of the same documents."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()  # of the code as it is now, not as it may be after minutes
     count_padding(c, records_path)

@@ -47,14 +47,10 @@ def tables(records: Sequence[Record]) -> list[Table]:
     table = Table("paper", "The paper's numbers and ours", columns)
 
     def add(what: str, size: str, dtype: str, here: float, theirs: float | None = None, **more: Any) -> None:
-        show = {"x": lambda v: number(v, ".2f", "x"), "%": percent, "n": lambda v: number(v, ",.0f")}[
-            more.get("fmt", "x")
-        ]
-        ratio = None if theirs is None else here / theirs
-        words = [word(value) for value in (what, size, dtype)]
-        table.rows.append(
-            [*words, show(theirs), show(here), number(ratio, ".2f"), number(more.get("model"), ".2f", "x")]
-        )
+        shows = {"x": lambda v: number(v, ".2f", "x"), "%": percent, "n": lambda v: number(v, ",.0f")}
+        show, ratio = shows[more.get("fmt", "x")], None if theirs is None else here / theirs
+        numbers = show(theirs), show(here), number(ratio, ".2f"), number(more.get("model"), ".2f", "x")
+        table.rows.append([*map(word, (what, size, dtype)), *numbers])
 
     parts: dict[tuple, dict[str, Record]] = {}
     for record in records:
@@ -111,17 +107,13 @@ def _lengths(records: Sequence[Record]) -> list[Table]:
     """Return microseconds against a sequence's length, batch 1."""
     rows = [record for record in records if record["config"]["part"] == "length"]
     names = " | ".join(f"{title} (us) = {name}" for name, title in FAMILIES.items())
-    table = Table(
-        "lengths",
-        "One sequence at a time: a block's forward and backward",
-        make_columns(f"!layers | !dtype | tokens | {names}"),
-    )
+    columns = make_columns(f"!layers | !dtype | tokens | {names}")
+    table = Table("lengths", "One sequence at a time: a block's forward and backward", columns)
     for record in rows:
         config, metrics = record["config"], record["metrics"]
         times = [number(1e6 * metrics[f"{name}_seconds"], ",.0f") for name in FAMILIES]
-        table.rows.append(
-            [word(config["layers"]), word(config["dtype"]), Cell(str(config["tokens"]), (config["tokens"],)), *times]
-        )
+        head = word(config["layers"]), word(config["dtype"]), Cell(str(config["tokens"]), (config["tokens"],))
+        table.rows.append([*head, *times])
     return [table] if rows else []
 
 
@@ -146,9 +138,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
     left.set(yscale="log", ylabel="microseconds a token")
     right.set(ylim=(0, None), ylabel="rate over that of the longest")
     legend_below(fig)
-    caption = (
-        f"A block of the 1.4B model, {dtype}, batch 1, forward and backward: short sequences leave the device idle."
-    )
+    caption = f"A block of the 1.4B model, {dtype}, batch 1, forward and backward: short ones leave the device idle."
     return [finish(fig, "lengths", caption)]
 
 

@@ -68,10 +68,7 @@ def packed(model: MambaLM, max_slots: int) -> Method:
 
 
 def padded(model: MambaLM, batch: int) -> Method:
-    """Batches as lm-evaluation-harness makes them: longest first, each padded to its longest, one request a row.
-
-    Each row is a document with padding behind it; logits are made for the continuations alone.
-    """
+    """Batch as lm-evaluation-harness does: longest first, each padded to its longest; logits of continuations alone."""
 
     def run(requests: Sequence[Request]) -> list[Score]:
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][0]) - len(requests[i][1]))
@@ -108,10 +105,7 @@ def _one_batch(model: MambaLM, requests: list[Request]) -> list[Score]:
 
 
 def harness(model: MambaLM, batch: int, slow: bool) -> Method:
-    """lm-evaluation-harness' class ``hf`` around transformers' Mamba with the same weights.
-
-    ``slow``: transformers' path without kernels; else mamba-ssm's and causal-conv1d's, which must be installed.
-    """
+    """Call lm-evaluation-harness' class ``hf`` around transformers' Mamba; ``slow``: its path without kernels."""
     from lm_eval.models.huggingface import HFLM
 
     theirs, tokenizer = _transformers(model)
@@ -161,9 +155,7 @@ class ScoringConfig:
     model: str = key("1.4b", "Published size of the model, whose weights are random.")
     overrides: list[str] = key([], "Further keys of the model, such as model.n_layer=2.")
     dtype: str = key("bfloat16", "dtype of the weights.", choices=("bfloat16", "float32", "float64"))
-    workloads: dict[str, Any] = key(
-        {}, "Name -> contexts, context, continuations, continuation: numbers and median lengths."
-    )
+    workloads: dict[str, Any] = key({}, "By name contexts, context, continuations, continuation (median lengths).")
     arms: dict[str, Any] = key({}, "Name -> method (packed, padded or hf), batch, slow.")
     max_slots: int = key(16384, "Slots of a packed pass.", low=1)
     prompts: list[int] = key([1, 16, 256], "How many prompts generate together.")
@@ -263,13 +255,10 @@ def _agreement(
     found: Sequence[Score], expected: Sequence[Score], requests: Sequence[Request], choices: int
 ) -> dict[str, float | None]:
     """With the first arm's scores: the largest difference a token, greedy verdicts and best choices that differ."""
-    per_token = [
-        abs(a.log_likelihood - b.log_likelihood) / len(continuation)
-        for a, b, (_, continuation) in zip(found, expected, requests)
-    ]
-    best = [
-        np.reshape([s.log_likelihood for s in scores], (-1, choices)).argmax(axis=1) for scores in (found, expected)
-    ]
+    apart = [abs(a.log_likelihood - b.log_likelihood) for a, b in zip(found, expected)]
+    per_token = [difference / len(continuation) for difference, (_, continuation) in zip(apart, requests)]
+    sides = [[score.log_likelihood for score in scores] for scores in (found, expected)]
+    best = [np.reshape(side, (-1, choices)).argmax(axis=1) for side in sides]
     return {
         "largest_difference": max(per_token),
         "mean_difference": statistics.fmean(per_token),
@@ -291,9 +280,8 @@ def _measure_generation(
 
     free_memory()
     peak = PeakMemory(device)
-    samples = take_turns(
-        {"one": lambda turn: generation(1), "all": lambda turn: generation(config.new_tokens)}, config.rounds
-    )
+    turns = {"one": lambda turn: generation(1), "all": lambda turn: generation(config.new_tokens)}
+    samples = take_turns(turns, config.rounds)
     steps = [(whole - first) / (config.new_tokens - 1) for first, whole in zip(samples["one"], samples["all"])]
     read = sum(map(len, prompts))
     append_record(

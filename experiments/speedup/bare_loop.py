@@ -73,10 +73,7 @@ class BareLoop:
             self.cases.append(Case(name, arm, loss, fed, [batch.to(model.device) for batch in chosen], targets))
 
     def gate(self) -> None:
-        """RuntimeError unless every token's loss is that of its document alone, or of the row that leaks by our layers.
-
-        Of packed arms the difference that a leak makes is measured too: the gate must tell them apart.
-        """
+        """Raise RuntimeError unless every token's loss is that of its document alone, or of the row that leaks by our layers."""
         c = self.model.c
         few = Documents(self.model.documents.lengths[:GATE_DOCUMENTS], self.model.vocab_size, c.seed)
         alone = self.token_losses(self.module.loss, feed(few, Arm("single"), c.slots)) if self.cases else torch.empty(0)

@@ -29,7 +29,7 @@ from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record
 from packmamba.training.lit_module import PackedLitModule
 
-BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"
+PARTS = BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"
 
 
 @dataclass
@@ -37,26 +37,15 @@ class Arm:
     """Hold an arm: how documents become rows, and what computes them. Its records hold all but ``parts``."""
 
     strategy: str = key(
-        "best_fit_decreasing",
-        "How documents become rows.",
-        choices=tuple(name for name in STRATEGIES if name != "concat_split"),
+        "best_fit_decreasing", "How documents become rows.", choices=sorted(STRATEGIES.keys() - {"concat_split"})
     )
     row_length: Optional[int] = key(
         None, "Slots of a row; null: as many as each document (single) or each batch's longest (padded) has.", low=1
     )
     multiple_of: int = key(1, "Rows end in padding up to a multiple of so many slots; not in steps.", low=1)
-    layers: str = key(
-        "packmamba",
-        "packmamba, or mamba-ssm, whose Mamba-1 leaks where rows are packed; left out where it is not installed.",
-        choices=("packmamba", "mamba-ssm"),
-    )
+    layers: str = key("packmamba", "packmamba, or mamba-ssm if it is installed.", choices=("packmamba", "mamba-ssm"))
     graphs: bool = key(False, "Forward and backward are CUDA graphs (packmamba.training.cuda_graphs).")
-    parts: list[str] = key(
-        [BARE],
-        "The bench's parts that it takes part in.",
-        choices=(BARE, BREAKDOWN, STEPS),
-        check=("at least one part", bool),
-    )
+    parts: list[str] = key([BARE], "Parts of the bench it is in.", choices=PARTS, check=("at least one part", bool))
 
     @property
     def packs(self) -> bool:
@@ -112,10 +101,7 @@ class Feed:
     def all(self) -> list[tuple[PackedBatch, list[int]]]:
         """Every batch and the documents in it, in the order of its tokens."""
         of_row = np.split(self.rows.document, self.rows.row_offsets[1:-1])
-        return [
-            (self.rows.batch(rows), [document for row in rows for document in of_row[row].tolist()])
-            for rows in self.groups
-        ]
+        return [(self.rows.batch(rows), [d for row in rows for d in of_row[row].tolist()]) for rows in self.groups]
 
 
 def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
@@ -127,10 +113,9 @@ def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
 
 
 class PeerLM(nn.Module):
-    """mamba-ssm's blocks as its users run them: fast path, fused add and norm, residual in float32; eager.
+    """Run mamba-ssm's blocks as its users do: fast path, fused add and norm, residual in float32; eager.
 
     Shares its parameters with ``model``. Mamba-2's layers are told where packed documents lie; Mamba-1's cannot be, and leak.
-    Raises ValueError or ImportError if mamba-ssm is not installed.
     """
 
     backbone: Any
@@ -172,7 +157,6 @@ class PeerLM(nn.Module):
         return losses.sum(), losses.detach()
 
 
-PARTS = (BARE, BREAKDOWN, STEPS)
 # Of the losses of single tokens, against those of documents alone, in units of their standard deviation. Rounding through 48
 # blocks in bfloat16 makes 2.5e-2, and a leak 1.6e-1; through 24, 1e-2 and 5e-2.
 TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-4}
@@ -184,11 +168,7 @@ class Config:
     experiment: str = key("speedup", "The question, which the records name.")
     models: list[str] = key(["130m", "1.4b", "2.8b"], "Sizes in configs/model.")
     overrides: list[str] = key([], "key=value of run configurations that hold for all, such as model.compile=true.")
-    parts: list[str] = key(
-        list(PARTS),
-        "forward_backward: the bare loop; breakdown: its kernels; steps: whole optimizer steps.",
-        choices=PARTS,
-    )
+    parts: list[str] = key([*PARTS], "The bare loop, its kernels, and whole optimizer steps.", choices=PARTS)
     arms: dict[str, Arm] = key({}, "By name; arms=[single,padded-2048] takes some of the file's.")
     distribution: str = key("documents-2k", "Distribution of the documents' lengths.", choices=DISTRIBUTION)
     documents: int = key(4096, "Documents that every arm arranges.", low=1)
@@ -229,13 +209,12 @@ LAUNCH = 10.0  # microseconds: shorter gaps between kernels are those of launchi
 
 @dataclass
 class Breakdown:
-    """Hold the profile of calls: seconds by family, every family and "other"; (family, name, seconds) of each kernel, slowest
-    first; and seconds in which none ran, and of these those of gaps as short as launching makes them."""
+    """Hold the seconds of calls by family, of each kernel, slowest first, and in which no kernel ran."""
 
     families: dict[str, float]
-    kernels: list[tuple[str, str, float]]
+    kernels: list[tuple[str, str, float]]  # family, name, seconds
     idle: float
-    gaps: float = 0.0
+    gaps: float = 0.0  # of idle, gaps as short as launching makes them
 
 
 def by_family(call: Callable[[], Any], device: torch.device) -> Breakdown:
@@ -265,11 +244,7 @@ def sort_kernels(profiler: profile, on_gpu: bool, taken: float) -> Breakdown:
 
 
 def exclusive(events: Iterable[tuple[float, float, str]]) -> tuple[dict[str, float], float]:
-    """Time by name of (start, end, name): where several run, it is the one's that started first; and that of all gaps below
-    ``LAUNCH``.
-
-    A kernel that is launched early, and waits for the one before it to end, has only its own end counted.
-    """
+    """Sum the time of (start, end, name) by name, where several run of the one that started first, and gaps below ``LAUNCH``."""
     taken: dict[str, float] = {}
     covered, gaps = -math.inf, 0.0
     for start, end, name in sorted(events):

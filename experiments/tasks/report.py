@@ -29,12 +29,10 @@ def _task(records: Sequence[Record], kind: str = "training") -> str:
 def learned_tables(records: Sequence[Record]) -> list[Table]:
     """Tabulate what it took to learn a task, a line for each arm; ``records`` are of one corpus."""
     arms, rows = aggregate.training_arms(records), []
+    cores = [record["hardware"]["cores"] for record in aggregate.of_kind(records, "training")]
     for arm in arms:
         task = arm.runs["config.data.task"].iloc[0]
-        accuracy, cores = (
-            arm[f"{task}.accuracy"],
-            [r["hardware"]["cores"] for r in aggregate.of_kind(records, "training")],
-        )
+        accuracy = arm[f"{task}.accuracy"]
         row = {"arm": arm.label, "seeds": len(arm.runs), "layers": arm.runs["config.model.n_layer"].iloc[0]}
         row |= {"parameters": arm["parameters"].iloc[0], "steps": arm["steps"].max(), "cores": max(cores)}
         row |= {"real_tokens": arm["real_tokens"].mean(), "val_loss_max": arm["val_loss"].max()}

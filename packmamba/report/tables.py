@@ -252,21 +252,19 @@ def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
     columns = [*make_columns("!contrast | !primary"), interval_column("difference"), *others]
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
     for one in found:
-        margin, p, same = one.arm.sweep.get("margin"), one.p, one.same_documents
+        margin, p, same, groups = one.arm.sweep.get("margin"), one.p, one.same_documents, one.found.groups
         needed = seeds_for(*aggregate.paired(one.arm, one.other, metric), margin) if margin and same else None
-        table.rows.append([
-            word(one.name), word("primary" if one.primary else "exploratory"), difference_cell(one.found),
-            number(one.found.groups if one.found.groups > 1 else None, ",d"),
-            Cell("< 0.001" if p < 0.001 else "-" if pd.isna(p) else f"{p:.3f}", (p,)),
-            word(one.verdict + ", other documents" * (not same)), number(needed, "d"),
-        ])  # fmt: skip
+        names = word(one.name), word("primary" if one.primary else "exploratory")
+        adjusted = Cell("< 0.001", (p,)) if p < 0.001 else number(p, ".3f")
+        ruling = word(one.verdict + ", other documents" * (not same))
+        counts = number(groups if groups > 1 else None, ",d"), number(needed, "d")
+        table.rows.append([*names, difference_cell(one.found), counts[0], adjusted, ruling, counts[1]])
     known = {margin for one in found if (margin := one.arm.sweep.get("margin"))}
     margins = [f" Equivalent: the 95 % interval lies within ± {margin:g}." for margin in sorted(known)]
     table.notes = [
-        "Paired over seeds, and resampled over groups of documents where there are any. Different: the interval excludes zero, "
-        f"of primary contrasts with p <= 0.05 after Holm.{''.join(margins)} Other documents: the arms read different documents "
-        "in a step, and are never called equivalent. Seeds for 80 % power: to be equivalent at no true difference, by resampling "
-        "these seeds (and groups) under the same rule; a dash: more than 100."
+        "Paired over seeds, and over groups of documents where there are any. Different: the interval excludes zero, of primary "
+        f"contrasts with p <= 0.05 after Holm.{''.join(margins)} Other documents: steps hold others, never called equivalent. "
+        "Seeds for 80 % power: to be equivalent at no difference, by resampling these under the same rule; a dash: above 100."
     ]
     return table
 
@@ -351,7 +349,7 @@ def evaluation_tables(records: Records) -> list[Table]:
         if any(paired.values()):
             cells = {arm: difference_cell(one and one._replace(seeds=one.groups)) for arm, one in paired.items()}
             minus = interval_column(f"minus {first.name}")
-            columns.append((minus, lambda arm, cells=cells: cells.get(arm) or difference_cell(None)))  # type: ignore[misc]
+            columns.append((minus, lambda arm, cells=cells: cells.get(arm, difference_cell(None))))  # type: ignore[misc]
             notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
         name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", heading)) * (len(asked) > 1)
         tables.append(arms_table(name, f"Evaluation: {heading}", models, columns, *notes))
