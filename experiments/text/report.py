@@ -56,6 +56,7 @@ EXPLORATORY = (
     Contrast("one document at a time minus padded", "single", "padded", 4),
 )
 PACKERS = ("next-fit", "greedy", "best-fit-decreasing", "concat-split", "padded-sorted")
+STATES = ("zero", "own", "shuffled", "state-passing")
 PARITY = ("padded", "packed-reset", "packed-control", "packed-leak", "single")
 TASKS = {
     "headword.choice_accuracy": "four headwords of a gloss",
@@ -63,9 +64,8 @@ TASKS = {
     "last_word.nats": "last word of a definition, nats a byte",
 }
 TUNED = {"pairs.nats": "nats a byte of an answer", "asked_headword.choice_accuracy": "four headwords of a gloss"}
-Pairs = Sequence[tuple[str, str]]
-PAIRS: Pairs = (("packed-reset", "padded"), ("packed-leak", "packed-reset"), ("own", "zero"))
-TUNED_PAIRS: Pairs = (("tuned-reset", "tuned-padded"), ("tuned-leak", "tuned-reset"))
+PAIRS = (("packed-reset", "padded"), ("packed-leak", "packed-reset"), ("own", "zero"))
+TUNED_PAIRS = (("tuned-reset", "tuned-padded"), ("tuned-leak", "tuned-reset"))
 PILOT = 100
 """Seeds from here on are the pilot's."""
 FEW = 8
@@ -157,18 +157,18 @@ def of_planned(seeds: int, planned: int) -> Cell:
 
 
 def exploratory(arms: Arms) -> Table:
+    """Make a row for each further contrast, and for models that are read on from other states than their documents' own."""
     rows = []
     for mixer, title in MIXERS.items():
-        for one in EXPLORATORY:
-            sums = nats(arms.get((mixer, one.arm)), arms.get((mixer, one.other)), one.curve, one.where)
-            found = estimate(*sums)
-            rows.append(_row(title, one.name, found, one.seeds))
-        for trained in ("own", "zero", "shuffled", "state-passing"):
-            for start in ("zero", "foreign"):
-                name = f"{trained}'s models read on from {start} minus from own states, beyond T"
-                arm = arms.get((mixer, trained))
-                found = None if arm is None else estimate(*_read_from(arm, start))
-                rows.append(_row(title, name, found, 8 if trained == "state-passing" else 12))
+        found = [(one, nats(arms.get((mixer, one.arm)), arms.get((mixer, one.other)), *one[5:])) for one in EXPLORATORY]
+        for trained, start in itertools.product(STATES, ("zero", "foreign")):
+            name = f"{trained}'s models read on from {start} minus from own states, beyond T"
+            found.append((Contrast(name, trained, trained, 12), _read_from(arms.get((mixer, trained)), start)))
+        for one, sums in found:
+            it = estimate(*sums)
+            cell = interval_cell(it, 5, 3) if it else NOT_RUN._replace(values=(None,) * 3)
+            seeds = of_planned(it.seeds if it else 0, one.seeds)
+            rows.append({"contrast": one.name, "architecture": title, "difference": cell, "seeds": seeds})
     return make_table(
         "exploratory-text",
         "Exploratory contrasts, nats a target",
@@ -178,16 +178,10 @@ def exploratory(arms: Arms) -> Table:
     )
 
 
-def _row(title: str, name: str, found: Estimate | None, planned: int) -> dict[str, Any]:
-    cell = interval_cell(found, 5, 3) if found else Cell("not run", (None,) * 3)
-    seeds = of_planned(found.seeds if found else 0, planned)
-    return {"contrast": name, "architecture": title, "difference": cell, "seeds": seeds}
-
-
-def _read_from(arm: Arm, start: str) -> tuple[Any, Any]:
+def _read_from(arm: Arm | None, start: str) -> Sums:
     """Return nats of an arm read on from these states minus from its documents' own (seeds, groups), and targets."""
-    points = arm.points(BEYOND)
-    if points.empty or "group" not in points:
+    points = pd.DataFrame() if arm is None else arm.points(BEYOND)
+    if points.empty:
         return np.empty((0, 0)), np.empty(0)
     points = points.assign(more=points[f"nats_{start}"] - points["nats"])
     both = points.pivot_table(index="seed", columns="group", values=["more", "targets"], aggfunc="sum")
@@ -221,7 +215,7 @@ def arms_table(arms: Arms, names: Sequence[str], table: str, heading: str, basel
     )
 
 
-def answers(arms: Arms, table: str, heading: str, metrics: Mapping[str, str], pairs: Pairs, planned: int) -> Table:
+def answers(arms: Arms, table: str, heading: str, metrics: Mapping[str, str], pairs: Any, planned: int) -> Table:
     """Make a row for each metric and pair of arms; intervals over seeds."""
     rows = []
     for (metric, what), (mixer, title), (name, baseline) in itertools.product(metrics.items(), MIXERS.items(), pairs):
@@ -278,10 +272,6 @@ def pilot(arms: Arms) -> list[Table]:
     ]
 
 
-def steps_of(arm: Arm) -> int:
-    return int(arm.runs["steps"].max())
-
-
 def kind_of(records: Sequence[Record]) -> str:
     """Return ``tuned`` (fine-tuning), ``text``, or ``pilot``, whose seeds are for choices alone."""
     if records[0]["config"]["data"]["source"] == "task":
@@ -298,13 +288,12 @@ def tables(records: Sequence[Record]) -> list[Table]:
     arms = by_name([record for record in records if record["seed"] < PILOT])
     if kind == "tuned":
         return [answers(arms, "finetuning-tuned", "Fine-tuned on questions and answers", TUNED, TUNED_PAIRS, FEW)]
-    states = ("zero", "own", "shuffled", "state-passing")
     return [
         *made,
         verdicts(arms),
         exploratory(arms),
         arms_table(arms, PARITY, "parity-text", "Arms of P1 and P2", "padded", 16),
-        arms_table(arms, states, "states-text", "Arms of P3 and P4", "zero", 12),
+        arms_table(arms, STATES, "states-text", "Arms of P3 and P4", "zero", 12),
         arms_table(arms, PACKERS, "packers-text", "Packers in their own order", PACKERS[0], FEW),
         answers(arms, "answers-text", "Questions to pretrained models", TASKS, PAIRS, 16),
     ]
