@@ -19,13 +19,13 @@ tags:
 - packmamba
 ---
 # {name}
-A language model trained with PackMamba. Its licence is not stated: add `license` to the lines above.
+A language model trained with PackMamba. Its licence is not stated: add `license` above.
 
 | | |
 |---|---|
 {table}
 ## Packing
-transformers' own class ignores where documents start, so packed documents leak into each other. Patch it before packing:
+In transformers' own class, packed documents leak into each other. Patch it first:
 
 ```python
 from transformers import AutoModelForCausalLM

@@ -35,13 +35,14 @@ from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name
 from packmamba.training import callbacks, run_id
-from packmamba.training.callbacks import RunMetrics
 from packmamba.training.lit_module import PackedLitModule
 
 MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
-def fit(config: Config, progress: bool = True, stop: Callable[[RunMetrics], bool] | None = None) -> dict[str, Any]:
+def fit(
+    config: Config, progress: bool = True, stop: Callable[[callbacks.RunMetrics], bool] | None = None
+) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
     Raises Stopped, with a checkpoint, on a signal or where ``stop`` is true after a step.
@@ -94,7 +95,7 @@ def configured_runtime(config: Config) -> Iterator[None]:
         torch.use_deterministic_algorithms(strict)
 
 
-def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | None) -> dict[str, Any]:
+def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
     records.provenance()  # of the run's start
     check_run(config)
@@ -104,9 +105,9 @@ def _fit(config: Config, progress: bool, stop: Callable[[RunMetrics], bool] | No
     records.check_writable(path.parent, "output")
     data, saved = PackedDataModule.from_config(config, progress=progress), folder / "checkpoints"
     reached = max(map(callbacks.step_of, callbacks.checkpoints(saved)), default=0)
-    lock, metrics = run_id.RunLock(folder), RunMetrics(options.log_every)
+    lock, metrics = run_id.RunLock(folder), callbacks.RunMetrics(options.log_every)
 
-    def stops(metrics: RunMetrics) -> bool:
+    def stops(metrics: callbacks.RunMetrics) -> bool:
         lock.check()
         return stop is not None and stop(metrics)
 
@@ -302,7 +303,7 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
     return checksum
 
 
-def training_record(config: Config, corpus_hash: str, module: Any, metrics: RunMetrics) -> dict[str, Any]:
+def training_record(config: Config, corpus_hash: str, module: Any, metrics: callbacks.RunMetrics) -> dict[str, Any]:
     totals, last = metrics.totals, metrics.validation[-1]
     curves = {"train": metrics.train, "validation": metrics.validation, "loss_by_position": metrics.by_position}
     timed = metrics.timed if metrics.timed["seconds"] else totals

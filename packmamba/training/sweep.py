@@ -23,7 +23,6 @@ from packmamba.records import METRICS, append_record, check_writable, write_swee
 from packmamba.training import launch
 from packmamba.training.benchmark import measure_throughput
 from packmamba.training.fit import check_accelerator, check_run
-from packmamba.training.launch import BEGINS, Outcome
 from packmamba.training.run_id import find_records, flatten, id_of, records_of, run_folder, run_id
 
 
@@ -204,7 +203,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     _check_corpora([*trial_runs, *runs], progress)
     states: Counter[str] = Counter()
 
-    def report(config: Config, outcome: Outcome = BEGINS, place: str = "") -> None:
+    def report(config: Config, outcome: launch.Outcome = launch.BEGINS, place: str = "") -> None:
         states[outcome.state] += 1
         if progress:
             told = f"{outcome.state}{place and f' on {place}'}{outcome.why and f': {outcome.why}'}"
@@ -219,7 +218,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
             if record is None:
                 waves[(os.path.realpath(folder), arm) in names].append(run)
             else:
-                report(run, Outcome("done", "before"))
+                report(run, launch.Outcome("done", "before"))
         for wave in filter(None, waves):
             start(wave, report=report)
 
@@ -241,7 +240,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         try:
             final.append(tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config)
         except Unfinished as error:
-            report(config, Outcome("failed", str(error)))
+            report(config, launch.Outcome("failed", str(error)))
     train([config for config in final if config is not None])
     done, failed, total = states["done"], states["failed"], len(trial_runs) + len(runs)
     if failed:
