@@ -17,7 +17,7 @@ from packmamba.errors import Unfinished, UserError
 
 MISSING = "the package '{}' is missing; pip install 'packmamba[train]'"
 try:
-    from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, registry
+    from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, need, registry
     from packmamba.config.load import load_config, read_layers, resolve, sections_of, shown, suggest
 except ModuleNotFoundError as error:
     sys.exit("packmamba: error: " + MISSING.format(error.name))
@@ -216,8 +216,8 @@ def export(words: list[str]) -> None:
     from packmamba.training.run_id import find_record, records_of
 
     model, path = load_model(folder, "cpu"), Path(*target or [folder, "huggingface"])
-    if path.exists() and any(path.iterdir() if path.is_dir() else [path]):
-        raise ConfigError(f"{path}: expected a new or empty folder")
+    used = path.exists() and any(path.iterdir() if path.is_dir() else [path])
+    need(not used, str(path), "a new or empty folder", "one in use")
     try:
         model.model.save_pretrained(path, format="huggingface")
     except ValueError as error:
@@ -285,14 +285,12 @@ def report(words: list[str]) -> None:
             raise ConfigError(f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}")
         run = folder / CONFIGURATION
         found: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
-        if None in found:
-            raise ConfigError(f"{folder}: expected a finished run, got one without a record")
+        need(None not in found, folder, "a finished run", "one without a record")
         records += with_items(folder, found)
     kinds = kinds_of(folder, records)
     if len(folders) > 1 or config.baseline is not None:
         arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
-        if config.baseline not in (None, *arms):
-            raise ConfigError(f"baseline: expected one of {', '.join(arms)}, got '{config.baseline}'")
+        need(config.baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{config.baseline}'")
         for record in records:
             record["sweep"] = {"baseline": config.baseline, "apart": True, "seeds": arms[record["arm"]]}
     print(f"\n{format_table(records, kinds)}")

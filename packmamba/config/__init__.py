@@ -6,6 +6,7 @@ from packmamba.config.load import (
     import_plugins,
     load,
     load_config,
+    need,
     parse_override,
     read_yaml,
     resolve,

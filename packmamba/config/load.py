@@ -17,7 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from packmamba.config.schema import BOUNDARIES, MIXER_KEYS, MIXERS, OPTIMIZERS, STRATEGIES, Config, options, registry
-from packmamba.errors import COMMAND, ConfigError
+from packmamba.errors import COMMAND, ConfigError, expect
 from packmamba.records import RENAMED
 
 PACKAGE = Path(__file__).resolve().parents[1]
@@ -32,6 +32,7 @@ BOUNDS = {"low": ("at least", ge), "above": ("above", gt), "high": ("at most", l
 ON_GPU = ("auto", "gpu", "cuda")
 Schema = TypeVar("Schema")
 to_dict = dataclasses.asdict
+need = functools.partial(expect, kind=ConfigError)
 
 
 def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None) -> Schema:
@@ -49,8 +50,8 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
         for key in map(str, list(layer)):
             known, names = file.get(key), layer.get(key)
             if isinstance(known, DictConfig) and isinstance(names, ListConfig):
-                for name in [name for name in names if name not in known]:
-                    raise ConfigError(f"{key}: expected some of {', '.join(map(str, known))}, got '{name}' in {origin}")
+                for name in names:
+                    need(name in known, key, f"some of {', '.join(map(str, known))}", f"'{name}' in {origin}")
                 layer[key] = {name: known[name] for name in names}
                 file.pop(key)
     return [(file, str(path)), *layers]
@@ -62,8 +63,7 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     for update, origin in layers:
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
-            if name not in sizes:
-                raise ConfigError(f"model: expected a size, got '{name}' in {origin}{suggest(name, sizes)}")
+            need(name in sizes, "model", "a size", f"'{name}' in {origin}{suggest(name, sizes)}")
             update = OmegaConf.merge(update, {"model": read_yaml(sizes[name])})
         try:
             config = OmegaConf.unsafe_merge(config, update)
@@ -121,10 +121,10 @@ def _check(name: str, value: Any, choices: Any = (), check: Any = None, **bounds
             renamed = RENAMED.get(name.rpartition(".")[2], {}).get(one)
             hint = f"; it is {renamed} now" if renamed else suggest(one, names).partition("; known")[0]
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}")
-        if expected and not (one < float("inf") and all(BOUNDS[key][1](one, limit) for key, limit in bounds.items())):
-            raise ConfigError(f"{name}: expected {expected}, got {shown(one)}")
-    if value is not None and check is not None and not check[1](value):
-        raise ConfigError(f"{name}: expected {check[0]}, got {shown(value)}")
+        for bound, limit in bounds.items():
+            need(one < float("inf") and BOUNDS[bound][1](one, limit), name, expected, shown(one))
+    if value is not None and check is not None:
+        need(check[1](value), name, check[0], shown(value))
 
 
 def _check_rules(config: Config) -> None:
@@ -133,9 +133,8 @@ def _check_rules(config: Config) -> None:
     of_mixer = options(registry(MIXERS)[model.mixer])
     stream, splits = data.batching == "stream", strategy.splits_documents
 
-    def need(holds: Any, name: str, expected: str) -> None:
-        if not holds:
-            raise ConfigError(f"{name}: expected {expected}, got {shown(attrgetter(name)(config))}")
+    def rule(holds: Any, name: str, expected: str) -> None:
+        need(holds, name, expected, shown(attrgetter(name)(config)))
 
     for key, given, known in (
         ("model.mixer_options", model.mixer_options, {*of_mixer} - {*MIXER_KEYS, "recompute", "backend"}),
@@ -146,8 +145,8 @@ def _check_rules(config: Config) -> None:
         for name in [name for name in given if name not in known]:
             raise ConfigError(f"unknown key '{key}.{name}'{suggest(name, sorted(known))}")
     mappings = all(isinstance(given, dict) for given in config.evaluation_options.values())
-    need(mappings, "evaluation_options", "keys and values of each evaluation")
-    need(data.row_length or not strategy.needs_row_length, "data.row_length", f"an integer with {data.strategy}")
+    rule(mappings, "evaluation_options", "keys and values of each evaluation")
+    rule(data.row_length or not strategy.needs_row_length, "data.row_length", f"an integer with {data.strategy}")
     precision, sharded = trainer.precision, trainer.strategy == "fsdp2"
     one = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto" and trainer.accelerator in ON_GPU
     graphs = one and precision in ("32-true", "bf16-mixed", "bf16-true") and config.ops.backend in ("auto", "cuda")
@@ -164,21 +163,21 @@ def _check_rules(config: Config) -> None:
     }
     for name, (allowed, where) in only.items():
         default = attrgetter(name)(Config())
-        need(allowed or attrgetter(name)(config) == default, name, f"{shown(default)}, unless {where}")
+        rule(allowed or attrgetter(name)(config) == default, name, f"{shown(default)}, unless {where}")
     if boundary.continues:
         devices, turns, carries = trainer.devices * trainer.num_nodes, data.takes_turns, f"with {trainer.boundary}"
         rows = data.batch_rows if turns else data.streams // devices
         tokens = (data.row_length or 1) * (1 if turns else data.streams)
-        need(splits, "data.strategy", f"concat_split {carries}")
-        need(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {carries}")
-        need(rows >= boundary.least_rows, "data.streams", f"at least {boundary.least_rows} rows a batch {carries}")
-        need(not stream or data.tokens_per_step % tokens == 0, "data.tokens_per_step", f"a multiple of {tokens}")
+        rule(splits, "data.strategy", f"concat_split {carries}")
+        rule(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {carries}")
+        rule(rows >= boundary.least_rows, "data.streams", f"at least {boundary.least_rows} rows a batch {carries}")
+        rule(not stream or data.tokens_per_step % tokens == 0, "data.tokens_per_step", f"a multiple of {tokens}")
         if turns:
-            need(data.streams % data.step_rows == 0, "data.streams", f"a multiple of a step's {data.step_rows} rows")
+            rule(data.streams % data.step_rows == 0, "data.streams", f"a multiple of a step's {data.step_rows} rows")
             alike = data.step_rows % (data.batch_rows * devices) == 0
-            need(alike, "data.max_tokens_per_batch", f"equal batches of a step's {data.step_rows} rows")
-    need(not sharded or boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={trainer.boundary}")
-    need(not sharded or precision in ("32-true", "bf16-mixed"), "trainer.precision", "32-true or bf16-mixed with fsdp2")
+            rule(alike, "data.max_tokens_per_batch", f"equal batches of a step's {data.step_rows} rows")
+    rule(not sharded or boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={trainer.boundary}")
+    rule(not sharded or precision in ("32-true", "bf16-mixed"), "trainer.precision", "32-true or bf16-mixed with fsdp2")
 
 
 def suggest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
@@ -203,14 +202,14 @@ def import_plugins(plugins: Iterable[str]) -> None:
 def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
     """Read a YAML file for a command; a shipped one from any folder."""
     try:
-        loaded = OmegaConf.load(path if Path(path).exists() else CONFIGS.parent / path)
+        loaded: Any = OmegaConf.load(path if Path(path).exists() else CONFIGS.parent / path)
     except Exception as error:
         raise ConfigError(f"{path}: expected a YAML file, got {error}") from None
-    if not isinstance(loaded, DictConfig) or not loaded:
-        raise ConfigError(f"{path}: expected keys and values, got {'a list' if loaded else 'an empty file'}")
+    holds = loaded and isinstance(loaded, DictConfig)
+    need(holds, str(path), "keys and values", "a list" if loaded else "an empty file")
     kind = "bench" if "bench" in loaded else "sweep" if "arms" in loaded else "train"
-    if command not in (None, kind):
-        raise ConfigError(f"{path}: expected a file for {command}, got one for {kind}; run {COMMAND} {kind} {path}")
+    got = f"one for {kind}; run {COMMAND} {kind} {path}"
+    need(command in (None, kind), str(path), f"a file for {command}", got)
     return loaded
 
 

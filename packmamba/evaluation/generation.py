@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packmamba.errors import expect
 from packmamba.evaluation.packed_forward import DocumentState, InitialStates, log_probabilities, read_to_the_end
 from packmamba.evaluation.scoring import check_ids
 from packmamba.layout import SequenceLayout
@@ -37,12 +38,10 @@ def generate(
     texts = [check_ids(prompt, f"prompts[{i}]", model, least=1) for i, prompt in enumerate(prompts)]
     check_ids([] if stop_token is None else [stop_token], "stop_token", model)
     for name, count, minimum in (("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0)):
-        if not isinstance(count, Integral) or count < minimum:
-            raise ValueError(f"{name}: expected an integer of at least {minimum}, got {count!r}")
-    if not 0 <= temperature < math.inf:
-        raise ValueError(f"temperature: expected at least 0, got {temperature}")
-    if not 0 < top_p <= 1 or (temperature == 0 and top_p < 1):
-        raise ValueError(f"top_p: expected above 0 and at most 1 (1 with temperature=0), got {top_p}")
+        whole = isinstance(count, Integral) and count >= minimum
+        expect(whole, name, f"an integer of at least {minimum}", repr(count))
+    expect(0 <= temperature < math.inf, "temperature", "at least 0", temperature)
+    expect(top_p == 1 or 0 < top_p < 1 and temperature, "top_p", "above 0 to 1 (1 with temperature=0)", top_p)
     if not texts:
         return []
     finals: dict[int, DocumentState] = {}

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from packmamba.config import ConfigError
+from packmamba.config import need
 from packmamba.data.token_store import Corpus, evaluation_documents, load_corpora
 from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.evaluation.packed_forward import (
@@ -78,25 +78,24 @@ OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
 def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     """Return a ``Validation``, None while the vocabulary size is unknown. Raises ConfigError."""
     known, options = OPTIONS.get(name, {}), {}
-    for option in context.options.keys() - known:
-        raise ConfigError(f"{context.key}.{name}: expected options of {', '.join(known) or 'none'}, got '{option}'")
+    for option in context.options:
+        need(option in known, f"{context.key}.{name}", f"options of {', '.join(known) or 'none'}", f"'{option}'")
     for option, (default, minimum) in known.items():
         value = context.options.get(option, (context.data.row_length or 1024) if default is None else default)
-        if type(value) is not int or value < minimum:
-            expected = f"an integer of at least {minimum}, got {value!r}"
-            raise ConfigError(f"{context.key}.{name}.{option}: expected {expected}")
+        whole = type(value) is int and value >= minimum
+        need(whole, f"{context.key}.{name}.{option}", f"an integer of at least {minimum}", repr(value))
         options[option] = value
     if vocab_size is None:
         return None
     corpus = load_corpora(context.data).validation
-    if corpus.vocab_size > vocab_size:
-        raise ConfigError(f"data.tokenizer: expected at most {vocab_size} tokens, got {corpus.vocab_size}")
+    fits = corpus.vocab_size <= vocab_size
+    need(fits, "data.tokenizer", f"at most {vocab_size} tokens", corpus.vocab_size)
     numbers, groups = evaluation_documents(corpus, context.data).tolist(), corpus.groups
     labels = [{"document": n} | ({} if groups is None else {"group": int(groups[n])}) for n in numbers]
     documents = [corpus.document(number) for number in numbers]
     needed = max(1, next(iter(options.values()), 1) * (2 if name == "long_context" else 1))
-    if (longest := max(map(len, documents), default=0)) < needed:
-        raise ConfigError(f"{name}: expected a validation document of at least {needed} tokens, got at most {longest}")
+    longest = max(map(len, documents), default=0)
+    need(longest >= needed, name, f"a validation document of at least {needed} tokens", f"at most {longest}")
     return Validation(corpus, labels, documents, options)
 
 

@@ -9,6 +9,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 
+from packmamba.errors import expect
 from packmamba.evaluation.generation import generate
 from packmamba.evaluation.scoring import score
 from packmamba.nn import MambaLM
@@ -47,8 +48,8 @@ class PackMambaLM(TemplateLM):
                 tokenizer = AutoTokenizer.from_pretrained(tokenizer)
             except (OSError, ValueError) as error:
                 raise ValueError(f"tokenizer: transformers loads none from {tokenizer} ({error})") from None
-        if getattr(tokenizer, "eos_token_id", None) is None:
-            raise ValueError(f"tokenizer: expected one with eos_token_id, got {tokenizer!r:.60}")
+        ends = getattr(tokenizer, "eos_token_id", None) is not None
+        expect(ends, "tokenizer", "one with eos_token_id", f"{tokenizer!r:.60}")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         self.model, self.tokenizer = pretrained.to(device=device, dtype=dtype).eval(), tokenizer
         self.max_slots = int(max_slots)
@@ -112,9 +113,8 @@ class PackMambaLM(TemplateLM):
         do_sample: bool = True,
         **others: Any,
     ) -> list[str]:
-        if others:
-            expected = "until, max_gen_toks, temperature, top_p or do_sample"
-            raise ValueError(f"generation_kwargs: expected {expected}, got {sorted(others)}")
+        known = "until, max_gen_toks, temperature, top_p or do_sample"
+        expect(not others, "generation_kwargs", known, sorted(others))
         stops = [stop for stop in ([until] if isinstance(until, str) else until or []) if stop]
         temperature = float(temperature or 0.0) if do_sample else 0.0
         generated = generate(

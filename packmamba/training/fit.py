@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from omegaconf import OmegaConf
 
 from packmamba import records
-from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, registry, to_dict
+from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, need, registry, to_dict
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.token_store import evaluation_documents
@@ -122,8 +122,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], 
             if progress:
                 print(f"already done, nothing is trained: {folder}")
             return done
-        if reached > options.max_steps:
-            raise ConfigError(f"trainer.max_steps: expected at least {reached} of {folder}, got {options.max_steps}")
+        need(reached <= options.max_steps, "trainer.max_steps", f"at least {reached} of {folder}", options.max_steps)
         lightning.seed_everything(config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(config, data.vocab_size)
         check_run(config, len(module.model.lm_head.weight))
@@ -197,8 +196,8 @@ def check_run(config: Config, vocab_size: int | None = None) -> None:
 
 def check_accelerator(config: Config) -> None:
     key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
-    if getattr(config.trainer, key) in (True, "gpu", "cuda") and not torch.cuda.is_available():
-        raise ConfigError(f"trainer.{key}: expected a GPU that PyTorch can use, got none")
+    needed = getattr(config.trainer, key) in (True, "gpu", "cuda")
+    need(not needed or torch.cuda.is_available(), f"trainer.{key}", "a GPU that PyTorch can use", "none")
 
 
 def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
@@ -230,8 +229,8 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
         backend_name(config.ops.backend, trainer.strategy.root_device)
     except Exception as error:
         raise ConfigError(f"{'ops.' if str(error).startswith('backend') else 'trainer: '}{error}") from None
-    if trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed":  # bfloat16 to Lightning
-        raise ConfigError("trainer.precision: expected bf16-mixed or 32-true on a CPU, got '16-mixed'")
+    wrong = trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed"  # bfloat16 to Lightning
+    need(not wrong, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
     # Lightning's signal handlers, and its broadcast at each step (its issue 20806).
     connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
     connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
@@ -289,9 +288,8 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
         folder, _, arm = source.rpartition(":")
         runs = [r for r in run_id.records_of(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
         paths = {Path(folder) / "runs" / run_id.id_of(arm, record["config"]) for record in runs}
-        if len(paths) != 1:
-            expected = f"a model's folder, or <sweep>:<arm> with one run of seed {config.seed}"
-            raise ConfigError(f"trainer.init_from: expected {expected}, got '{source}', {len(paths)} runs")
+        expected = f"a model's folder, or <sweep>:<arm> with one run of seed {config.seed}"
+        need(len(paths) == 1, "trainer.init_from", expected, f"'{source}', {len(paths)} runs")
         path = paths.pop()
     try:
         weights = read_pretrained(path)[1]

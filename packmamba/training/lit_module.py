@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics import Metric
 
-from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, validate
+from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, need, validate
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
@@ -83,17 +83,16 @@ class PackedLitModule(lightning.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization, self.compiled = False, compile
-        if model is None:
-            raise ConfigError("model: expected MambaLM's arguments or a module, got none; pass your own again")
+        need(model is not None, "model", "MambaLM's arguments or a module", "none; pass your own again")
         trainer = validate(
             TrainerConfig(boundary=boundary, boundary_options=boundary_options or {}, mean_over=mean_over)
         )
         self.optimizer_config = validate(OptimizerConfig(lr=lr, **optimizer))
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
-        self.model: Any = MambaLM(**model) if isinstance(model, dict) else model
+        self.model: Any = MambaLM(**model) if isinstance(model, dict) else cast(Any, model)
         if compile:
-            self.model.compile_blocks()  # type: ignore[operator]
+            self.model.compile_blocks()
         self.save_hyperparameters(ignore="model")
         if isinstance(self.model, MambaLM):
             self.save_hyperparameters({"model": dict(self.model.config)})
@@ -253,8 +252,8 @@ class PackedLitModule(lightning.LightningModule):
         if self._trainer is None or self._trainer.state.fn != "fit":
             return
         carried = checkpoint["carry"]
-        if len(carried) != (ranks := self.trainer.world_size):
-            raise ConfigError(f"trainer.devices: expected {len(carried)}, as the checkpoint has, got {ranks}")
+        ranks = self.trainer.world_size
+        need(len(carried) == ranks, "trainer.devices", f"{len(carried)}, as the checkpoint has", ranks)
         try:
             self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         except KeyError:
@@ -269,11 +268,11 @@ class PackedLitModule(lightning.LightningModule):
 
 def make_model(config: Config, vocab_size: int) -> MambaLM:
     model = config.model
-    if model.vocab_size is not None and model.vocab_size < vocab_size:
-        raise ConfigError(f"model.vocab_size: expected at least the corpus's {vocab_size}, got {model.vocab_size}")
+    rows = vocab_size if model.vocab_size is None else model.vocab_size
+    need(rows >= vocab_size, "model.vocab_size", f"at least the corpus's {vocab_size}", rows)
     options = {name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")}
     try:
-        return MambaLM(model.vocab_size or vocab_size, backend=config.ops.backend, **options, **model.of_mixer())
+        return MambaLM(rows, backend=config.ops.backend, **options, **model.of_mixer())
     except (ValueError, TypeError) as error:
         section = "ops" if str(error).startswith("backend") else "model"
         raise ConfigError(f"{section}.{error}") from None

@@ -15,7 +15,7 @@ from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import AUTO, Config, key, load, parse_override, read_yaml, resolve, to_dict
+from packmamba.config import AUTO, Config, key, load, need, parse_override, read_yaml, resolve, to_dict
 from packmamba.config.load import ON_GPU
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
@@ -89,8 +89,8 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
     others = arms | overrides
     for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
         for name, (other, keys) in itertools.product(grid, others.items()):
+            expected = f"a key that {other} does not set; give {where}.{name}=[...]"
             if _overlapping(name, keys):
-                expected = f"a key that {other} does not set; give {where}.{name}=[...]"
                 raise ConfigError(f"{where}.{name}: expected {expected}")
         others["grid"] = sweep.grid
     for origin, name in [(origin, name) for origin, keys in overrides.items() for name in keys]:
@@ -118,13 +118,13 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     configs = [resolve(Config, copy.deepcopy([*base, (_layer(keys), str(path)), *last])) for keys in _runs(sweep)]
     for config in {repr(replace(config, seed=0)): config for config in configs}.values():
         check_run(config)
-        if (devices := config.trainer.devices * config.trainer.num_nodes) > 1:
-            raise ConfigError(f"trainer.devices: expected 1 in a sweep, got {devices}")
+        devices = config.trainer.devices * config.trainer.num_nodes
+        need(devices == 1, "trainer.devices", "1 in a sweep", devices)
     evaluations = tuple(f"{name}." for name in configs[0].evaluations)
     for where, names in {"table.metrics": sweep.table.metrics, "tune.metric": [sweep.tune.metric]}.items():
         for name in names:
-            if name not in (*METRICS, "val_loss_last_weights") and not name.startswith(evaluations):
-                raise ConfigError(f"{where}: expected one of {', '.join((*METRICS, *evaluations))}, got '{name}'")
+            known = name in (*METRICS, "val_loss_last_weights") or name.startswith(evaluations)
+            need(known, where, f"one of {', '.join((*METRICS, *evaluations))}", f"'{name}'")
     return sweep, configs
 
 
@@ -170,8 +170,8 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
             return None
         metrics = [record["metrics"] for record in records]
         if not any("diverged_at_step" in each for each in metrics):
-            if None in (values := [each.get(tune.metric) for each in metrics]):
-                raise ConfigError(f"tune.metric: expected one of {', '.join(metrics[0])}, got '{tune.metric}': null")
+            values: list[Any] = [each.get(tune.metric) for each in metrics]
+            need(None not in values, "tune.metric", f"one of {', '.join(metrics[0])}", f"'{tune.metric}': null")
             means[number] = statistics.fmean(values)
     if not means:
         raise Unfinished(f"no {' and '.join(tune.grid)} has a finite {tune.metric} with every seed")
