@@ -97,8 +97,6 @@ def validate(config: Schema) -> Schema:
     for prefix, section in sections_of(config):
         for key in dataclasses.fields(section):
             _check(prefix + key.name, getattr(section, key.name), **key.metadata.get("limits", {}))
-        for problem in getattr(section, "problems", tuple)():
-            raise ConfigError(problem)
     if isinstance(config, Config):
         _check_rules(config)
     return config

@@ -63,24 +63,22 @@ class SweepConfig:
     slurm: dict[str, Any] = key({}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ...")
     deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
 
-    def problems(self) -> Iterator[str]:
-        if not self.train and not self.throughput_rounds:
-            yield "train: expected true without throughput_rounds, got false"
-        if self.launcher == "slurm" and (self.throughput_rounds or self.deadline is not None):
-            yield "launcher: expected local with throughput_rounds or deadline, got slurm"
-        if self.baseline is not None and self.baseline not in self.arms:
-            yield f"baseline: expected one of {', '.join(self.arms)} or null, got '{self.baseline}'"
+    def check(self) -> None:
+        need(self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false")
+        here = self.launcher == "local" or not self.throughput_rounds and self.deadline is None
+        need(here, "launcher", "local with throughput_rounds or deadline", self.launcher)
+        arms = ", ".join(self.arms)
+        need(self.baseline in (None, *self.arms), "baseline", f"one of {arms} or null", f"'{self.baseline}'")
         for contrast in self.primary:
-            if not set(contrast.split(" - ", 1)) <= self.arms.keys():
-                yield f"primary: expected arms ({', '.join(self.arms)}) or '<arm> - <arm>', got '{contrast}'"
-        if bool(self.tune.grid) != bool(self.tune.seeds):
-            yield "tune: expected both grid and seeds, or neither"
-        if both := set(self.tune.seeds).intersection(self.grid.get("seed", [0])):
-            yield f"tune.seeds: expected none of grid.seed, got {both.pop()}"
+            known = set(contrast.split(" - ", 1)) <= self.arms.keys()
+            need(known, "primary", f"arms ({arms}) or '<arm> - <arm>'", f"'{contrast}'")
+        need(bool(self.tune.grid) == bool(self.tune.seeds), "tune", "both grid and seeds, or neither", "one")
+        both = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
+        need(not both, "tune.seeds", "none of grid.seed", ", ".join(map(str, both)))
         for where, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
             for name, values in grid.items():
-                if not values or len(values) != len(set(map(str, values))):
-                    yield f"{where}.{name}: expected at least one value and none twice, got {values}"
+                once = values and len(values) == len(set(map(str, values)))
+                need(once, f"{where}.{name}", "at least one value and none twice", values)
 
 
 def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
@@ -89,14 +87,13 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
     others = arms | overrides
     for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
         for name, (other, keys) in itertools.product(grid, others.items()):
-            expected = f"a key that {other} does not set; give {where}.{name}=[...]"
-            if _overlapping(name, keys):
-                raise ConfigError(f"{where}.{name}: expected {expected}")
+            place, alone = f"{where}.{name}", not _overlapping(name, keys)
+            need(alone, place, f"a key that {other} does not set", f"one; give {place}=[...]")
         others["grid"] = sweep.grid
     for origin, name in [(origin, name) for origin, keys in overrides.items() for name in keys]:
         values = [[keys[one] for one in _overlapping(name, keys)] for keys in arms.values()]
-        if all(values) and any(value != values[0] for value in values):
-            raise ConfigError(f"{origin}: expected a key in which arms do not differ; set arms.<name>.{name}")
+        alike = not all(values) or all(value == values[0] for value in values)
+        need(alike, origin, "a key in which arms do not differ", f"one; set arms.<name>.{name}")
 
 
 def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
@@ -111,6 +108,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     # A key of a grid is a whole name: grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
     dotted = r"((?:tune\.)?grid)\.([\w.-]+)=(.*)"
     sweep = load(SweepConfig, path, [re.sub(dotted, r"\1={\2: \3}", each, flags=re.DOTALL) for each in own], "sweep")
+    sweep.check()
     sweep.name = sweep.name or Path(path).stem
     base = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
     last = [(parse_override(override), f"'{override}'") for override in overrides if override not in own]
