@@ -22,7 +22,7 @@ from packmamba.nn import MambaLM
 DocumentState = tuple[list[tuple[Tensor, ...]], int]
 """Layers' states of several documents, and the index of one."""
 Pass = list[tuple[Any, int, Tensor]]
-"""Pieces that a pass read: the segment's owner, position of the first token, activations (n, d_model)."""
+"""Pieces that a pass read: owner, first position, activations (n, d_model)."""
 
 SLOTS_PER_STATE = 64  # of a pass, for each final state that it keeps
 HEAD_ROWS = 512  # of logits at a time, at least
@@ -199,7 +199,7 @@ def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, T
 
 
 Predictions = list[tuple[Tensor, Tensor]]
-"""By piece of a document: float64 log-probabilities of targets, and most likely ids, on the model's device."""
+"""By piece of a document: float64 log-probabilities of targets, and most likely ids."""
 
 
 def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any]]]) -> None:

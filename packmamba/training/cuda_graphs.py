@@ -31,7 +31,7 @@ class Shape(NamedTuple):
     def of(cls, batch: PackedBatch, accumulates: bool) -> "Shape":
         rows, row_length = batch.layout.shape
         row_length = -(-row_length // ROW_MULTIPLE) * ROW_MULTIPLE
-        longest = 1 << max(0, (batch.layout.longest or ABSENT) - 1).bit_length()
+        longest = 1 << ((batch.layout.longest or ABSENT) - 1).bit_length()
         longest = longest if longest <= row_length else ABSENT  # that of continued documents grows
         documents = 4 ** -(-max(0, batch.layout.num_documents - 1).bit_length() // 2)  # a power of four
         return cls(rows, row_length, documents, longest, accumulates)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Span = int | tuple[int, int]
-"""A number, or the minimum and maximum of a uniform draw."""
+"""A number, or minimum and maximum of a uniform draw."""
 
 
 @dataclass(frozen=True, eq=False)
