@@ -124,8 +124,9 @@ def evaluate(words: list[str]) -> None:
 
     data = OmegaConf.create({"data": dataclasses.asdict(read_config(folder).data)})
     config = resolve(EvalConfig, [(data, folder), *read_layers(None, overrides)])
-    for name in [name for name, keys in config.options.items() if name not in config.tasks or type(keys) is not dict]:
-        raise ConfigError(f"options.{name}: expected keys of one of tasks{suggest(name, config.tasks)}")
+    for name, keys in config.options.items():
+        mine = name in config.tasks and type(keys) is dict
+        need(mine, f"options.{name}", f"keys of one of {', '.join(config.tasks)}", keys)
     output = Path(config.output or Path(folder, "evaluation"))
     check_writable(output, "output")
     model = load_model(folder, config.device, config.dtype)
@@ -165,16 +166,15 @@ def _harness(names: list[str], config: EvalConfig, known: Any) -> Any:
     try:
         import lm_eval
         from lm_eval.tasks import TaskManager
-    except ModuleNotFoundError:
-        unknown = f"tasks: expected an evaluation, got '{names[0]}'{suggest(names[0], known)}"
-        raise ConfigError(f"{unknown}; the harness needs pip install 'packmamba[eval]'") from None
 
+        tasks = (manager := TaskManager(include_path=config.include_path)).all_tasks
+    except ModuleNotFoundError:
+        tasks = []
+    expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
+    for name in names:
+        need(name in tasks, "tasks", expected, f"'{name}'{suggest(name, known)}")
     from packmamba.evaluation.lm_eval_adapter import PackMambaLM
     from packmamba.evaluation.registry import EvalResult
-
-    manager = TaskManager(include_path=config.include_path)
-    for name in set(names).difference(manager.all_tasks):
-        raise ConfigError(f"tasks: expected an evaluation or harness task, got '{name}'{suggest(name, known)}")
 
     def run(name: str, model: Any, max_slots: int) -> EvalResult:
         adapter = PackMambaLM(model.model, str(model.folder), max_slots)
@@ -199,8 +199,8 @@ def generate(words: list[str]) -> None:
     from packmamba.evaluation.load import load_model
 
     model = load_model(folder, config.device, config.dtype)
-    if (tokenizer := model.tokenizer) is None:
-        raise ConfigError(f"{folder}: expected a model of text, got one without a tokenizer")
+    tokenizer: Any = model.tokenizer
+    need(tokenizer, folder, "a model of text", "one without a tokenizer")
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = begin + tokenizer.encode(prompt).tolist()
     sampling = config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed

@@ -34,4 +34,5 @@ def evaluate(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
     with torch.autocast("cuda", dtype) if dtype else nullcontext():
         if name in TASKS:
             return synthetic.evaluate_task(name, model, context)
-        return language_modeling.EVALUATIONS[name](model, context)
+        texts = language_modeling.validation(name, context, len(model.lm_head.weight))
+        return language_modeling.EVALUATIONS[name](model, context, texts)
