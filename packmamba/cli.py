@@ -317,8 +317,7 @@ def reproduce(words: list[str]) -> None:
 
 def kernels(words: list[str]) -> None:
     """Show kernels, versions, GPUs, compilers and which backend runs; build: compile the kernels."""
-    if words not in ([], ["build"]):
-        raise UserError(f"kernels: expected nothing, or build, got {' '.join(words)}")
+    need(words in ([], ["build"]), "kernels", "nothing, or build", " ".join(words))
     import torch
 
     from packmamba.ops import BACKENDS, build

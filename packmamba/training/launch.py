@@ -76,8 +76,9 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = (count or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
     threads = max(1, min(cores // number, THREADS if gpus else cores))
-    places = [("GPU", gpus[i % count]) if gpus else ("CPU", str(i)) for i in range(number)]
-    return [Slot(f"{kind} {name}", name if gpus else "", threads) for kind, name in places]
+    if gpus:
+        return [Slot(f"GPU {gpus[i % count]}", gpus[i % count], threads) for i in range(number)]
+    return [Slot(f"CPU {i}", "", threads) for i in range(number)]
 
 
 def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")) -> None:

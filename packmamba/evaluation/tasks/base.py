@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from packmamba.errors import expect
+
 Span = int | tuple[int, int]
 """A number, or minimum and maximum of a uniform draw."""
 
@@ -62,15 +64,10 @@ def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
     """Return the minimum and maximum. Raises ValueError."""
     low, high = value if isinstance(value, (tuple, list)) else (value, value)
     holds = isinstance(low, int) and minimum <= low <= high
-    require(holds, name, f"at least {minimum}, or a minimum and maximum", value)
+    expect(holds, name, f"at least {minimum}, or a minimum and maximum", value)
     return low, high
 
 
 def integer(name: str, value: int, minimum: int) -> int:
-    require(isinstance(value, int) and value >= minimum, name, f"an integer of at least {minimum}", value)
+    expect(isinstance(value, int) and value >= minimum, name, f"an integer of at least {minimum}", value)
     return value
-
-
-def require(holds: bool, name: str, expected: str, value: Any) -> None:
-    if not holds:
-        raise ValueError(f"{name}: expected {expected}, got {value!r:.60}")

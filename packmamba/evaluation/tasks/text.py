@@ -5,7 +5,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from packmamba.evaluation.tasks.base import Example, Span, complete, draw, integer, require, span, within
+from packmamba.errors import expect
+from packmamba.evaluation.tasks.base import Example, Span, complete, draw, integer, span, within
 
 Documents = Iterable[tuple[str, str]] | None
 """Pairs (package, text); None: the standard library's modules."""
@@ -33,10 +34,10 @@ class Passkey:
     ) -> None:
         self.digits, self.depth = integer("digits", digits, 1), depth
         self.length = span("length", length, (32 + digits) * (self.OTHERS + 2))
-        require(depth is None or 0 <= depth <= 1, "depth", "0 to 1 or None", depth)
+        expect(depth is None or 0 <= depth <= 1, "depth", "0 to 1 or None", depth)
         self.code = b"\n".join(text.encode() for _, text in documents or standard_library())
         needed = 2 * self.length[1]
-        require(len(self.code) >= needed, "documents", f"at least {needed} bytes of text", len(self.code))
+        expect(len(self.code) >= needed, "documents", f"at least {needed} bytes of text", len(self.code))
 
     def example(self, seed: int, index: int) -> Example:
         rng = draw("passkey", seed, index)
@@ -85,7 +86,7 @@ class NextLine:
         for number, package in enumerate(sorted(packages)):
             self.items += self._make_items(packages[package], draw("next_line", 0, number))
         self.num_examples = len(self.items)
-        require(bool(self.items), "documents", f"lines with {num_choices - 1} others like them", documents)
+        expect(self.items, "documents", f"lines with {num_choices - 1} others like them", "none")
 
     def example(self, seed: int, index: int) -> Example:
         """Return item ``index`` (modulo their number), choices in an order of the seed."""
