@@ -1,7 +1,7 @@
 """Language-modelling evaluations on validation documents, in nats per target token."""
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -99,8 +99,9 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     return Validation(corpus, labels, documents, options)
 
 
-def perplexity(model: MambaLM, context: EvalContext, texts: Validation) -> EvalResult:
+def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate loss, bits per byte and loss by position; the loss as trained too."""
+    texts = validation("perplexity", context, len(model.lm_head.weight))
     losses = {"": token_losses(model, texts.documents, context.max_slots)}
     boundary = context.trainer.scheme()
     if boundary.as_trained:
@@ -142,8 +143,9 @@ def _by_group(key: str, sums: Sequence[str], items_of: list[dict[str, Any]]) -> 
     return list(points.values())
 
 
-def positions(model: MambaLM, context: EvalContext, texts: Validation) -> EvalResult:
+def positions(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate loss by position, in buckets from a sixteenth of a window to ``most`` windows."""
+    texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
     edges = sorted({1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))} - {0})
     losses = token_losses(model, [document[: edges[-1]] for document in texts.documents], context.max_slots)
@@ -153,12 +155,13 @@ def positions(model: MambaLM, context: EvalContext, texts: Validation) -> EvalRe
     return texts.result(metrics | {"documents": len(items)}, "by_window", points, items)
 
 
-def long_context(model: MambaLM, context: EvalContext, texts: Validation) -> EvalResult:
+def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate the context gain at k = 2, 4, ... ``most`` windows that ``documents`` documents of ``groups`` groups reach.
 
     It is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) * window - ``context``, minus
     that read from the document's start: with context = window, what states carry beyond a row of training.
     """
+    texts = validation("long_context", context, len(model.lm_head.weight))
     window, most, before, least, least_groups = texts.options.values()
     groups = [label.get("group", label["document"]) for label in texts.labels]
     which, windows, end = list[int](), list[int](), 0  # of each item its document and k
@@ -186,11 +189,12 @@ def long_context(model: MambaLM, context: EvalContext, texts: Validation) -> Eva
     return texts.result(metrics, "context_gain", curve, items, key="windows", sums=["gain"], items_of=items)
 
 
-def remembrance(model: MambaLM, context: EvalContext, texts: Validation) -> EvalResult:
+def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate effective remembrance (arXiv 2507.02782): how much the first t tokens matter after ``length`` tokens.
 
     It is the total variation between next-token distributions after document[:length] and document[t:length].
     """
+    texts = validation("remembrance", context, len(model.lm_head.weight))
     length = texts.options["length"]
     reach = [i for i, document in enumerate(texts.documents) if len(document) >= length]
     shares = {"quarter": length // 4, "half": length // 2, "three_quarters": length - length // 4}
@@ -210,4 +214,6 @@ def remembrance(model: MambaLM, context: EvalContext, texts: Validation) -> Eval
     return texts.result(metrics, "remembrance", curve, items)
 
 
-EVALUATIONS = {function.__name__: function for function in (perplexity, positions, long_context, remembrance)}
+EVALUATIONS: dict[str, Callable[[MambaLM, EvalContext], EvalResult]] = {
+    function.__name__: function for function in (perplexity, positions, long_context, remembrance)
+}

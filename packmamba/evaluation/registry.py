@@ -22,16 +22,16 @@ def default_max_slots(model: MambaLM) -> int:
     return (16384 if head.shape[1] >= 1024 else 65536) if head.is_cuda else 2048
 
 
-def check(name: str, context: EvalContext, vocab_size: int | None = None) -> Any:
-    """Return the task or the documents, None without a vocabulary size. Raises ConfigError."""
-    return (synthetic.make_task if name in TASKS else language_modeling.validation)(name, context, vocab_size)
+def check(name: str, context: EvalContext, vocab_size: int | None = None) -> None:
+    """Raise ConfigError for what ``evaluate`` would refuse; without a vocabulary size read no documents."""
+    (synthetic.make_task if name in TASKS else language_modeling.validation)(name, context, vocab_size)
 
 
 def evaluate(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
     """Run an evaluation; float32 weights on a GPU under their training's autocast."""
-    weight, checked = next(model.parameters()), check(name, context, len(model.lm_head.weight))
+    weight = next(model.parameters())
     dtype = AUTOCAST.get(context.trainer.precision) if weight.is_cuda and weight.dtype == torch.float32 else None
     with torch.autocast("cuda", dtype) if dtype else nullcontext():
         if name in TASKS:
-            return synthetic.evaluate_task(name, model, context, checked)
-        return language_modeling.EVALUATIONS[name](model, context, checked)
+            return synthetic.evaluate_task(name, model, context)
+        return language_modeling.EVALUATIONS[name](model, context)

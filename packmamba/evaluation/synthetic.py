@@ -77,7 +77,8 @@ def summarize(items: Items) -> tuple[dict[str, float], Curves]:
     return metrics, curves
 
 
-def evaluate_task(name: str, model: MambaLM, context: EvalContext, task: Any) -> EvalResult:
+def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
+    task = make_task(name, context, len(model.lm_head.weight))
     total = getattr(task, "num_examples", None) or context.examples
     count = min(context.examples, total)
     numbers = [i * total // count for i in range(count)]  # evenly spaced over a finite task
