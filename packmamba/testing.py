@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packmamba.errors import expect
 from packmamba.isolation import LeakCheckResult, leakcheck
 from packmamba.isolation.adapters import CheckedCallable, forward_parameters, logits_in
 from packmamba.isolation.check import check_documents
@@ -181,8 +182,7 @@ def _models(root: nn.Module) -> Iterator[nn.Module]:
 def _check_packed(module: Any, batch: Any) -> bool:
     """Check a PackedBatch under the boundary scheme of a PackedLitModule."""
     boundary, model = module.boundary, module.model
-    if boundary.stateful:
-        raise ValueError(f"boundary: expected a scheme that carries no states, got {boundary.name}")
+    expect(not boundary.stateful, "boundary", "a scheme that carries no states", boundary.name)
     logits = lambda rows: model.lm_head(boundary.hidden(model, replace(batch, tokens=rows)))  # noqa: E731
     return _Batch(model, logits, batch.tokens, batch.layout.documents, f"layout, boundary={boundary.name}").check()
 

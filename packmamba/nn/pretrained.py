@@ -99,8 +99,7 @@ def write_pretrained(
 
 def _to_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
     mixer = MIXERS[config["mixer"]]
-    if not hasattr(mixer, "to_hugging_face"):
-        raise ValueError(f"mixer: Hugging Face's format has no model of mixer {config['mixer']!r}")
+    expect(hasattr(mixer, "to_hugging_face"), "mixer", "one that this format has", repr(config["mixer"]))
     return {
         "model_type": mixer.PUBLISHED["hugging_face"],
         "architectures": [mixer.PUBLISHED["architecture"]],

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from filelock import FileLock
 
-from packmamba.errors import COMMAND, KernelError
+from packmamba.errors import COMMAND, KernelError, expect
 
 BUILD_COMMAND = f"{COMMAND} kernels build"
 # The oldest version of the stable ABI on which libraries load.
@@ -195,9 +195,9 @@ def _cuda_architectures() -> list[int]:
     devices = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
     known = given or [f"{major}{minor}" for major, minor in devices]
     usable = {int(part) for part in known if part.isdecimal() and int(part) >= OLDEST_ARCHITECTURE}
-    if not usable or (given and len(usable) < len(set(given))):
-        expected = "compute capability 8.0 (A100) or newer, of a GPU here or as PACKMAMBA_CUDA_ARCHS=80,90"
-        raise KernelError(f"GPU: expected {expected}, got {', '.join(known) or 'no GPU'}")
+    expected = "compute capability 8.0 (A100) or newer, of a GPU here or as PACKMAMBA_CUDA_ARCHS=80,90"
+    fits = usable and (not given or len(usable) == len(set(given)))
+    expect(fits, "GPU", expected, ", ".join(known) or "no GPU", KernelError)
     return sorted(usable)
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
@@ -69,8 +70,8 @@ def boundary_layout(hidden: Tensor, **given: Any) -> SequenceLayout | None:
         layout = _convert(name, value, hidden)
         if first is None:
             first, source = layout, name
-        elif not (torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)):
-            raise ValueError(f"{name}: expected the documents that {source} has, got others")
+        same = torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)
+        expect(same, name, f"the documents of {source}", "others")
     return first
 
 
@@ -79,8 +80,8 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
         return value
     check_is_tensor(value, name)
     rows, width = hidden.shape[:2]
-    if name != "cu_seqlens" and value.shape != (rows, width):
-        raise ValueError(f"{name}: expected shape {(rows, width)} like the hidden states, got {tuple(value.shape)}")
+    fits = name == "cu_seqlens" or value.shape == (rows, width)
+    expect(fits, name, f"shape {(rows, width)} like the hidden states", tuple(value.shape))
     # Every layer is given the same tensor: it is read once, which waits for a GPU. A tensor of inference mode has no version,
     # and memory on the host may be written to by others, such as NumPy.
     version = None if value.is_inference() else value._version
@@ -122,8 +123,8 @@ def check_flags(**flags: object) -> None:
 
 
 def check_size(name: str, size: object, most: int) -> None:
-    if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= most:
-        raise ValueError(f"{name}: expected an integer from 1 to {most}, got {size!r}")
+    fits = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= most
+    expect(fits, name, f"an integer from 1 to {most}", repr(size))
 
 
 def is_tracing() -> bool:

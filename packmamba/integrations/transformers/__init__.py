@@ -5,6 +5,7 @@ from typing import TypeVar
 
 from torch import nn
 
+from packmamba.errors import expect
 from packmamba.integrations.transformers.boundaries import KNOWN
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -28,9 +29,9 @@ def patch(model: Model, require_boundaries: bool = False) -> Model:
     """
     models = _models()
     kinds = {type(module) for module in model.modules()} if isinstance(model, nn.Module) else set()
-    if kinds.isdisjoint([*models.WHOLE, *map(models.CLASSES.get, models.WHOLE)]):
-        names = " or ".join(kind.__name__ for kind in models.WHOLE)
-        raise TypeError(f"model: expected {names} of transformers, got {type(model).__name__}")
+    known = {*models.WHOLE, *map(models.CLASSES.get, models.WHOLE)}
+    names = " or ".join(kind.__name__ for kind in models.WHOLE)
+    expect(kinds & known, "model", f"{names} of transformers", type(model).__name__, TypeError)
     models.exchange(model, require_boundaries)
     return model
 
@@ -51,8 +52,7 @@ def disable() -> None:
 def _models() -> ModuleType:
     import transformers
 
-    if not transformers.__version__.startswith("5."):
-        raise ValueError(f"transformers: expected version 5, got {transformers.__version__}")
+    expect(transformers.__version__.startswith("5."), "transformers", "version 5", transformers.__version__)
     try:
         from packmamba.integrations.transformers import models
     except ImportError as error:

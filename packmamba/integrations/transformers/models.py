@@ -262,8 +262,8 @@ for folder, family, suffix, holds, way in FAMILIES:
 def exchange(model: nn.Module, require_boundaries: bool = False) -> None:
     """Change the classes of the modules inside to ours; raise ValueError, before any change, if one is not as known."""
     for module in model.modules():
-        if isinstance(module, tuple(HOLDS)) and type(module) not in (*CLASSES, *CLASSES.values()):
-            raise ValueError(f"model: expected mixers of transformers' own class, got {type(module).__name__}")
+        known = not isinstance(module, tuple(HOLDS)) or type(module) in (*CLASSES, *CLASSES.values())
+        expect(known, "model", "mixers of transformers' own class", type(module).__name__)
     theirs = [module for module in model.modules() if type(module) in CLASSES]
     for module in theirs:
         check_supported(module)

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packmamba import ops
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 
@@ -20,12 +21,10 @@ def check_options(sizes: dict, flags: dict, d_conv: int, dt: tuple[float, float,
     for name, size in sizes.items():
         checks.check_size(name, size, 256 if name == "d_state" else 2**20)
     checks.check_flags(**flags)
-    if d_conv not in (2, 3, 4):
-        raise ValueError(f"d_conv: expected 2, 3 or 4, got {d_conv!r}")
-    if not 0 < dt[0] <= dt[1] < math.inf or not 0 <= dt[2] <= 1:
-        raise ValueError(f"dt_min, dt_max: expected 0 < dt_min <= dt_max, got {dt}")
-    if backend not in (None, *ops.BACKENDS):
-        raise ValueError(f"backend: expected one of {', '.join(ops.BACKENDS)}, got {backend!r}")
+    expect(d_conv in (2, 3, 4), "d_conv", "2, 3 or 4", repr(d_conv))
+    fits = 0 < dt[0] <= dt[1] < math.inf and 0 <= dt[2] <= 1
+    expect(fits, "dt_min, dt_max", "0 < dt_min <= dt_max", dt)
+    expect(backend in (None, *ops.BACKENDS), "backend", f"one of {', '.join(ops.BACKENDS)}", repr(backend))
 
 
 def initial_dt(count: int, dt_min: float, dt_max: float, dt_init_floor: float) -> Tensor:
@@ -75,11 +74,11 @@ class Mixer(nn.Module):
         Raises TypeError or ValueError, naming the argument.
         """
         checks.check_is_tensor(hidden, "hidden")
-        if hidden.dim() != 3 or hidden.shape[2] != self.d_model:
-            raise ValueError(f"hidden: expected shape (B, L, {self.d_model}), got {tuple(hidden.shape)}")
+        fits = hidden.dim() == 3 and hidden.shape[2] == self.d_model
+        expect(fits, "hidden", f"shape (B, L, {self.d_model})", tuple(hidden.shape))
         dtype = self.in_proj.weight.dtype
-        if hidden.dtype != dtype and not torch.is_autocast_enabled(hidden.device.type):
-            raise TypeError(f"hidden: expected the weights' {dtype}, got {hidden.dtype}")
+        fits = hidden.dtype == dtype or torch.is_autocast_enabled(hidden.device.type)
+        expect(fits, "hidden", f"the weights' {dtype}", hidden.dtype, TypeError)
         if cu_seqlens is not None:
             layout = checks.boundary_layout(hidden, cu_seqlens=cu_seqlens, layout=layout)
         for name, value in (("layout", layout), ("ssm_layout", ssm_layout)):
@@ -129,16 +128,14 @@ class Mixer(nn.Module):
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
         """Translate the keys of transformers' configuration to this mixer's arguments."""
-        hidden_act = config.get("hidden_act", "silu")
-        if hidden_act not in ("silu", "swish"):
-            raise ValueError(f"hidden_act: expected 'silu', got {hidden_act!r}")
+        activation = config.get("hidden_act", "silu")
+        expect(activation in ("silu", "swish"), "hidden_act", "'silu'", repr(activation))
         return {ours: config.get(theirs, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
 
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Translate this mixer's arguments to the keys of transformers' configuration."""
-        if options.get("learned_initial_state"):
-            raise ValueError("learned_initial_state: Hugging Face's format has no learned initial states, got True")
+        expect(not options.get("learned_initial_state"), "learned_initial_state", "False in this format", True)
         published = {theirs: options.get(ours, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
         return published | {"hidden_act": "silu"}
 

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from packmamba import ops
+from packmamba.errors import expect
 from packmamba.nn.mixers.mamba1 import Mixer, State, check_options, initial_dt
 from packmamba.ops.checks import accumulation_dtype
 
@@ -78,8 +79,8 @@ class PackedMamba2(Mixer):
         flags |= {"learned_initial_state": learned_initial_state}
         check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         d_inner = expand * d_model
-        if d_inner % headdim or d_inner // headdim % ngroups:
-            raise ValueError(f"headdim: expected {d_inner} channels in heads, in {ngroups} groups, got {headdim}")
+        fits = d_inner % headdim == 0 and d_inner // headdim % ngroups == 0
+        expect(fits, "headdim", f"{d_inner} channels in heads, in {ngroups} groups", headdim)
         self.d_model, self.d_state, self.d_conv, self.d_inner = d_model, d_state, d_conv, d_inner
         self.headdim, self.ngroups, self.nheads = headdim, ngroups, d_inner // headdim
         self.dt_limit = None if tuple(dt_limit) == (0.0, math.inf) else (float(dt_limit[0]), float(dt_limit[1]))
@@ -124,10 +125,9 @@ class PackedMamba2(Mixer):
 
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
-        if options.get("D_has_hdim"):
-            raise ValueError("D_has_hdim: Hugging Face's format has one skip for each head, got True")
-        if options.get("norm_eps", 1e-5) != options["norm_epsilon"]:
-            raise ValueError("norm_eps: Hugging Face's format has one epsilon for all norms; expected norm_epsilon's")
+        expect(not options.get("D_has_hdim"), "D_has_hdim", "False in this format", True)
+        epsilon, norm_eps = options["norm_epsilon"], options.get("norm_eps", 1e-5)
+        expect(norm_eps == epsilon, "norm_eps", f"norm_epsilon's {epsilon} in this format", norm_eps)
         published = super().to_hugging_face({"ngroups": 1} | options)
         heads = published["expand"] * options["d_model"] // published["head_dim"]
         return published | {"num_heads": heads, "rms_norm": True, "time_step_rank": 1}
