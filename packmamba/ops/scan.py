@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packmamba.errors import KernelError
+from packmamba.errors import KernelError, expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
@@ -159,9 +159,9 @@ def _check_backward_fits(device: torch.device) -> None:
     """Check the GPU's shared memory before the forward. Raises KernelError."""
     properties = torch.cuda.get_device_properties(device)
     room = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
-    if room < BACKWARD_SHARED_BYTES:
-        needed = f"expected {BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block, got {room >> 10}"
-        raise KernelError(f"GPU: {needed}; take float16 or float32 activations instead of bfloat16")
+    got = f"{room >> 10}; take float16 or float32 activations instead of bfloat16"
+    needed = f"{BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block"
+    expect(room >= BACKWARD_SHARED_BYTES, "GPU", needed, got, KernelError)
 
 
 def _even(tensor: Tensor) -> bool:

@@ -30,18 +30,15 @@ class Plan(NamedTuple):
 
     start: Tensor  # (K,) first slot
     length: Tensor  # (K,)
-    documents: (
-        Tensor  # (S, 6): number, first chunk, chunks, start, end, where its first chunk would start; longest first
-    )
+    # (S, 6), longest first: number, first chunk, chunks, start, end, where its first chunk would start
+    documents: Tensor
     padding: Tensor  # (B L,) 1 at padding
 
 
 def plan(layout: Any, offsets: Tensor | None, rows: int, row_length: int) -> Plan:
     """Make the plan on the device; cached with the layout."""
-    schedules, tensors = (
-        cuda.schedules_of(layout.starts),
-        [layout.starts, layout.ends, *([] if offsets is None else [offsets])],
-    )
+    schedules = cuda.schedules_of(layout.starts)
+    tensors = [layout.starts, layout.ends, *([] if offsets is None else [offsets])]
     stream = torch.cuda.current_stream(layout.starts.device).cuda_stream if layout.starts.is_cuda else 0
     made_of = (*(tensor.data_ptr() for tensor in tensors), *cuda.versions(*tensors))
     known = schedules.get(("ssd", rows, row_length, stream))
@@ -448,15 +445,10 @@ def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor |
     count = len(of.chunks.start)
     wide = a.x.dtype if a.x.dtype == torch.bfloat16 else torch.float32
     at_starts, at_ends = (a.x.new_empty(count, heads, states, channels, dtype=wide) for _ in range(2))
-    dx, ddelta, dz = (
-        a.x.new_empty(a.x.shape),
-        a.x.new_empty(a.delta.shape),
-        None if a.z is None else a.x.new_empty(a.x.shape),
-    )
-    initial, dinitial = (
-        a.initial_state is not None,
-        None if a.initial_state is None else torch.zeros_like(a.initial_state),
-    )
+    dx, ddelta = a.x.new_empty(a.x.shape), a.x.new_empty(a.delta.shape)
+    dz = None if a.z is None else a.x.new_empty(a.x.shape)
+    initial = a.initial_state is not None
+    dinitial = torch.zeros_like(a.initial_state) if initial else None
     passes, added, of_x = (torch.empty_like(of.steps) for _ in range(3))
     through, partial_A, partial_bias = (a.A.new_empty(count, heads) for _ in range(3))
     partial_D = None if a.D is None else a.A.new_zeros(count, *a.D.shape)
