@@ -70,8 +70,8 @@ def boundary_layout(hidden: Tensor, **given: Any) -> SequenceLayout | None:
         layout = _convert(name, value, hidden)
         if first is None:
             first, source = layout, name
-        same = torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)
-        expect(same, name, f"the documents of {source}", "others")
+        elif not (torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)):
+            raise ValueError(f"{name}: expected the documents of {source}, got others")
     return first
 
 

@@ -34,12 +34,6 @@ def initial_dt(count: int, dt_min: float, dt_max: float, dt_init_floor: float) -
     return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
 
 
-def check_pair(state: Any) -> tuple[Tensor | None, Tensor | None]:
-    if state is not None and (not isinstance(state, (tuple, list)) or len(state) != 2):
-        raise TypeError(f"state: expected a pair (conv_state, ssm_state), got {type(state).__name__}")
-    return (None, None) if state is None else (state[0], state[1])
-
-
 class Mixer(nn.Module):
     """Hold what both Mambas share: a convolution and a recurrence between ``in_proj`` and ``out_proj``."""
 
@@ -99,8 +93,11 @@ class Mixer(nn.Module):
         return conv.new_zeros(documents, conv.shape[0], conv.shape[2] - 1), wide
 
     def initial_states(self, state: Any, rows: int, ssm_layout: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return the pair of given states; where the recurrence has none, the learned state of each document."""
-        conv_state, ssm_state = check_pair(state)
+        """Return the given states; where the recurrence has none, the learned state of each document."""
+        pair = (None, None) if state is None else state
+        fits = isinstance(pair, (tuple, list)) and len(pair) == 2
+        expect(fits, "state", "a pair (conv_state, ssm_state)", type(state).__name__, TypeError)
+        conv_state, ssm_state = pair
         if ssm_state is None and self.initial_state is not None:
             ssm_state = self.start_state(rows if ssm_layout is None else ssm_layout.num_documents)[1]
         return conv_state, ssm_state
