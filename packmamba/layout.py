@@ -65,7 +65,7 @@ class SequenceLayout:
         starts: list[int] = []
         for b, row in enumerate(rows):
             if sum(row) > row_length:
-                raise ValueError(f"lengths[{b}]: documents of {sum(row)} tokens do not fit row_length={row_length}")
+                raise ValueError(f"lengths[{b}]: expected at most row_length={row_length} tokens, got {sum(row)}")
             starts += [*accumulate(row, initial=b * row_length)][:-1]
         first, tokens, place = (
             torch.tensor(of, dtype=torch.int64) for of in (starts, [*chain(*rows)], [*chain(*places)])
@@ -146,8 +146,7 @@ class SequenceLayout:
     @classmethod
     def _checked(cls, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor) -> SequenceLayout:
         longest = int((offsets + ends - starts).max()) if ends.numel() else 0
-        if longest > _MAX_SLOTS:
-            raise ValueError(f"offsets: positions must stay below 2**31, got {int(offsets.max())}")
+        expect(longest <= _MAX_SLOTS, "offsets", "positions below 2**31", longest)
         first, last, place = (part.to(torch.int32) for part in (starts, ends, offsets))
         return cls(_shape(*shape), first, last, place, int((ends - starts).sum()), longest)
 
@@ -270,8 +269,7 @@ def _and_zero(tensor: Tensor) -> Tensor:
 def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[list[int]]:
     listed = []
     for b, row in enumerate(rows):
-        if not hasattr(row, "__iter__"):
-            raise TypeError(f"{name}[{b}]: expected a sequence of integers, got {type(row).__name__}")
+        expect(hasattr(row, "__iter__"), f"{name}[{b}]", "a sequence of integers", type(row).__name__, TypeError)
         listed.append([_integer(n, f"{name}[{b}][{s}]", minimum) for s, n in enumerate(row)])
     return listed
 
@@ -296,8 +294,8 @@ def _shape(rows: int, row_length: int) -> tuple[int, int]:
 def integer_tensor(tensor: Tensor, name: str) -> Tensor:
     """Check an integer tensor; copy it to the host."""
     dtype = getattr(tensor, "dtype", type(tensor).__name__)
-    if dtype not in _INT_DTYPES or not isinstance(tensor, Tensor) or tensor.is_meta:
-        raise TypeError(f"{name}: expected an integer tensor of values, got {dtype}")
+    fits = dtype in _INT_DTYPES and isinstance(tensor, Tensor) and not tensor.is_meta
+    expect(fits, name, "an integer tensor of values", dtype, TypeError)
     return tensor.to("cpu", torch.int64)
 
 

@@ -60,8 +60,8 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
     arguments["vocab_size"] = embedding.shape[0]  # state-spaces' is padded
-    if arguments["tie_embeddings"] and not torch.equal(weights.setdefault("lm_head.weight", embedding), embedding):
-        raise ValueError(f"{folder}: 'lm_head.weight': expected the tied embedding, got another")
+    tied = not arguments["tie_embeddings"] or torch.equal(weights.setdefault("lm_head.weight", embedding), embedding)
+    expect(tied, f"{folder}: 'lm_head.weight'", "the tied embedding", "another")
     return arguments, weights
 
 

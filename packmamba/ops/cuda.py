@@ -24,7 +24,7 @@ _capture: object | None = None  # inside ``one_capture``
 
 
 class Schedule:
-    """Hold a schedule: the versions of the tensors that it was made of, its memory and its plan."""
+    """Hold a schedule: what its tensors' versions were, its memory and its plan."""
 
     made_of: tuple | None = None
     found: Found

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
@@ -51,8 +52,7 @@ def inner_pack(
     Returns (B, L, d_model) in xz's dtype, and (final convolution state, final scan state) or None.
     """
     checks.check_activations(xz, "xz")
-    if xz.shape[2] % 2:
-        raise ValueError(f"xz: expected shape (B, L, 2 D), got {tuple(xz.shape)}")
+    expect(xz.shape[2] % 2 == 0, "xz", "shape (B, L, 2 D)", tuple(xz.shape))
     conv_layout = checks.check_layout(conv_layout, xz, "xz", "conv_layout")
     ssm_layout = checks.check_layout(ssm_layout, xz, "xz", "ssm_layout")
     channels = xz.shape[2] // 2

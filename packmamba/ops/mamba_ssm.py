@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import reference
 from packmamba.ops.conv import ConvArguments
@@ -30,8 +31,7 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
 
 def _real(layout: SequenceLayout) -> Tensor:
     """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds several documents."""
-    if layout.packed:
-        raise ValueError("layout: backend 'mamba_ssm' expected one document per row, got more; layout.flow() leaks")
+    expect(not layout.packed, "layout", "one document per row in backend 'mamba_ssm'", "more; layout.flow() leaks")
     return (layout.documents >= 0)[..., None]
 
 
@@ -45,8 +45,7 @@ def _blank(a: ScanArguments | SsdArguments, real: Tensor, *tensors: Tensor | Non
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssm_pack`` by mamba-ssm; no initial state, no gradient through the final one."""
-    if a.initial_state is not None:
-        raise ValueError("initial_state: backend 'mamba_ssm' starts from zero, expected None")
+    expect(a.initial_state is None, "initial_state", "None in backend 'mamba_ssm'", "a tensor")
     real = _real(a.layout)
     scan = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
     by_channel = (None if t is None else t.transpose(1, 2).contiguous() for t in _blank(a, real, a.u, a.B, a.C, a.z))
@@ -89,8 +88,8 @@ class _OwnStrides(torch.autograd.Function):
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.conv1d_pack`` by causal-conv1d, without states."""
     x, weight, bias, initial_state, layout, activation, return_final_state = a
-    if initial_state is not None or return_final_state:
-        raise ValueError("initial_state, return_final_state: backend 'mamba_ssm' expected None and False")
+    given = initial_state is not None or return_final_state
+    expect(not given, "initial_state, return_final_state", "None and False in backend 'mamba_ssm'", "others")
     real = _real(layout)
     convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")
     x = torch.where(real, x, 0) if layout.num_tokens < layout.num_slots else x
