@@ -32,7 +32,7 @@ def take_turns(
     """Call the arms in turns (A B C A B C ...) with the round's number; return each arm's results of timed rounds.
 
     ``at_most``: timed rounds of arms that take fewer. ``gate``: called first with each arm's name; raises if it is wrong.
-    ``left_out``: called with the name of an arm that runs out of GPU memory, which the result lacks; None: raise.
+    ``left_out``: called with the name of an arm that runs out of GPU memory; None: raise.
     """
     for name in arms:
         gate(name)

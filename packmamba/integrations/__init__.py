@@ -1,1 +1,1 @@
-"""Packing inside other people's models. What each needs is imported when it is asked for."""
+"""Packing inside other libraries' models."""

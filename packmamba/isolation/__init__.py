@@ -1,4 +1,4 @@
-"""leakcheck: does anything cross a document boundary, in any causal language model? To the bit, forward and backward."""
+"""leakcheck: does anything cross a document boundary, in any causal language model?"""
 
 from packmamba.isolation.check import LeakCheckResult, leakcheck
 

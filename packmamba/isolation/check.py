@@ -159,7 +159,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         try:
             base = documents.logits()
         except Exception as error:
-            documents.alone()  # where this fails too, it is no refusal
+            documents.alone()  # fails too where it is no refusal
             if not model.optional:
                 raise
             result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -196,7 +196,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
     if slots[0].any() and (after := int(slots[0].nonzero().max()) - last) > result.reach:
         result.reach, result.endless = after, last + after == len(base) - 1
     first = int(slots.any(1).nonzero()[0])
-    with suppress(torch.OutOfMemoryError):  # it holds what every module puts out
+    with suppress(torch.OutOfMemoryError):  # all outputs are held
         result.module = result.module or probes.first_module(documents, tokens[first], watched[first])
 
 

@@ -21,7 +21,7 @@ def linear_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, slots: Tensor | None = None, compiled: bool = False,
     shares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Sum ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``, differentiable; return also each slot's loss.
+    """Sum ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``; return also each slot's loss.
 
     Args:
         hidden, weight: (B, L, d_model); (V, d_model), the head's, used in hidden's dtype.

@@ -1,7 +1,7 @@
 """Register an operator of compiled kernels with PyTorch: a functional custom operator, its fake and its autograd.
 
-``torch.ops.packmamba.<name>`` takes layouts as tensors, so that a traced graph holds for all; absent outputs are empty there.
-An eager call bypasses the dispatcher, which takes longer than a small model's kernels.
+``torch.ops.packmamba.<name>`` takes layouts as tensors, so that a graph holds for all; absent outputs are empty there.
+Eager calls bypass the dispatcher, which takes longer than a small model's kernels.
 """
 
 import functools

@@ -344,17 +344,15 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
 
 
 def _forward(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    if _on_gpu(a):
-        from packmamba.ops import ssd_triton  # which imports Triton
-
-        return *ssd_triton.forward(a), None
-    return *chunked(a), None
+    forward = _kernels(a.x).forward if a.x.is_cuda else chunked
+    return *forward(a), None
 
 
-def _on_gpu(a: SsdArguments) -> bool:
-    if a.x.is_cuda:
-        check_has_kernels(a.x)
-    return a.x.is_cuda
+def _kernels(x: Tensor) -> Any:
+    from packmamba.ops import ssd_triton  # which imports Triton
+
+    check_has_kernels(x)
+    return ssd_triton
 
 
 def _fake(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
@@ -366,10 +364,8 @@ def _backward(a: SsdArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None
     dfinal = dfinal if a.return_final_state else None
     if a.layout.starts.numel() == 0:
         return tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in a[:9])
-    if _on_gpu(a):
-        from packmamba.ops import ssd_triton
-
-        return ssd_triton.backward(a, dy, dfinal)
+    if a.x.is_cuda:
+        return _kernels(a.x).backward(a, dy, dfinal)
     with torch.autocast(a.x.device.type, enabled=False):
         return _chunked_backward(a, dy, dfinal)
 

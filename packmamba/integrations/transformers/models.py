@@ -175,7 +175,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
         return original.forward(self, **kwargs)
 
     # Trainer keeps the columns of a data set that the signature names.
-    extra = [name for name in ("position_ids", "seq_idx", "cu_seq_lens_q") if name not in names]
+    extra = [name for name in BOUNDARIES[:3] if name not in names]
     boundaries = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra]
     forward.__signature__ = signature.replace(parameters=[*named, *boundaries, others])  # type: ignore[attr-defined]
     return forward
