@@ -77,7 +77,7 @@ from_position_indices, from_cu_seqlens = SequenceLayout.from_position_indices, S
 INTS = torch.tensor
 REFUSALS = {
     "zero length": (from_lengths, ([[3, 0]], 4), ValueError, r"lengths\[0\]\[1\].*1.*0"),
-    "overfull row": (from_lengths, ([[2], [3, 2]], 4), ValueError, r"lengths\[1\].*5.*4"),
+    "overfull row": (from_lengths, ([[2], [3, 2]], 4), ValueError, r"lengths\[1\].*row_length=4.*got 5"),
     "flat lengths": (from_lengths, ([3, 2], 4), TypeError, r"lengths\[0\].*int"),
     "float length": (from_lengths, ([[1.5]], 4), TypeError, r"lengths\[0\]\[0\].*1\.5"),
     "too many slots": (from_lengths, ([[1]] * 3, 2**30), ValueError, r"2\*\*31"),
