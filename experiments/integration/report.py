@@ -8,11 +8,13 @@ from typing import Any
 import pandas as pd
 
 from experiments.common import latest, make_table, named_by
+from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish
 from packmamba.report.html import Kind
 from packmamba.report.statistics import interval
-from packmamba.report.tables import Cell, Table, number
+from packmamba.report.tables import Cell, Table
+from packmamba.timing import median, spread
 
 BATCHES = {"padded": "padded", "grouped": "sorted by length, padded", "flattened": "flattened"}
 KERNELS = {"mamba_ssm": "mamba-ssm's, by transformers", "torch": "none: transformers' slow path", None: "ours"}
@@ -51,9 +53,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
 
 def trainer_tables(records: Sequence[Record]) -> list[Table]:
     """A row for each model, and one for each of its arms."""
-    of_kind = [record for record in records if record["kind"] == "trainer"]
-    models = {r["config"]["model"]: latest([o for o in of_kind if o["config"]["model"] == r["config"]["model"]], "trainer")
-              for r in of_kind}  # fmt: skip
+    models: dict[str, dict[str, Record]] = {}
+    for record in sorted(aggregate.of_kind(records, "trainer"), key=lambda record: record["time"]):
+        models.setdefault(record["config"]["model"], {})[record["arm"]] = _after_first_turn(record)
     if not models:
         return []
     first = next(iter(next(iter(models.values())).values()))
@@ -61,7 +63,7 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
     for model, arms in models.items():
         row: dict[str, Any] = {"model": model, "parameters": next(iter(arms.values()))["config"]["parameters"] / 1e6}
         for arm, record in arms.items():
-            over = _over(arms.get("packed"), record)
+            over = _over(arms.get("packed"), record, extremes=True)
             row |= {f"{arm}_{name}": value for name, value in record["metrics"].items()} | {f"over_{arm}": over}
             fields = {"model": model, "arm": arm, "batches": BATCHES[record["config"]["batches"]], "packed_over": over}
             fields |= {"kernels": KERNELS[record["config"]["kernels"]], "error": record["config"]["error"] or "-"}
@@ -69,8 +71,9 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
         rows.append(row)
     where = (
         f"{next(iter(first['hardware']['gpus']), first['hardware']['cpu'])}; {config['precision']}; transformers "
-        f"{config['transformers']}; {config['rounds']} interleaved turns of {config['steps']} steps of "
-        f"{config['documents_per_step']} documents ({config['distribution']}: our choice)"
+        f"{config['transformers']}; medians of {config['rounds'] - 1} interleaved turns of {config['steps']} "
+        f"steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), behind a first one in "
+        "which kernels are compiled and tuned (of arms with one turn: it)"
     )
     speed, ours = "real_tokens_per_second", "packed_real_tokens_per_second"
     return [
@@ -79,8 +82,8 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
             "Small models with random weights in Trainer: packed beside padded",
             f"!model | million parameters = parameters:.0f | padded, real tokens/s = padded_{speed}:,.0f | "
             f"sorted = grouped_{speed}:,.0f | packed = {ours}:,.0f | without kernels = slow-path_{speed}:,.0f | "
-            "packed over padded [95% CI] = over_padded over_padded_low over_padded_high | "
-            "packed over sorted [95% CI] = over_grouped over_grouped_low over_grouped_high | "
+            "packed over padded [min, max] = over_padded over_padded_low over_padded_high | "
+            "packed over sorted [min, max] = over_grouped over_grouped_low over_grouped_high | "
             "padded, peak memory = padded_peak_memory_bytes:GiB | packed, peak memory = packed_peak_memory_bytes:GiB | "
             "loss off in float32 = packed_loss_difference:.1e",
             rows,
@@ -92,7 +95,7 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
             "All arms in Trainer",
             f"!model | !arm | !batches | !kernels | real tokens/s = {speed}:,.0f | "
             f"interquartile range = {speed}_spread:,.0f | "
-            "packed over it [95% CI] = packed_over packed_over_low packed_over_high | padding = padding_fraction:% | "
+            "packed over it [min, max] = packed_over packed_over_low packed_over_high | padding = padding_fraction:% | "
             "peak memory = peak_memory_bytes:GiB | loss, first step = first_loss:.4f | loss, last steps = last_loss:.4f | "
             "off from single documents = difference:.1e | loss off in float32 = loss_difference:.1e | !error",
             every,
@@ -101,12 +104,23 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
     ]
 
 
-def _over(patched: Record | None, record: Record) -> Cell:
-    """Patched's speed over the arm's, turn by turn."""
+def _after_first_turn(record: Record) -> Record:
+    turns = record["curves"]["turns"]
+    rates = [turn["real_tokens_per_second"] for turn in turns[1:] or turns]
+    speeds = {"real_tokens_per_second": median(rates), "real_tokens_per_second_spread": spread(rates)} if rates else {}
+    return {**record, "metrics": record["metrics"] | speeds, "curves": {"turns": turns[1:] or turns}}
+
+
+def _over(patched: Record | None, record: Record, extremes: bool = False) -> Cell:
+    """Patched's speed over the arm's, turn by turn: the mean with its 95 % interval, or the least and the most."""
     both = patched is not None and _rates(patched) and _rates(record)
-    found = None if patched is None or not both else interval(pd.Series(_rates(patched)) / pd.Series(_rates(record)))
-    if found is None:
-        return number(None, "")
+    if patched is None or not both:
+        return Cell("-", (None,) * 3)
+    ratios = pd.Series(_rates(patched)) / pd.Series(_rates(record))
+    found = interval(ratios)
+    assert found is not None
+    if extremes:
+        found = found._replace(low=float(ratios.min()), high=float(ratios.max()))
     text = f"{found.mean:.2f}x" + (
         f" [{found.low:.2f}, {found.high:.2f}]" if found.seeds > 1 and found.low < found.high else ""
     )

@@ -2,7 +2,7 @@
 
 from packmamba.reproduce import Headline, Step
 
-TAKES = "8 minutes"
+TAKES = "13 minutes"
 STEPS = [
     Step(
         "integration.yaml", small=("rounds=1", "steps=10", "arms=[padded,flattened,patched]"), gpus=1, gpu_gib=70,
@@ -27,5 +27,10 @@ HEADLINES = [
     *(
         Headline(f"{arm}: off from single documents", TABLE, {"arm": arm}, "difference")
         for arm in ("padded", "flattened", "patched")
+    ),
+    *(
+        Headline(f"{model}: packed over {arm}", "trainer", {"model": model}, f"over_{arm}")
+        for model in ("mamba", "falcon_mamba", "zamba", "mamba2", "bamba")
+        for arm in ("padded", "grouped")
     ),
 ]
