@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Set
+from functools import partial
 from typing import Any
 
 import torch
@@ -140,7 +141,11 @@ def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
 
 def _modules_of(function: Any) -> list[nn.Module]:
     """List the modules that a callable binds, encloses or names in its code."""
-    seen: list[Any] = [getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
+    seen: list[Any] = []
+    if isinstance(function, partial):
+        seen += [*function.args, *function.keywords.values()]
+        function = function.func
+    seen += [getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
     if inspect.isfunction(inner := getattr(function, "__func__", function)):
         enclosed = inspect.getclosurevars(inner)
         seen += [*enclosed.nonlocals.values(), *enclosed.globals.values()]

@@ -1,5 +1,6 @@
 """leakcheck finds what crosses a document boundary and raises no false alarm: each model here is tight, or leaks, as made."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +11,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from packmamba import MambaLM, SequenceLayout, leakcheck
+from packmamba.isolation.adapters import adapt
 
 VOCAB = 23
 
@@ -286,6 +288,8 @@ def test_callables():
     with torch.no_grad():
         model = mamba()
         assert leakcheck(lambda t, lengths: model(t, layout_of(t, lengths)), vocab_size=VOCAB).isolated_backward
+    # A callable runs where its modules are: of a partial they are among its arguments.
+    assert adapt(partial(lambda m, t, lengths: m(t, layout_of(t, lengths)), model), "lengths", None).modules == [model]
     unseen = leakcheck(lambda t, lengths: model(t, layout_of(t, lengths)).detach(), vocab_size=VOCAB)
     assert unseen.ok and unseen.isolated_backward is None
     assert leakcheck(tight, vocab_size=7, lengths=[3, 4]).ok
