@@ -1,4 +1,4 @@
-"""Kernel sources and configurations lie at the top of a checkout and travel as package data, which pyproject.toml cannot say."""
+"""Sources of kernels and configurations lie at the top of a checkout and travel as package data."""
 
 from pathlib import Path
 

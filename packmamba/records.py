@@ -26,7 +26,6 @@ KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_s
 METRICS = """steps real_tokens targets train_seconds parameters peak_memory_bytes val_loss val_loss_start val_loss_as_trained
     real_tokens_per_second slots_per_second padding_fraction""".split()
 
-# Records from before these keys have their defaults.
 LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
     data.task_options model.mixer model.mixer_options optimizer.name optimizer.options
     optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs

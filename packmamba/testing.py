@@ -42,9 +42,9 @@ def assert_isolated(model: Any, boundaries: str = "position_ids", **options: Any
 def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, Any] | None = None) -> bool:
     """Check a batch's documents in a model that takes ``input_ids``, in its present mode. Raises LeakError.
 
-    Change every other document, then those between: the others' logits must stay to the bit, and a loss must have no gradient
-    outside its document. Weights, gradients, buffers and random states stay. ``marks``: boundary arguments that the model is
-    not called with. Returns whether any row holds two documents, else nothing is checked.
+    Change every other document, then those between: no bit of the others' logits may change, and a loss has no gradient outside
+    its document. Weights, gradients and random states stay. ``marks``: boundary arguments that the model is not called with.
+    Returns whether any row holds two documents, else nothing is checked.
     """
     arguments = {name: value for name, value in batch.items() if name not in OF_LOSSES}
 
@@ -109,9 +109,9 @@ class _Batch(Documents):
 class _LeakCheck:
     """Check the first training batch with two documents in a row, on every rank, in Trainer or Lightning.
 
-    A leak raises LeakError, which names the module; with ``warn`` it warns. No bit of the training changes. Lightning's module
-    is a PackedLitModule, holds models that take ``input_ids``, or is called by ``call``, (module, tokens (1, L), lengths) ->
-    logits (1, L, V), with leakcheck's ``options`` vocab_size, lengths.
+    A leak raises LeakError, which names the module; with ``warn`` it warns. Training keeps its bits. Lightning's module is a
+    PackedLitModule, holds models that take ``input_ids``, or is called by ``call``, (module, tokens (1, L), lengths) -> logits
+    (1, L, V), with leakcheck's ``options``.
     """
 
     def __init__(self, warn: bool = False, call: Callable[..., Tensor] | None = None, **options: Any) -> None:

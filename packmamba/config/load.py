@@ -25,7 +25,6 @@ CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "confi
 CONFIGURATION = "configuration.yaml"
 OLD_KEYS = {f"data.{old}": f"data.{new}" for old, new in RENAMED["data"].items()}
 OLD_KEYS |= {"experiment": "output", "only": "arms=[...] and grid.seed=[...]"}
-# Words of OmegaConf's errors, and valid values.
 TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "to string": "text", "None": "a value"}
 TYPES |= {"List": "a list such as [a,b]", "": "keys and values, or a list, as in the defaults"}
 BOUNDS = {"low": ("at least", ge), "above": ("above", gt), "high": ("at most", le)}

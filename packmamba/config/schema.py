@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
-# Registries, imported when keys are validated.
 BOUNDARIES = "packmamba.training.boundary:BOUNDARIES"
 LENGTH_DISTRIBUTIONS = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 MIXERS = "packmamba.nn.mixers:MIXERS"
@@ -16,7 +15,6 @@ STRATEGIES = "packmamba.data.packing:STRATEGIES"
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 NAMED = ("csv", "tensorboard", "wandb", "mlflow")
-# Descriptions of valid values, and predicates.
 AUTO = "auto or an integer above 0", lambda value: value == "auto" or (type(value) is int and value > 0)
 LOGGERS = f"{', '.join(NAMED)} or class paths", lambda names: all(name in NAMED or "." in str(name) for name in names)
 TWO_RATES = "two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas)

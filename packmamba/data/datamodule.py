@@ -30,9 +30,8 @@ class PackedDataModule(lightning.LightningDataModule):
         config: the section ``data``; None: defaults.
         seed: of the order of documents.
         boundary: the boundary scheme; None: that of ``trainer.lightning_module``, else reset.
-        plugins: modules that loader workers import first.
-        progress: show a bar while a corpus is prepared.
-        keys: of the section ``data``, such as ``source="text"``. A wrong one is a ConfigError.
+        plugins: modules that loader workers import first. ``progress``: show a bar while a corpus is prepared.
+        keys: of the section ``data``, such as ``source="text"``.
     """
 
     def __init__(

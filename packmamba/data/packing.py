@@ -82,7 +82,7 @@ class Strategy:
 def plan_rows(
     lengths: Any, row_length: int | None, strategy: str, overlong: str = "error", buffer: int = 4096, streams: int = 1
 ) -> PackingPlan:
-    """Arrange documents in rows. Raises TypeError or ValueError, naming the argument.
+    """Arrange documents in rows. Raises TypeError or ValueError.
 
     Args:
         lengths: (documents,) integers, tokens of each document, at least 1.
@@ -224,7 +224,6 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
 STRATEGIES = {
     "single": Strategy(pads=False, needs_row_length=False),
     "padded": Strategy(needs_row_length=False),
-    # Batches of consecutive rows have little padding.
     "padded_sorted": Strategy(lambda n, *_: np.argsort(np.argsort(n, kind="stable")), False, needs_row_length=False),
     "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),

@@ -24,7 +24,6 @@ class PackMambaLM(TemplateLM):
         tokenizer: for transformers' AutoTokenizer, or an object with ``encode``, ``decode`` and ``eos_token_id``; None:
             ``pretrained``.
         device: None: a folder's model on a GPU if there is one.
-        others: such as batch_size: unused.
     """
 
     def __init__(

@@ -16,7 +16,6 @@ class Mamba(PackedMamba):
 
     Args (others as of PackedMamba):
         dt_init, dt_scale: delta's projection starts "random" or "constant", at most dt_scale / sqrt(dt_rank).
-        use_fast_path: without effect.
         layer_idx: which states of ``inference_params`` are this layer's.
         device, dtype: of the parameters; A_log and D are float32.
     """

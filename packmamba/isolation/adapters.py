@@ -120,7 +120,6 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
     if not ours and isinstance(model, nn.Module) and "input_ids" in forward_parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)
     given = "layout" if ours else "lengths"
-    # position_ids is the default.
     expect(boundaries in ("position_ids", given), "boundaries", f"none beside {given}", repr(boundaries))
     if not ours:
         modules = [model] if isinstance(model, nn.Module) else _modules_of(model)

@@ -26,13 +26,13 @@ class LeakCheckResult:
     """Hold what ``leakcheck`` found, in sentences by ``str``. None: not seen.
 
     Attributes:
-        boundaries: how documents were marked: the argument's name, layout (a MambaLM), lengths (a callable).
+        boundaries: the argument that marked documents; layout of a MambaLM, lengths of a callable.
         isolated_forward: other documents' tokens change no bit of a document's logits.
         isolated_backward: a document's loss has no gradient at other documents' tokens.
-        same_as_alone: packed logits equal those of each document alone within the tolerance.
-        largest: largest change of another document's logits; rounding alone if ``isolated_forward``.
+        same_as_alone: packed logits are those of documents alone, within the tolerance.
+        largest: largest change of another document's logits.
         reach: tokens behind a document that its last token reaches; ``endless``: up to the row's end.
-        module: the first module whose output another document changes.
+        module: the first whose output another document changes.
         difference: largest relative difference between packed and alone.
         ignored: the boundary argument changes no bit.
         raises: the model's error at the boundary argument.
@@ -116,7 +116,7 @@ def leakcheck(
         lengths: of the documents, at least two; None: awkward ones.
 
     Raises:
-        TypeError, ValueError: this is no such model, its logits are not finite, or no token moves them.
+        TypeError, ValueError: no such model, logits that are not finite, or that no token moves.
         Exception: the model's own, where it fails without boundaries too.
     """
     model = adapt(model_or_callable, boundaries, vocab_size)

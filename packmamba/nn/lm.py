@@ -25,7 +25,7 @@ class MambaLM(nn.Module):
             does; compiled kernels only); "block", all but each block's input (activation checkpointing).
         mixer: a name in ``packmamba.nn.mixers.MIXERS``; options: its own.
 
-    Raises TypeError or ValueError, naming the argument.
+    Raises TypeError or ValueError.
     """
 
     def __init__(
@@ -56,7 +56,6 @@ class MambaLM(nn.Module):
         for layer in layers:
             layer.mixer.initialise_in_stack(n_layer)
         norm = nn.RMSNorm(d_model, eps=norm_epsilon)
-        # Under state-spaces' names.
         self.backbone: Any = nn.ModuleDict({"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm})
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
@@ -107,7 +106,7 @@ class MambaLM(nn.Module):
                 ssm_layout; None: zero, or the learned states.
             return_hidden: return the head's input (B, L, d_model) instead of logits: for ``linear_cross_entropy``.
 
-        Raises TypeError or ValueError, naming the argument.
+        Raises TypeError or ValueError.
         """
         got = getattr(tokens, "dtype", type(tokens).__name__)
         expect(got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError)

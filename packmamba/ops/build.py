@@ -1,10 +1,8 @@
 """Build and load the compiled kernels.
 
-A kind (``cpu``, ``cuda``) is one shared library of ``kernels/common`` and ``kernels/<kind>`` on PyTorch's stable ABI, compiled
-on first use into a cache that machines may share.
-
-``CXX`` and ``PACKMAMBA_NVCC`` name compilers, ``PACKMAMBA_MARCH`` an instruction set other than this machine's,
-``PACKMAMBA_CUDA_ARCHS`` architectures other than those of the GPUs that are here.
+A kind (``cpu``, ``cuda``) is a shared library of ``kernels/common`` and ``kernels/<kind>`` on PyTorch's stable ABI, compiled on
+first use into a cache that machines may share. ``CXX`` and ``PACKMAMBA_NVCC`` name compilers, ``PACKMAMBA_MARCH`` another
+instruction set, ``PACKMAMBA_CUDA_ARCHS`` other architectures.
 """
 
 import functools
@@ -166,9 +164,8 @@ def _describe_cuda() -> Build:
     for architecture in architectures:
         flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
     if os.environ.get("PACKMAMBA_PER_TOKEN_INDICES"):
-        # Resets by a position per token instead of the schedule (kernels/cuda/params.h).
+        # kernels/cuda/params.h
         flags.append("-DPACKMAMBA_PER_TOKEN_INDICES")
-    # Where the wheels' runtime lies.
     link_flags = [*LINK_FLAGS, f"-L{Path(compiler).resolve().parents[1]}/lib"]
     version = _output(compiler, "--version").splitlines()[-1]
     target = ", ".join(f"sm_{architecture}" for architecture in architectures)

@@ -27,20 +27,18 @@ def conv1d_pack(
 
     Differentiable in every tensor, also through the final state.
 
-    Args:
-        x: (B, L, D), bfloat16, float16, float32 or (not on a GPU) float64; any row stride, unit channel stride.
+    Args (others, dtypes and strides as of ``ssm_pack``):
+        x: (B, L, D).
         weight: (D, W), W from 2 to 4; x's dtype or float32.
         bias: (D,), like weight; None: zero.
-        layout: where documents lie; None: each row is one.
         activation: "silu" or None.
         initial_state: (S, D, W-1), the inputs before each document, oldest first, whatever ``layout.continues`` says; x's
             dtype or float32; None: zeros.
         return_final_state: also return each document's last inputs, like initial_state, which a shorter document keeps in
             part; its dtype, else x's.
-        backend: a name in ``ops.BACKENDS``.
 
     Returns y (B, L, D) in x's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
-    Raises TypeError or ValueError, naming the argument.
+    Raises TypeError or ValueError.
     """
     checks.check_activations(x, "x")
     layout = checks.check_layout(layout, x, "x")

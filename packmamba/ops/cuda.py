@@ -37,7 +37,6 @@ def plan(
     window = max(MIN_WINDOW, slots // WINDOWS)
     if not cuts or longest < SEGMENT:
         return NEVER, NEVER, window
-    # Tokens that each scheduler gets, of one warp's channels.
     share = slots * -(-channels // WARP_CHANNELS) // _schedulers(device)
     cut_above = max(SEGMENT, int(share * CUT_SHARE[direction]))
     # The grid has room for 65535 segments walked at once.
@@ -134,7 +133,6 @@ def launch(
     operator("cuda", name)(*arguments, *found, stream, *last)
 
 
-# Faster than torch.cuda's.
 def current_device() -> int:
     return torch._C._cuda_getDevice()
 

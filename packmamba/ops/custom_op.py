@@ -39,7 +39,6 @@ def declare(name: str, outputs: int, cuda: Callable[..., None]) -> None:
     """Declare a kernel: ``torch.ops.packmamba_cpu.<name>`` and the CUDA launch."""
 
     def run(*arguments: Any) -> None:
-        # Slices are written elsewhere first.
         written = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in arguments[-outputs:]]
         operator("cpu", name)(*arguments[:-outputs], *written)
         for t, made in zip(arguments[-outputs:], written):
@@ -66,7 +65,7 @@ def register(
 ) -> Callable[[Arguments], tuple]:
     """Define the operator and its backward; return the function that calls it.
 
-    torch.library.custom_op and register_autograd would add 0.7 ms to each call (PyTorch 2.11).
+    torch.library's custom_op and register_autograd add 0.7 ms a call (PyTorch 2.11).
 
     Args:
         arguments: a named tuple of tensors, then layouts, then options; its annotations make the schema.

@@ -42,12 +42,11 @@ def inner_pack(
 
     Args:
         xz: (B, L, 2 D), the convolution's input and the gate.
-        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; the compiled kernels do
-            not round gradients of wider ones to it.
+        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; gradients of wider ones
+            are not rounded to it by compiled kernels.
         conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is one.
         conv_state, ssm_state: the operators' initial states.
-        recompute: the backward computes the convolution's output and delta again (compiled kernels only), and on a GPU y, from
-            states that may be rounded.
+        recompute: in the backward compute the convolution's output and delta again (compiled kernels only), and on a GPU y.
 
     Returns (B, L, d_model) in xz's dtype, and (final convolution state, final scan state) or None.
     """

@@ -56,7 +56,6 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     dtype, states = accumulation_dtype(x.dtype), _conv_states(a)
     before = states.shape[2]
     slots, taps, token = x.flatten(0, 1).to(dtype), weight.to(dtype), layout.token_slots
-    # Documents one behind the other, each behind its state.
     begin = layout.lengths.cumsum(0) - layout.lengths + torch.arange(len(states), device=x.device) * before
     lags = torch.arange(before, device=x.device)
     place = torch.arange(len(token), device=x.device) + (layout.documents.flatten()[token] + 1) * before

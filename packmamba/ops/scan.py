@@ -54,7 +54,7 @@ def ssm_pack(
         backend: a name in ``ops.BACKENDS``.
 
     Returns y (B, L, D) in u's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
-    Raises TypeError or ValueError, naming the argument.
+    Raises TypeError or ValueError.
     """
     checks.check_activations(u, "u")
     layout = checks.check_layout(layout, u, "u")

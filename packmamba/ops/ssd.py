@@ -55,7 +55,7 @@ def ssd_pack(
         initial_state: (S, H, P, N).
 
     Returns y (B, L, H, P) in x's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
-    Raises TypeError or ValueError, naming the argument.
+    Raises TypeError or ValueError.
     """
     checks.check_activations(x, "x", "(B, L, H, P)")
     layout = checks.check_layout(layout, x, "x")
@@ -291,7 +291,6 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         open_, before = torch.sigmoid(z), dy
         dy = before * z * open_
         dz = before * open_ * (1 + z * (1 - open_))
-    # Gradients of states at chunks' ends.
     dseen = dy * steps.from_start[..., None]
     dlast = a.A.new_zeros(a.state_shape) if dfinal is None else F.pad(dfinal, (0, a.B.shape[3] - states))
     dlocal = _outer(dseen, C)

@@ -123,7 +123,6 @@ def _steps_back(
         delta, bias, A, start, length, L, H, low, high, d_b, d_l, Q, HEADS, SOFTPLUS, LIMIT, BIAS
     )
     place = h.to(tl.int64)[None, :] * slots + start + q[:, None]
-    # Gradients of step * A, as in ssd.py.
     before = tl.load(added + place, inside, 0.0) * step
     dlog = tl.cumsum(tl.load(passes + place, inside, 0.0), 0, reverse=True) + tl.cumsum(before, 0) - before
     dlog = tl.where(inside, dlog + tl.load(through + k * H + h, of_h & (length > 0), 0.0)[None, :], 0.0)

@@ -24,7 +24,6 @@ SCHEMES = "single padded padded-sorted packed-reset packed-leak packed-leak-conv
 BASELINES = ("padded", "single", "packed-reset")  # by preference
 OPEN_END = 2**31 - 1  # of a range of positions
 SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
-# Keys in which the runs of one arm may differ.
 NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
     trainer.log_every trainer.checkpoint_every trainer.threads""".split()
 
@@ -285,7 +284,6 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
     return found
 
 
-# An item's part of a metric that is a mean, and its weight there.
 ITEM_MEASURES = {"choice_accuracy": ("correct", "one"), "accuracy": ("right", "answers"), "loss": ("nats", "targets")}
 
 

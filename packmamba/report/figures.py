@@ -91,7 +91,6 @@ def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
     ax.grid(axis="y", visible=False)
 
 
-# Settings of axes, and lines: frames of mean, low and high by place.
 Panel = tuple[dict[str, Any], Mapping[Arm, pd.DataFrame]]
 
 

@@ -140,7 +140,6 @@ TITLES = {
 COUNTS = ("chance", "answers", "examples", "documents", "targets", "reads_intruding")
 WHOLE = ("real_tokens", "real_tokens_per_second", "slots_per_second", "rounds", *COUNTS[1:])
 EXACT = ("seconds_per_step_median", "seconds_per_step_spread", "chance")
-# Of metrics without standard deviation.
 FORMATS: dict[str, Callable[[float], Cell]] = {
     **dict.fromkeys(WHOLE, functools.partial(number, form=",.0f")),
     **dict.fromkeys(EXACT, functools.partial(number, form=".4g")),

@@ -139,7 +139,6 @@ class BatchGraphs:
         torch.clear_autocast_cache()  # else weights that were cast before stay
         gc.collect()  # autograd's leftovers of other streams
         graph = torch.cuda.CUDAGraph()
-        # Other threads pin memory meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), one_capture():
             results = self._run(static.batch, static.num_targets, *inputs)
         torch.clear_autocast_cache()

@@ -207,7 +207,6 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
         own.append(callbacks.LeakCheck(options.leakcheck_every, own[0]))
     if progress:
         own.append(TQDMProgressBar(refresh_rate=options.log_every))
-    # Lightning's advice that does not apply.
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for message in ("many workers", "dataloader is not resumable", "litlogger", "LeafSpec", "`srun`", "GPU available"):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
@@ -250,7 +249,6 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
         return FSDP2(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
     if options.strategy == "auto" and devices == 1:
         return "auto"
-    # Blocks compile one by one.
     torch._dynamo.config.optimize_ddp = False
     return DDPStrategy(gradient_as_bucket_view=True)
 

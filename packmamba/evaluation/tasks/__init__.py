@@ -4,8 +4,8 @@ A task is a class whose parameters all have defaults, with
 
 - ``example(seed, index)``: an ``Example``, a pure function;
 - ``vocab_size``: a bound of its ids; ``chance``: the accuracy of a guess;
-- perhaps ``num_examples``, and ``of_bytes = True`` where ids are a text's bytes, which a model's tokenizer then replaces;
-- perhaps ``annotate(examples, answers, rows)``: further metrics, given the rows of the training.
+- perhaps ``num_examples``; ``of_bytes = True`` where ids are a text's bytes, for a model's tokenizer;
+- perhaps ``annotate(examples, answers, rows)``: further metrics, given the training's rows.
 """
 
 from packmamba.evaluation.tasks import recall, text

@@ -36,7 +36,7 @@ def find(
         attention_mask: (B, L), 0 before or behind a row's tokens, else 1.
         given: some of ``BOUNDARIES``, by name; they must agree. None: each row's tokens are one document.
 
-    Raises TypeError or ValueError, naming the argument.
+    Raises TypeError or ValueError.
     """
     if attention_mask is None and not given:
         return WHOLE_ROWS

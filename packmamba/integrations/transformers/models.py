@@ -159,7 +159,6 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
             tokens = kwargs.get(name)
             if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
                 raise ValueError(f"{name}: expected {axes} axes and at least one slot, got {tuple(tokens.shape)}")
-        # By the model around this one.
         arranged = "packing" in kwargs or isinstance(kwargs.get("attention_mask"), Packing)
         asked = self.require_boundaries or any(value is not None and name in ASKS for name, value in kwargs.items())
         if asked and not arranged:

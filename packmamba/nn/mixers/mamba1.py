@@ -65,7 +65,7 @@ class Mixer(nn.Module):
             conv_layout, ssm_layout: instead of ``layout`` in one of the two operators: ``layout.flow()`` leaks there.
             state: initial states of the documents of conv_layout and ssm_layout; None: zero, or the learned state.
 
-        Raises TypeError or ValueError, naming the argument.
+        Raises TypeError or ValueError.
         """
         checks.check_is_tensor(hidden, "hidden")
         fits = hidden.dim() == 3 and hidden.shape[2] == self.d_model
@@ -185,7 +185,6 @@ class PackedMamba(Mixer):
         self.d_inner, self.dt_rank = expand * d_model, int(dt_rank)
         self.recompute, self.backend = recompute, backend
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias)
-        # For the parameters' names and initialisation; conv1d_pack does the work.
         self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias)
         self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(self.dt_rank, self.d_inner)

@@ -40,7 +40,6 @@ class PackedMamba2(Mixer):
         D_has_hdim: the skip has a weight for each channel, not for each head.
         norm_eps: of the gated norm.
         learned_initial_state: start documents from a learned state (H, P, N), not from zero.
-        recompute: without effect.
     """
 
     NO_WEIGHT_DECAY = ("A_log", "D", "dt_bias", "initial_state")
