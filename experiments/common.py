@@ -6,15 +6,18 @@ import csv
 import functools
 import json
 import math
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.html import Kind
 from packmamba.report.statistics import Estimate
-from packmamba.report.tables import Cell, Table, gibibytes, number, percent, word
+from packmamba.report.tables import Cell, Table, gibibytes, mean_sd, number, percent, word
 from packmamba.report.tables import make_columns as make_columns
 
 SMALL = "+.1e"  # of intervals that four digits would show as zero
@@ -23,13 +26,16 @@ SMALL = "+.1e"  # of intervals that four digits would show as zero
 def make_table(name: str, title: str, columns: str, rows: Iterable[Mapping[str, Any]], *notes: str) -> Table:
     """Make a table of rows by column name, ``columns`` as in make_columns, each with a format: ``title = name:,.1f x``.
 
-    The format's unit is ``%`` (a share), ``GiB`` or a suffix; ``title = name spread:.4g ± .2g`` are two values of a cell. Words
-    have no format. A value that is a Cell is taken as it is.
+    The format's unit is ``%`` (a share), ``GiB`` or a suffix; ``name±:.4g ± .2g`` are name and name_spread in a cell, ``name[]``
+    name, name_low and name_high of an Estimate, with so many digits, ``small`` as SMALL says. ``~`` is a space in a name. Words
+    have no format. A Cell is taken as it is, of a Series mean and standard deviation.
     """
+    columns = re.sub(r"(\w+)±(?=[ :]|$)", r"\1 \1_spread", re.sub(r"(\S+)\[\]", r"\1 \1_low \1_high", columns))
     parts = [
         part.rpartition(":") if ":" in part.rpartition(" = ")[2] else (part, "", "") for part in columns.split(" | ")
     ]
     made = make_columns(" | ".join(part for part, _, _ in parts))
+    made = [c._replace(names=tuple(name.replace("~", " ") for name in c.names)) for c in made]
     forms = [form for _, _, form in parts]
     cells = [[_cell([row.get(n) for n in c.names], form) for c, form in zip(made, forms)] for row in rows]
     return Table(name, title, made, cells, list(notes))
@@ -39,7 +45,11 @@ def _cell(values: list[Any], form: str) -> Cell:
     value, (plain, _, unit) = values[0], form.partition(" ")
     if isinstance(value, Cell):
         return value
-    if not form and len(values) > 1:
+    if isinstance(value, pd.Series):
+        return mean_sd(value)
+    if isinstance(value, Estimate):
+        return interval_cell(value, int(plain or 4), len(values), SMALL if unit else "")
+    if len(values) > 2 or (len(values) > 1 and not form):
         return Cell("-", tuple(values))
     if unit.startswith("±"):
         shown = "-" if value is None else " ± ".join(f"{v:{f}}" for v, f in zip(values, form.split(" ± ")))
@@ -56,6 +66,11 @@ def interval_cell(found: Estimate | None, digits: int = 4, count: int = 4, small
     form = small if small and len(known) == 3 and max(map(abs, known)) < 1e-4 else f"+.{digits}f"
     mean, *bounds = (f"{value:{form}}" for value in known)
     return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else f"{mean} (no claim)", tuple(found[:count]))
+
+
+def hardware(record: Record) -> str:
+    """Name a record's GPU, else its CPU."""
+    return next(iter(record["hardware"]["gpus"]), record["hardware"]["cpu"])
 
 
 def latest(records: Iterable[Record], kind: str) -> dict[str, Record]:

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.common import interval_cell, make_columns, make_table
+from experiments.common import make_table
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record, Seeds, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.html import Kind
 from packmamba.report.statistics import DRAWS, Estimate, bootstrap, difference_by_group, holm, interval, verdict
-from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
+from packmamba.report.tables import Cell, Table
 
 STARTS = {"reset": "zero", "fitted_noise": "noise", "state_passing": "foreign"}
 STARTS |= {"carry": "own", "carry_scan": "own scan"}
@@ -121,8 +121,6 @@ Settings = dict[Setting, dict[str, Arm]]
 def arms(records: Sequence[Record]) -> list[Arm]:
     """All arms that were trained, those of one setting one after another; of a repeated run the latest."""
     runs = frame(records, "training")
-    if runs.empty:
-        return []
     runs["tried"] = runs["arm"].str.contains(" lr=", regex=False)
     runs["arm"], runs["places"] = zip(*((name_of(run), _places(run)) for _, run in runs.iterrows()))
     runs["budget"] = runs["config.trainer.max_steps"] * runs["config.data.tokens_per_step"]
@@ -285,7 +283,6 @@ def _draw(ax: Any, points: Iterable[tuple[float, Estimate | None]], label: str, 
 MARGIN = 0.005
 MIDDLE = 2048  # row length that others are compared with
 FIRST = 256  # places at the start of a document, where a leak is felt
-ENDS = ("", "_low", "_high", "_pairs")
 PRIMARY_SETTING = "T = 2048, 14M, 100M tokens"
 PRIMARY = (("coverage", "foreign", "zero"), ("continuity", "own", "foreign"))
 LADDER = (
@@ -338,41 +335,37 @@ def _with_rows(settings: Settings) -> Settings:
 
 def _primary(settings: Settings) -> Table:
     """Four tests in each setting, Holm over them."""
-    table = Table(
-        "primary",
-        "Coverage and continuity inside and beyond T, nats per target",
-        make_columns(
-            "!setting | !outcome | !places | "
-            "difference [95% CI] = difference difference_low difference_high pairs | "
-            "seeds = every diverged | packages | p, Holm over four = p_holm | !verdict, margin ±0.005 = verdict"
-        ),
-    )
+    rows = []
     for setting, here in settings.items():
         if setting.tuning:
             continue
-        found = [
-            (title, places, sides, contrast(sides[0], sides[1], *span) if len(sides) == 2 else None)
+        every = len(set().union(*(here[name].expected for name in ("zero", "foreign", "own") if name in here)))
+        found = {
+            (title, places): (sides, contrast(sides[0], sides[1], *span) if len(sides) == 2 else None)
             for title, *names in PRIMARY
             for sides in [[here[name] for name in names if name in here]]
             for places, span in spans(setting.T).items()
-        ]
+        }
         # All four, measured or not: Holm does not get milder where an arm is missing.
-        adjusted = holm({f"{title} {places}": one.p if one else np.nan for title, places, _, one in found})
-        for title, places, sides, one in found:
+        adjusted = holm({key: one.p if one else np.nan for key, (_, one) in found.items()})
+        for (title, places), (sides, one) in found.items():
             if len(sides) < 2:
                 continue
-            p, packages = adjusted[f"{title} {places}"], None if one is None else one.groups
-            every = len(set().union(*(here[name].expected for name in ("zero", "foreign", "own") if name in here)))
             lost = len(sides[0].diverged | sides[1].diverged)
             said = f", {lost} diverged" if lost else ""
-            pairs = Cell(f"{one.seeds if one else 0} of {every}{said}", (every, lost))
-            head, rest = [word(setting.label()), word(title), word(places)], [number(packages, "d"), number(p, ".2g")]
-            table.rows.append([*head, interval_cell(one), pairs, *rest, word(verdict(one, MARGIN))])
-    table.notes = [
+            row: dict[str, Any] = {"setting": setting.label(), "outcome": title, "places": places, "difference": one}
+            row |= {"every": Cell(f"{one.seeds if one else 0} of {every}{said}", (every, lost))}
+            row |= {"packages": one and one.groups, "p_holm": adjusted[title, places]}
+            rows.append(row | {"verdict": verdict(one, MARGIN)})
+    return make_table(
+        "primary",
+        "Coverage and continuity inside and beyond T, nats per target",
+        "!setting | !outcome | !places | difference [95% CI] = difference[] pairs | seeds = every diverged | packages:d | "
+        "p, Holm over four = p_holm:.2g | !verdict, margin ±0.005 = verdict",
+        rows,
         f"Coverage is foreign minus zero, continuity own minus foreign. Inside: places below T; beyond: T to {REACH} T.",
         f"Intervals and p resample seeds and packages together, {DRAWS:,} times. Primary is T = 2048 at 14M; the rest explores.",
-    ]
-    return table
+    )
 
 
 def compared(settings: Settings, pairs: Iterable[tuple[str, str, str]]) -> Iterator[tuple[Setting, str, Arm, Arm]]:
@@ -383,33 +376,34 @@ def compared(settings: Settings, pairs: Iterable[tuple[str, str, str]]) -> Itera
                 yield setting, what, here[arm], here[other]
 
 
-def _span_columns(head: str, places: Iterable[str]) -> list[Column]:
-    """Make columns as make_columns does, then one for the interval at each of these places."""
-    of_places = [Column(f"{p} [95% CI]", tuple(p.removesuffix(" T") + end for end in ENDS)) for p in places]
-    return [*make_columns(head), *of_places]
+def _span_columns(places: Iterable[str], form: str = "") -> str:
+    """Make columns of make_table for the intervals at these places."""
+    names = {place: place.removesuffix(" T").replace(" ", "~") for place in places}
+    return " | ".join(f"{place} [95% CI] = {name}[] {name}_pairs{form}" for place, name in names.items())
+
+
+def _at(
+    places: Mapping[str, tuple[float, float]], arm: Arm, other: Arm, less: tuple[Arm, Arm] | None = None
+) -> dict[str, Estimate | None]:
+    return {place: contrast(arm, other, *span, less) for place, span in places.items()}
 
 
 def _contrasts(name: str, title: str, settings: Settings, pairs: Sequence[tuple[str, str, str]]) -> Table:
-    columns = _span_columns("!setting | !what | !minus", ("inside T", "beyond T"))
-    table = Table(name, f"{title}, nats per target", columns)
-    for setting, what, arm, other in compared(settings, pairs):
-        found = [interval_cell(contrast(arm, other, *span)) for span in spans(setting.T).values()]
-        table.rows.append([word(setting.label()), word(what), word(other.name), *found])
-    table.notes = ["Exploratory but for the primary outcomes; intervals are not adjusted for their number."]
-    return table
+    return make_table(
+        name,
+        f"{title}, nats per target",
+        f"!setting | !what | !minus | {_span_columns(('inside T', 'beyond T'))}",
+        [
+            {"setting": setting.label(), "what": what, "minus": other.name} | _at(spans(setting.T), arm, other)
+            for setting, what, arm, other in compared(settings, pairs)
+        ],
+        "Exploratory but for the primary outcomes; intervals are not adjusted for their number.",
+    )
 
 
 def _exploratory(settings: Settings) -> Table:
     """Make a row for each contrast of at least three seeds that is not primary; Holm over all of them."""
-    table = Table(
-        "exploratory",
-        "Every exploratory contrast of the ladder, of order and of leaks, nats per target",
-        make_columns(
-            "!setting | !what | !minus | !places | difference [95% CI] = difference difference_low difference_high pairs | "
-            "seeds at one commit and GPU = same | p | p, Holm = p_holm"
-        ),
-    )
-    ordered, found = _with_rows(settings), []
+    ordered, rows = _with_rows(settings), []
     for setting, here in settings.items():
         for family, some in ((LADDER, here), (ORDER, ordered.get(setting, {})), (LEAK, here)):
             for _, what, arm, other in compared({} if setting.tuning else {setting: some}, family):
@@ -419,51 +413,54 @@ def _exploratory(settings: Settings) -> Table:
                     both = paired(arm, other, *span)
                     if both and len(both[0]) > 2:
                         one = interval(both[0].sum(axis=1) / both[1].sum())
-                        head = [word(setting.label()), word(what), word(other.name), word(places)]
-                        cells = [*head, interval_cell(contrast(arm, other, *span)), _same(arm, other)]
-                        found.append((cells, math.nan if one is None else one.p))
-    adjusted = holm({str(i): p for i, (_, p) in enumerate(found)})
-    table.rows = [[*row, number(p, ".2g"), number(adjusted[str(i)], ".2g")] for i, (row, p) in enumerate(found)]
-    table.notes = [
+                        row: dict[str, Any] = {"setting": setting.label(), "what": what, "minus": other.name}
+                        row |= {"places": places, "difference": contrast(arm, other, *span), "same": _same(arm, other)}
+                        rows.append(row | {"p": math.nan if one is None else one.p})
+    adjusted = holm({i: row["p"] for i, row in enumerate(rows)})
+    return make_table(
+        "exploratory",
+        "Every exploratory contrast of the ladder, of order and of leaks, nats per target",
+        "!setting | !what | !minus | !places | difference [95% CI] = difference[] pairs | "
+        "seeds at one commit and GPU = same:d | p:.2g | p, Holm = p_holm:.2g",
+        [row | {"p_holm": adjusted[i]} for i, row in enumerate(rows)],
         "Intervals resample seeds and packages and are not adjusted. p: Student's t over seeds alone, which has no least value; "
-        f"Holm over the {len(found)} rows."
-    ]
-    return table
+        f"Holm over the {len(rows)} rows.",
+    )
 
 
-def _same(arm: Arm, other: Arm) -> Cell:
+def _same(arm: Arm, other: Arm) -> int:
     """Count the pairs whose runs have one commit and one kind of GPU."""
     ours, theirs = (one.runs for one in of_one_start(arm, other))
     seeds = ours.index.intersection(theirs.index)
     pairs = zip(ours.loc[seeds].iterrows(), theirs.loc[seeds].iterrows())
-    alike = [a["commit"] == b["commit"] and a["hardware"]["gpus"] == b["hardware"]["gpus"] for (_, a), (_, b) in pairs]
-    return number(sum(alike), "d")
+    return sum(
+        a["commit"] == b["commit"] and a["hardware"]["gpus"] == b["hardware"]["gpus"] for (_, a), (_, b) in pairs
+    )
 
 
 def _leaks(settings: Settings) -> Table:
     """Places alike at every T, too: inside and beyond T are others at another T."""
     spans_of = {"all places": (0, np.inf), f"first {FIRST}": (0, FIRST), f"from {FIRST} on": (FIRST, np.inf)}
-    columns = _span_columns("!setting | !what | !minus | dose | seeds", (*spans_of, "inside T", "beyond T"))
-    title = "Leaks: documents end to end in shuffled rows, minus the same rows with reset, nats per target"
-    table = Table("leak", title, columns)
+    rows = []
     for setting, what, arm, other in compared(settings, LEAK):
-        found = [contrast(arm, other, *span) for span in (*spans_of.values(), *spans(setting.T).values())]
-        head = [word(setting.label()), word(what), word(other.name), percent(dose(arm))]
-        seeds = number(found[0].seeds if found[0] else 0, "d")
-        table.rows.append([*head, seeds, *(interval_cell(one, 5) for one in found)])
-    table.notes = [
+        found = _at(spans_of | spans(setting.T), arm, other)
+        row = {"setting": setting.label(), "what": what, "minus": other.name, "dose": dose(arm)}
+        rows.append(row | {"seeds": one.seeds if (one := found["all places"]) else 0} | found)
+    return make_table(
+        "leak",
+        "Leaks: documents end to end in shuffled rows, minus the same rows with reset, nats per target",
+        f"!setting | !what | !minus | dose:% | seeds:d | {_span_columns((*spans_of, 'inside T', 'beyond T'), ':5')}",
+        rows,
         "Dose: the share of tokens that stand behind another document in their row. Exploratory; intervals resample seeds and "
-        "packages and are not adjusted for their number."
-    ]
-    return table
+        "packages and are not adjusted for their number.",
+    )
 
 
 def _lengths(settings: Settings) -> Table:
     """One arm at several T, and what own gains over zero: as many tokens a step, cut into rows of other lengths."""
     spans_of = {"all places": (0, np.inf), "first 512": (0, 512), "2048 to 16,384": (2048, 16384)}
     spans_of |= {"from 8192 on": (8192, np.inf)}
-    columns = _span_columns("!arm | !rows | !minus", spans_of)
-    table = Table("row-length", f"Rows of other lengths minus rows of {MIDDLE}, nats per target", columns)
+    rows = []
     for setting, here in settings.items():
         if setting.T == MIDDLE or setting.tuning or setting.after:
             continue
@@ -472,14 +469,16 @@ def _lengths(settings: Settings) -> Table:
         pairs: dict[str, Any] = {name: (here[name], other[name]) for name in ("rows", "leak", "zero") if name in both}
         if {"own", "zero"} <= both:
             pairs["own over zero"] = here["own"], here["zero"], (other["own"], other["zero"])
-        for name, (one, than, *less) in pairs.items():
-            found = [interval_cell(contrast(one, than, *span, *less)) for span in spans_of.values()]
-            table.rows.append([word(name), number(setting.T, "d"), number(MIDDLE, "d"), *found])
-    table.notes = [
+        rows += [{"arm": name, "rows": setting.T, "minus": MIDDLE} | _at(spans_of, *of) for name, of in pairs.items()]
+    return make_table(
+        "row-length",
+        f"Rows of other lengths minus rows of {MIDDLE}, nats per target",
+        f"!arm | !rows | !minus | {_span_columns(spans_of)}",
+        rows,
         "A step has as many tokens at every T, so that it holds fewer documents in longer rows. Rows and leak read the same "
-        "documents at every T, the pool's zero other ones. Own over zero: its gain at one T minus that at the other. Exploratory."
-    ]
-    return table
+        "documents at every T, the pool's zero other ones. Own over zero: its gain at one T minus that at the other. "
+        "Exploratory.",
+    )
 
 
 def _agreement(settings: Settings) -> Table:
@@ -512,41 +511,42 @@ def _agreement(settings: Settings) -> Table:
 
 def _gains(settings: Settings) -> Table:
     """Tabulate the gain from context before the last T tokens, by its length."""
-    every = [arm for here in settings.values() for arm in here.values()]
-    windows = [k for k in (2, 4, 8, 16, 32) if any(arm.runs.get(f"long_context.gain_{k}") is not None for arm in every)]
-    columns = make_columns("!setting | !arm")
-    columns += [Column(f"{k} T", (f"gain_{k}", f"gain_{k}_sd")) for k in windows]
-    table = Table("context-gain", "Context gain: what context beyond T tokens is worth, nats per target", columns)
-    if windows:
-        for setting, here in settings.items():
-            for arm in here.values():
-                gains = [arm.runs.get(f"long_context.gain_{k}") for k in windows]
-                cells = [mean_sd(gain) for gain in gains if gain is not None]
-                table.rows.append([word(setting.label()), word(arm.name), *cells])
-    table.notes = [
+    arms_of = [(setting, arm) for setting, here in settings.items() for arm in here.values()]
+    windows = [k for k in (2, 4, 8, 16, 32) if any(f"long_context.gain_{k}" in arm.runs for _, arm in arms_of)]
+    return make_table(
+        "context-gain",
+        "Context gain: what context beyond T tokens is worth, nats per target",
+        " | ".join(["!setting | !arm", *(f"{k} T = gain_{k} gain_{k}_sd" for k in windows)]),
+        [
+            {"setting": setting.label(), "arm": arm.name}
+            | {f"gain_{k}": arm.runs.get(f"long_context.gain_{k}") for k in windows}
+            for setting, arm in arms_of
+            if windows
+        ],
         "Mean and standard deviation over the seeds that each arm has; same targets in every arm. Differences are paired in "
-        "gain-differences."
-    ]
-    return table
+        "gain-differences.",
+    )
 
 
 def _gain_differences(settings: Settings) -> Table:
     """Tabulate by how much more than another an arm uses what lies farther back than T."""
-    windows = [4, 8, 16, 32]
-    columns = make_columns("!setting | !arm | !minus")
-    columns += [Column(f"{k} T [95% CI]", tuple(f"gain_{k}{end}" for end in ENDS)) for k in windows]
-    table = Table("gain-differences", "Context gain: an arm's minus another's, nats per target", columns)
+    windows, rows = [4, 8, 16, 32], []
     for setting, here in settings.items():
         for name, arm in here.items():
             other = next((one for one in ("zero", "rows") if one in here and one != name), None)
             if other is None or setting.tuning:
                 continue
-            found = [bootstrap(*gain_pairs(arm, here[other], k)) for k in windows]
-            if any(one.seeds for one in found):
-                cells = [interval_cell(one if one.seeds else None) for one in found]
-                table.rows.append([word(setting.label()), word(name), word(other), *cells])
-    table.notes = ["Paired by seed; intervals resample seeds and packages, each document weighs the same. Exploratory."]
-    return table
+            found = {f"gain_{k}": bootstrap(*gain_pairs(arm, here[other], k)) for k in windows}
+            if any(one.seeds for one in found.values()):
+                row = {"setting": setting.label(), "arm": name, "minus": other}
+                rows.append(row | {k: one if one.seeds else None for k, one in found.items()})
+    return make_table(
+        "gain-differences",
+        "Context gain: an arm's minus another's, nats per target",
+        " | ".join(["!setting | !arm | !minus", *(f"{k} T [95% CI] = gain_{k}[] gain_{k}_pairs" for k in windows)]),
+        rows,
+        "Paired by seed; intervals resample seeds and packages, each document weighs the same. Exploratory.",
+    )
 
 
 def _arms(settings: Settings) -> Table:
@@ -557,7 +557,7 @@ def _arms(settings: Settings) -> Table:
             seeds = Seeds(len(runs) - diverged, diverged, len(arm.expected) - len(runs))
             row = {"setting": setting.label(), "arm": arm.name, "lr": setting.lr, "dose": dose(arm)}
             row |= {"seeds": Cell(str(seeds), tuple(seeds))}
-            row |= {"real_tokens": runs["real_tokens"].mean(), "val_loss": mean_sd(runs["val_loss"])}
+            row |= {"real_tokens": runs["real_tokens"].mean(), "val_loss": runs["val_loss"]}
             row |= {name: mean_of(arm, name) for name in ("peak_memory_bytes", "state_bytes", "state_age_steps")}
             rows.append(row | {places: _mean(arm, span) for places, span in spans(setting.T).items()})
     return make_table(

@@ -225,11 +225,7 @@ class TrainerConfig(SpeedConfig):
 
 
 def run(c: IntegrationConfig, records_path: Path, progress: bool = True) -> None:
-    """Append a record of kind ``integration`` for each arm.
-
-    Raises:
-        RuntimeError: a patched arm differs from single documents; nothing is recorded.
-    """
+    """Append a record of kind ``integration`` for each arm; RuntimeError if a patched one differs from single documents."""
     sizes = load_config(None, [f"model={c.model}", *c.overrides]).model
     find_kernels()  # before transformers looks for them
     from transformers import MambaConfig, MambaForCausalLM
@@ -263,17 +259,19 @@ def run_trainer(c: TrainerConfig, records_path: Path, progress: bool = True) -> 
 
 
 def measure(c: SpeedConfig, model: Any, named: dict[str, Any], records_path: Path, progress: bool) -> None:
-    """Append a record for each arm of a model.
-
-    Args:
-        named: keys of the records' config that say which model it is.
-    """
+    """Append a record for each arm of a model; ``named``: what the records' config says of it."""
     ends = isinstance(c, IntegrationConfig)  # at the first error
     arms, kind = {name: Arm(**fields) for name, fields in c.arms.items()}, "integration" if ends else "trainer"
     provenance()
     measured = Measured(model, c, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     documents = draw_documents(c.distribution, c.documents_per_step * (c.steps + c.warm_up_steps), c.seed)
-    mine = {name: _sizes(arm, c) for name, arm in arms.items()}
+    of_all = (c.documents_per_step, c.steps, c.warm_up_steps)
+    mine = {
+        name: [
+            of_all[i] if own is None else own for i, own in enumerate((a.documents_per_step, a.steps, a.warm_up_steps))
+        ]
+        for name, a in arms.items()
+    }
     arranged = {
         name: arms[name].arranged(documents[: per_step * (steps + warm_up)], per_step, warm_up)
         for name, (per_step, steps, warm_up) in mine.items()
@@ -310,7 +308,7 @@ def measure(c: SpeedConfig, model: Any, named: dict[str, Any], records_path: Pat
         per_step, steps, warm_up = mine[name]
         tokens, slots = _counts(arms[name], arranged[name][warm_up * per_step :], per_step)
         rates = [tokens / turn.seconds for turn in taken]
-        speeds = {} if not taken else {
+        speeds: dict[str, Any] = {} if not taken else {
             "real_tokens_per_second": median(rates),
             "real_tokens_per_second_spread": spread(rates),
             "seconds_per_step": median(turn.seconds / steps for turn in taken),
@@ -318,51 +316,34 @@ def measure(c: SpeedConfig, model: Any, named: dict[str, Any], records_path: Pat
             "first_loss": taken[0].losses[0],
             "last_loss": float(np.mean(taken[0].losses[-min(10, steps) :])),
         }  # fmt: skip
-        append_record(
-            records_path,
-            make_record(
-                kind=kind,
-                experiment="integration",
-                arm=name,
-                config={
-                    **{k: v for k, v in vars(c).items() if k not in ("arms", "bench", "models", "shared", "only")},
-                    **vars(arms[name]), **named,
-                    "documents_per_step": per_step, "steps": steps, "warm_up_steps": warm_up, "rounds": len(taken),
-                    "transformers": importlib.metadata.version("transformers"), "error": errors.get(name),
-                },
-                seed=c.seed,
-                corpus_hash=f"{c.distribution}: bytes of the standard library",
-                metrics={
-                    **speeds,
-                    "padding_fraction": 1 - tokens / slots,
-                    "tokens_per_step": tokens / steps,
-                    "peak_memory_bytes": max((turn.peak for turn in taken if turn.peak is not None), default=None),
-                    **(found[name] or {}),
-                },
-                wall_seconds=wall,
-                curves={
-                    "loss": [{"step": step, "loss": loss} for step, loss in enumerate(taken[0].losses)] if taken else [],
-                    "turns": [{"turn": turn, "real_tokens_per_second": rate} for turn, rate in enumerate(rates)],
-                },
-            ),
-        )  # fmt: skip
+        config = {k: v for k, v in vars(c).items() if k not in ("arms", "bench", "models", "shared", "only")}
+        config |= {
+            **vars(arms[name]),
+            **named,
+            "documents_per_step": per_step,
+            "steps": steps,
+            "warm_up_steps": warm_up,
+        }
+        config |= {"rounds": len(taken), "transformers": importlib.metadata.version("transformers")}
+        config |= {"error": errors.get(name)}
+        metrics = speeds | {"padding_fraction": 1 - tokens / slots, "tokens_per_step": tokens / steps}
+        metrics |= {"peak_memory_bytes": max((turn.peak for turn in taken if turn.peak is not None), default=None)}
+        metrics |= found[name] or {}
+        curves = {
+            "loss": [{"step": step, "loss": loss} for step, loss in enumerate(taken[0].losses)] if taken else [],
+            "turns": [{"turn": turn, "real_tokens_per_second": rate} for turn, rate in enumerate(rates)],
+        }
+        corpus = f"{c.distribution}: bytes of the standard library"
+        record = make_record(kind, "integration", name, config, c.seed, corpus, metrics, wall, curves)
+        append_record(records_path, record)
 
 
 def draw_documents(distribution: str, count: int, seed: int) -> Documents:
     """Pieces of the standard library's functions, one after the other as bytes, of drawn lengths."""
     lengths = draw_lengths(distribution, count, seed).tolist()
-    source = open_stdlib(DataConfig(source="stdlib"))
-    functions = source.read()
+    functions = open_stdlib(DataConfig(source="stdlib")).read()
     text = itertools.chain.from_iterable(document.content.encode() for document in functions)
     return [list(itertools.islice(text, length)) for length in lengths]
-
-
-def _sizes(arm: Arm, config: SpeedConfig) -> tuple[int, int, int]:
-    """(documents of a step, timed steps, steps before them) of an arm."""
-    own = (arm.documents_per_step, arm.steps, arm.warm_up_steps)
-    of_all = (config.documents_per_step, config.steps, config.warm_up_steps)
-    per_step, steps, warm_up = (b if a is None else a for a, b in zip(own, of_all))
-    return per_step, steps, warm_up
 
 
 def _counts(arm: Arm, documents: Documents, per_step: int) -> tuple[int, int]:

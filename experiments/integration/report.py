@@ -7,7 +7,7 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.common import latest, make_table, named_by
+from experiments.common import hardware, latest, make_table, named_by
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish
@@ -23,16 +23,14 @@ COLOURS = {"mamba_ssm": "#E69F00", "torch": "#9aa0a8", None: "#0072B2"}
 
 def tables(records: Sequence[Record]) -> list[Table]:
     arms = latest(records, "integration")
-    if not arms:
-        return []
     first = next(iter(arms.values()))
     config, patched = first["config"], arms.get("patched")
     table = make_table(
         "integration",
         f"A Hugging Face Mamba of {config['model']} in Trainer, {config['precision']}",
         "!arm | !batches | !kernels | real tokens/s = real_tokens_per_second:,.0f | "
-        "interquartile range = real_tokens_per_second_spread:,.0f | "
-        "patched over it [95% CI] = patched_over patched_over_low patched_over_high | padding = padding_fraction:% | "
+        "interquartile range = real_tokens_per_second_spread:,.0f | patched over it [95% CI] = patched_over[] | "
+        "padding = padding_fraction:% | "
         "peak memory = peak_memory_bytes:GiB | loss, first step = first_loss:.4f | loss, last ten steps = last_loss:.4f | "
         "off from single documents = difference:.1e",
         [
@@ -41,7 +39,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
             | {"batches": BATCHES[record["config"]["batches"]], "kernels": KERNELS[record["config"]["kernels"]]}
             for arm, record in arms.items()
         ],
-        f"Whole optimizer steps; {next(iter(first['hardware']['gpus']), first['hardware']['cpu'])}; medians of turns of "
+        f"Whole optimizer steps; {hardware(first)}; medians of turns of "
         f"{config['steps']} steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), "
         f"{config['rounds']} turn(s) each, interleaved; transformers {config['transformers']}.{_others(arms.values())} "
         "Patched over it: the mean over turns, 95 % intervals by Student's t. "
@@ -56,8 +54,6 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
     models: dict[str, dict[str, Record]] = {}
     for record in sorted(aggregate.of_kind(records, "trainer"), key=lambda record: record["time"]):
         models.setdefault(record["config"]["model"], {})[record["arm"]] = _after_first_turn(record)
-    if not models:
-        return []
     first = next(iter(next(iter(models.values())).values()))
     config, rows, every = first["config"], [], []
     for model, arms in models.items():
@@ -70,7 +66,7 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
             every.append(record["metrics"] | fields)
         rows.append(row)
     where = (
-        f"{next(iter(first['hardware']['gpus']), first['hardware']['cpu'])}; {config['precision']}; transformers "
+        f"{hardware(first)}; {config['precision']}; transformers "
         f"{config['transformers']}; medians of {config['rounds'] - 1} interleaved turns of {config['steps']} "
         f"steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), behind a first one in "
         "which kernels are compiled and tuned (of arms with one turn: it)"
@@ -82,8 +78,8 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
             "Small models with random weights in Trainer: packed beside padded",
             f"!model | million parameters = parameters:.0f | padded, real tokens/s = padded_{speed}:,.0f | "
             f"sorted = grouped_{speed}:,.0f | packed = {ours}:,.0f | without kernels = slow-path_{speed}:,.0f | "
-            "packed over padded [min, max] = over_padded over_padded_low over_padded_high | "
-            "packed over sorted [min, max] = over_grouped over_grouped_low over_grouped_high | "
+            "packed over padded [min, max] = over_padded[] | "
+            "packed over sorted [min, max] = over_grouped[] | "
             "padded, peak memory = padded_peak_memory_bytes:GiB | packed, peak memory = packed_peak_memory_bytes:GiB | "
             "loss off in float32 = packed_loss_difference:.1e",
             rows,
@@ -95,7 +91,7 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
             "All arms in Trainer",
             f"!model | !arm | !batches | !kernels | real tokens/s = {speed}:,.0f | "
             f"interquartile range = {speed}_spread:,.0f | "
-            "packed over it [min, max] = packed_over packed_over_low packed_over_high | padding = padding_fraction:% | "
+            "packed over it [min, max] = packed_over[] | padding = padding_fraction:% | "
             "peak memory = peak_memory_bytes:GiB | loss, first step = first_loss:.4f | loss, last steps = last_loss:.4f | "
             "off from single documents = difference:.1e | loss off in float32 = loss_difference:.1e | !error",
             every,
@@ -113,18 +109,15 @@ def _after_first_turn(record: Record) -> Record:
 
 def _over(patched: Record | None, record: Record, extremes: bool = False) -> Cell:
     """Patched's speed over the arm's, turn by turn: the mean with its 95 % interval, or the least and the most."""
-    both = patched is not None and _rates(patched) and _rates(record)
-    if patched is None or not both:
+    if patched is None or not (_rates(patched) and _rates(record)):
         return Cell("-", (None,) * 3)
     ratios = pd.Series(_rates(patched)) / pd.Series(_rates(record))
     found = interval(ratios)
     assert found is not None
     if extremes:
         found = found._replace(low=float(ratios.min()), high=float(ratios.max()))
-    text = f"{found.mean:.2f}x" + (
-        f" [{found.low:.2f}, {found.high:.2f}]" if found.seeds > 1 and found.low < found.high else ""
-    )
-    return Cell(text, (found.mean, found.low, found.high))
+    bounds = f" [{found.low:.2f}, {found.high:.2f}]" if found.seeds > 1 and found.low < found.high else ""
+    return Cell(f"{found.mean:.2f}x{bounds}", found[:3])
 
 
 def _rates(record: Record) -> list[float]:
@@ -146,8 +139,6 @@ def _others(records: Iterable[Record]) -> str:
 def figures(records: Sequence[Record]) -> list[Figure]:
     """Real tokens per second, a bar for each arm."""
     arms = latest(records, "integration")
-    if not arms:
-        return []
     fig, (ax,) = axes(1, width=7.0, height=0.5 + 0.42 * len(arms))
     names = list(arms)[::-1]
     rates = [arms[name]["metrics"]["real_tokens_per_second"] for name in names]

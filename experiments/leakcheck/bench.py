@@ -126,42 +126,20 @@ def _record(
 ) -> dict[str, Any]:  # fmt: skip
     import transformers
 
-    return make_record(
-        kind="audit",
-        experiment=c.experiment,
-        arm=arm,
-        config={
-            "boundaries": boundaries,
-            "family": of.get("family"),
-            "class": type(model).__name__,
-            "keys": of.get("config") or {},
-            "shared": c.shared,
-            "transformers": transformers.__version__,
-            "trl": _version(TRL) if boundaries == TRL else None,
-            "device": c.device,
-            "kernels": {name: _version(name) for name in KERNELS},
-            "module": result.module,
-            "error": result.raises,
-            "verdict": str(result),
-        },
-        seed=c.seed,
-        corpus_hash="random tokens, documents of 19, 1, 23, 2, 38 and of 64, 63, 1, 65 tokens",
-        metrics={
-            "leaks": _flag(None if result.raises is not None else result.leaks),
-            "isolated_forward": _flag(result.isolated_forward),
-            "isolated_backward": _flag(result.isolated_backward),
-            "same_as_alone": _flag(result.same_as_alone),
-            "raises": _flag(result.raises is not None),
-            "fails": _flag(failed),
-            "ignored": _flag(result.ignored),
-            "largest": result.largest,
-            "difference": result.difference,
-            "reach": result.reach,
-            "endless": _flag(result.endless),
-            **{f"padding_{side}": _flag(result.padding.get(side)) for side in ("left", "right")},
-        },
-        wall_seconds=seconds,
-    )
+    config = {"boundaries": boundaries, "family": of.get("family"), "class": type(model).__name__}
+    config |= {"keys": of.get("config") or {}, "shared": c.shared, "device": c.device}
+    config |= {"transformers": transformers.__version__, "trl": _version(TRL) if boundaries == TRL else None}
+    config |= {"kernels": {name: _version(name) for name in KERNELS}}
+    config |= {"module": result.module, "error": result.raises, "verdict": str(result)}
+    raises = result.raises is not None
+    flags = {"leaks": None if raises else result.leaks, "raises": raises, "fails": failed}
+    names = ("isolated_forward", "isolated_backward", "same_as_alone", "ignored", "endless")
+    flags |= {name: getattr(result, name) for name in names}
+    flags |= {f"padding_{side}": result.padding.get(side) for side in ("left", "right")}
+    metrics = {name: None if flag is None else int(flag) for name, flag in flags.items()}
+    metrics |= {name: getattr(result, name) for name in ("largest", "difference", "reach")}
+    corpus = "random tokens, documents of 19, 1, 23, 2, 38 and of 64, 63, 1, 65 tokens"
+    return make_record("audit", c.experiment, arm, config, c.seed, corpus, metrics, seconds)
 
 
 def _version(package: str) -> str | None:
@@ -169,10 +147,6 @@ def _version(package: str) -> str | None:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _flag(value: bool | None) -> int | None:
-    return None if value is None else int(value)
 
 
 BENCHES = {"leakcheck": Bench(AuditConfig, run)}

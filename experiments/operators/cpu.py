@@ -41,17 +41,12 @@ class Config:
     longest: int = key(1024, "Longest document.", low=1)
     channels: int = key(512, "Channels of the scan (d_inner).", low=1)
     states: int = key(16, "States per channel (d_state).", low=1)
-    conv_tokens: int = key(
-        8192, "Tokens of the convolution's row; its tensors should be larger than the last-level cache.", low=1
-    )
+    conv_tokens: int = key(8192, "Tokens of the convolution's row, larger than the last-level cache.", low=1)
     conv_channels: int = key(2048, "Channels of the convolution.", low=1)
     dtype: str = key("float32", "Type of the activations: float32, bfloat16 or float64.", choices=TOLERANCES)
     threads: int = key(2, "CPU threads of every arm.", low=1)
     rounds: int = key(11, "Timings of each compiled arm, in turns.", low=2)
-    slow_rounds: int = key(
-        2, "Timings of the reference and of transformers, which take seconds to minutes, within the first rounds.",
-        low=2,
-    )  # fmt: skip
+    slow_rounds: int = key(2, "Timings of the reference and of transformers, which take minutes.", low=2)
     seed: int = key(0, "Seed of lengths and values.", low=0)
 
 
@@ -100,23 +95,11 @@ def _run_operator(c: Config, operator: Operator, records_path: Path, progress: b
         )
     settings = {key: value for key, value in asdict(c).items() if key not in ("experiment", "arms", "seed")}
     for name, times in samples.items():
-        record = make_record(
-            kind="operators",
-            experiment=c.experiment,
-            arm=name,
-            config={"operator": operator.name, **arms[name].fields(), **settings},
-            seed=c.seed,
-            corpus_hash=f"log-uniform lengths in [{c.shortest}, {c.longest}]",
-            metrics={
-                "seconds_median": timing.median(times),
-                "seconds_spread": timing.spread(times),
-                "seconds_fastest": min(times),
-                "rounds": len(times),
-                "bound_seconds": bounds[name],
-                **rates,
-            },
-            wall_seconds=sum(times),
-        )
+        config = {"operator": operator.name, **arms[name].fields(), **settings}
+        metrics = {"seconds_median": timing.median(times), "seconds_spread": timing.spread(times)}
+        metrics |= {"seconds_fastest": min(times), "rounds": len(times), "bound_seconds": bounds[name], **rates}
+        corpus = f"log-uniform lengths in [{c.shortest}, {c.longest}]"
+        record = make_record("operators", c.experiment, name, config, c.seed, corpus, metrics, sum(times))
         append_record(records_path, record)
 
 

@@ -33,10 +33,7 @@ Metrics = dict[str, float | None]
 class Config:
     experiment: str = key("operators", "The question, which the records name.")
     arms: list[str] = key(HERE, "Arms of arms.GPU_ARMS.", choices=HERE, check=("at least one arm", bool))
-    shapes: list[str] = key(
-        ["16384,4096,documents-2k"],
-        "tokens,channels,documents each; documents: documents-2k, short, heavy, one, or the length of every document.",
-    )
+    shapes: list[str] = key(["16384,4096,documents-2k"], "tokens,channels,documents: a distribution, one, or a length.")
     layouts: int = key(20, "Rows that a time is a mean over; of documents of a fixed length, one, five times.", low=1)
     rounds: int = key(5, "How often each arm is timed, in turns.", low=1)
     slow_rounds: int = key(3, "How often mamba-ssm document by document and padded is, within the first rounds.", low=1)
@@ -59,20 +56,11 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             totals = ", ".join(f"{arm} {1e3 * (m['total_seconds'] or 0):.4g}" for arm, m in results.items())
             print(f"{tokens} x {channels}, {documents} ({seconds:.0f} s): ms {totals}", flush=True)
         for arm, metrics in results.items():
-            record = make_record(
-                kind="gpu_operators",
-                experiment=c.experiment,
-                arm=arm,
-                config={
-                    **GPU_ARMS[arm].fields(), "tokens": tokens, "channels": channels, "documents": documents,
-                    "states": STATES, "dtype": "bfloat16", "layouts": len(rows), "rounds": c.rounds,
-                    "mean_documents": sum(map(len, rows)) / len(rows),
-                },
-                seed=c.seed,
-                corpus_hash=f"random tensors, documents as configured, seed {c.seed}",
-                metrics=metrics,
-                wall_seconds=seconds,
-            )  # fmt: skip
+            config = GPU_ARMS[arm].fields() | {"tokens": tokens, "channels": channels, "documents": documents}
+            config |= {"states": STATES, "dtype": "bfloat16", "layouts": len(rows), "rounds": c.rounds}
+            config |= {"mean_documents": sum(map(len, rows)) / len(rows)}
+            corpus = f"random tensors, documents as configured, seed {c.seed}"
+            record = make_record("gpu_operators", c.experiment, arm, config, c.seed, corpus, metrics, seconds)
             append_record(records_path, record)
 
 

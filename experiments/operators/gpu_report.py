@@ -176,8 +176,6 @@ def bars_table(found: Shapes) -> Table:
 def gpu_operators_tables(records: Sequence[Record]) -> list[Table]:
     """The bars, then what stands behind them."""
     found = by_shape(records)
-    if not found:
-        return []
     first = next(iter(next(iter(found.values())).values()))
     tables = [bars_table(found), _scan(found), _conv(found), _bottleneck(found), _positions(found), _times(found)]
     layouts = max(record["config"]["layouts"] for arms in found.values() for record in arms.values())

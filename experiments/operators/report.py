@@ -45,8 +45,6 @@ def operators_tables(records: Sequence[Record]) -> list[Table]:
 def operators_figures(records: Sequence[Record]) -> list[Figure]:
     """Time of each implementation, and its limit, one panel for each operator."""
     operators = _by_operator(records)
-    if not operators:
-        return []
     fig, panels = axes(len(operators), height=3.2)
     for ax, (operator, arms) in zip(panels, operators.items()):
         for rank, (arm, record) in enumerate(arms.items()):

@@ -63,22 +63,11 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             bar.set_postfix(seed=seed, row_length=row_length)
             lengths = draw_lengths(c.distribution, c.num_documents, seed)
             for arm, plan, seconds in _measure(c, lengths, row_length, bar):
-                record = make_record(
-                    kind="packing",
-                    experiment=c.experiment,
-                    arm=arm.strategy,
-                    config={**asdict(arm), "row_length": row_length, **shared},
-                    seed=seed,
-                    corpus_hash=corpus,
-                    metrics={
-                        "padding_fraction": plan.padding_fraction,
-                        "planning_seconds": timing.median(seconds),
-                        "planning_seconds_spread": max(seconds) - min(seconds),
-                        "num_rows": plan.num_rows,
-                        "num_documents": c.num_documents,
-                    },
-                    wall_seconds=sum(seconds),
-                )
+                metrics = {"padding_fraction": plan.padding_fraction, "num_rows": plan.num_rows}
+                metrics |= {"planning_seconds": timing.median(seconds), "num_documents": c.num_documents}
+                metrics |= {"planning_seconds_spread": max(seconds) - min(seconds)}
+                config = {**asdict(arm), "row_length": row_length, **shared}
+                record = make_record("packing", c.experiment, arm.strategy, config, seed, corpus, metrics, sum(seconds))
                 append_record(records_path, record)
 
 

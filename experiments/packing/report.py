@@ -39,8 +39,6 @@ _STYLES: dict[str, dict[str, Any]] = {
 def packing_tables(records: Sequence[Record]) -> list[Table]:
     """Padding and planning time by strategy and row length, greedy's padding by buffer, and the intervals of all these."""
     plans = _plans(records)
-    if plans.empty:
-        return []
     data, seeds = _data(plans), plans["seed"].nunique()
     lengths = sorted(plans["row_length"].unique())
     columns = [Column(f"row length {length}", (f"row_length_{length}",)) for length in lengths]
@@ -89,8 +87,6 @@ def _intervals(plans: pd.DataFrame, lengths: Sequence[int]) -> list[Table]:
 def packing_figures(records: Sequence[Record]) -> list[Figure]:
     """Padding and planning time against row length, and greedy's padding against its buffer; one corpus's records."""
     plans = _plans(records)
-    if plans.empty:
-        return []
     return [_by_row_length(plans), *([_by_buffer(plans)] if plans["buffer"].nunique() > 1 else [])]
 
 
@@ -153,8 +149,6 @@ def packing_label(records: Sequence[Record]) -> str:
 def _plans(records: Sequence[Record]) -> pd.DataFrame:
     """Return the latest record of every plan and seed, with columns row_length, buffer, per_million (seconds) and label."""
     plans = aggregate.frame(records, "packing")
-    if plans.empty:
-        return plans
     plans["row_length"], plans["buffer"] = plans["config.row_length"], plans["config.buffer"]
     plans["per_million"] = 1e6 * plans["planning_seconds"] / plans["num_documents"]
     plans = plans.drop_duplicates(["config.strategy", "row_length", "buffer", "seed"], keep="last")

@@ -104,12 +104,10 @@ def time_lengths(c: Config, device: torch.device, records_path: Path, progress: 
 def _append(
     c: Config, path: Path, part: str, arm: str, config: dict[str, Any], metrics: dict[str, float], began: float
 ) -> None:
-    record = make_record(
-        kind="paper", experiment=c.experiment, arm=arm, config={"part": part, **config}, seed=c.seed,
-        corpus_hash=f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]})", metrics=metrics,
-        wall_seconds=time.perf_counter() - began,
-    )  # fmt: skip
-    append_record(path, record)
+    corpus, taken = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]})", time.perf_counter() - began
+    append_record(
+        path, make_record("paper", c.experiment, arm, {"part": part, **config}, c.seed, corpus, metrics, taken)
+    )
 
 
 BENCHES = {"paper": Bench(Config, run)}

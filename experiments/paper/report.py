@@ -114,7 +114,7 @@ def _lengths(records: Sequence[Record]) -> list[Table]:
         times = [number(1e6 * metrics[f"{name}_seconds"], ",.0f") for name in FAMILIES]
         head = word(config["layers"]), word(config["dtype"]), Cell(str(config["tokens"]), (config["tokens"],))
         table.rows.append([*head, *times])
-    return [table] if rows else []
+    return [table] if table.rows else []
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:

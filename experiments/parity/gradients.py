@@ -106,22 +106,13 @@ def _measure(c: Config, runs: dict[str, Run], begun: float, progress: bool) -> I
             module.take_step(datas[first].steps[number].to(device), optimizer, number, _backward)
     for (name, precision), points in curves.items():
         names = ("relative_difference", "largest_of_a_tensor", "loss_difference")
-        yield make_record(
-            kind="gradients",
-            experiment=c.experiment,
-            arm=name,
-            config={
-                **recorded_config(runs[name]),
-                "computed_in": precision,
-                "against": against(c, runs, name, precision),
-            },
-            seed=runs[name].seed,
-            corpus_hash=datas[name].corpora.corpus_hash,
-            metrics={metric: max(point[metric] for point in points) for metric in names}
-            | {"parameters": sum(p.numel() for p in module.parameters())},
-            curves={"gradients": points},
-            wall_seconds=time.perf_counter() - begun,
-        )
+        told, corpus = {**recorded_config(runs[name])}, datas[name].corpora.corpus_hash
+        told |= {"computed_in": precision, "against": against(c, runs, name, precision)}
+        metrics = {metric: max(point[metric] for point in points) for metric in names}
+        metrics |= {"parameters": sum(p.numel() for p in module.parameters())}
+        taken = time.perf_counter() - begun
+        of_run = (name, told, runs[name].seed, corpus, metrics, taken, {"gradients": points})
+        yield make_record("gradients", c.experiment, *of_run)
 
 
 def against(c: Config, runs: Iterable[str], arm: str, precision: str) -> str:

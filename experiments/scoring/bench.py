@@ -167,28 +167,28 @@ class ScoringConfig:
     seed: int = key(0, "Seed of weights and requests.", low=0)
 
 
-def run(config: ScoringConfig, records_path: Path, progress: bool = True) -> None:
+def run(c: ScoringConfig, records_path: Path, progress: bool = True) -> None:
     """Append records of kinds scoring and generation; RuntimeError if an arm's scores differ from the first arm's."""
-    workloads = {name: Workload(**fields) for name, fields in config.workloads.items()}
+    workloads = {name: Workload(**fields) for name, fields in c.workloads.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()
-    torch.manual_seed(config.seed)
-    sizes = load_config(None, [f"model={config.model}", *config.overrides])
-    model = make_model(sizes, device, getattr(torch, config.dtype))
-    methods = _methods(config, model)
+    torch.manual_seed(c.seed)
+    sizes = load_config(None, [f"model={c.model}", *c.overrides])
+    model = make_model(sizes, device, getattr(torch, c.dtype))
+    methods = _methods(c, model)
     for name, workload in workloads.items():
-        requests = workload.draw(model.config["vocab_size"], config.seed)
-        _measure_scores(config, name, workload, requests, methods, device, records_path, progress)
-    for count in config.prompts:
-        _measure_generation(config, model, count, device, records_path)
+        requests = workload.draw(model.config["vocab_size"], c.seed)
+        _measure_scores(c, name, workload, requests, methods, device, records_path, progress)
+    for count in c.prompts:
+        _measure_generation(c, model, count, device, records_path)
 
 
-def _methods(config: ScoringConfig, model: MambaLM) -> dict[str, Method]:
+def _methods(c: ScoringConfig, model: MambaLM) -> dict[str, Method]:
     made: dict[str, Method] = {}
-    for name, arm in config.arms.items():
+    for name, arm in c.arms.items():
         fields = {key: value for key, value in arm.items() if key != "method"}
         try:
-            make = {"packed": partial(packed, model, config.max_slots), "padded": partial(padded, model)}
+            make = {"packed": partial(packed, model, c.max_slots), "padded": partial(padded, model)}
             made[name] = (make | {"hf": partial(harness, model)})[arm["method"]](**fields)
         except (ImportError, ValueError) as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
@@ -198,7 +198,7 @@ def _methods(config: ScoringConfig, model: MambaLM) -> dict[str, Method]:
 
 
 def _measure_scores(
-    config: ScoringConfig, name: str, workload: Workload, requests: Sequence[Request], methods: Mapping[str, Method],
+    c: ScoringConfig, name: str, workload: Workload, requests: Sequence[Request], methods: Mapping[str, Method],
     device: torch.device, records_path: Path, progress: bool,
 ) -> None:  # fmt: skip
     found: dict[str, list[Score]] = {}
@@ -212,43 +212,30 @@ def _measure_scores(
         found[arm] = methods[arm](requests)
         peaks[arm] = peak.bytes()
         difference = sum(abs(a.log_likelihood - b.log_likelihood) for a, b in zip(found[arm], expected)) / tokens
-        if not difference <= config.margin * MOST_DIFFERENCE[config.dtype]:
+        if not difference <= c.margin * MOST_DIFFERENCE[c.dtype]:
             raise RuntimeError(f"{name}, {arm}: scores differ by {difference:.2g} nats a token from the first arm's")
 
     def arm_of(method: Method) -> Callable[[int], float]:
         return lambda turn: seconds(lambda: method(requests), device)
 
-    slow = {arm: config.slow_rounds for arm in methods if config.arms[arm].get("slow")}
+    slow = {arm: c.slow_rounds for arm in methods if c.arms[arm].get("slow")}
     begun = time.perf_counter()
     samples = take_turns(
-        {arm: arm_of(method) for arm, method in methods.items()}, config.rounds, warm_up=0, gate=gate, at_most=slow,
+        {arm: arm_of(method) for arm, method in methods.items()}, c.rounds, warm_up=0, gate=gate, at_most=slow,
         bar=f"scoring, {name}" if progress else None,
     )  # fmt: skip
     wall = time.perf_counter() - begun
     for arm, taken in samples.items():
-        append_record(
-            records_path,
-            make_record(
-                kind="scoring",
-                experiment="scoring",
-                arm=arm,
-                config={
-                    "workload": name, **vars(workload), **config.arms[arm], "model": config.model, "dtype": config.dtype,
-                    "overrides": list(config.overrides), "max_slots": config.max_slots, "rounds": config.rounds,
-                },
-                seed=config.seed,
-                corpus_hash=f"{name}: {workload}",
-                metrics={
-                    "seconds": median(taken),
-                    "seconds_spread": spread(taken),
-                    "requests": len(requests),
-                    "requests_per_second": len(requests) / median(taken),
-                    "peak_memory_bytes": peaks[arm],
-                    **_agreement(found[arm], expected, requests, workload.continuations),
-                },
-                wall_seconds=wall,
-            ),
-        )  # fmt: skip
+        config = {"workload": name, **vars(workload), **c.arms[arm], **_settings(c)}
+        rate = {"requests": len(requests), "requests_per_second": len(requests) / median(taken)}
+        metrics = {"seconds": median(taken), "seconds_spread": spread(taken), "peak_memory_bytes": peaks[arm], **rate}
+        metrics |= _agreement(found[arm], expected, requests, workload.continuations)
+        record = make_record("scoring", "scoring", arm, config, c.seed, f"{name}: {workload}", metrics, wall)
+        append_record(records_path, record)
+
+
+def _settings(c: ScoringConfig) -> dict[str, Any]:
+    return {name: getattr(c, name) for name in ("model", "dtype", "overrides", "max_slots", "rounds")}
 
 
 def _agreement(
@@ -267,49 +254,29 @@ def _agreement(
     }
 
 
-def _measure_generation(
-    config: ScoringConfig, model: MambaLM, count: int, device: torch.device, records_path: Path
-) -> None:
-    workload = Workload(count, config.prompt_length, 1, 1)
-    prompts = [context for context, _ in workload.draw(model.config["vocab_size"], config.seed)]
+def _measure_generation(c: ScoringConfig, model: MambaLM, count: int, device: torch.device, records_path: Path) -> None:
+    workload = Workload(count, c.prompt_length, 1, 1)
+    prompts = [context for context, _ in workload.draw(model.config["vocab_size"], c.seed)]
 
     def generation(tokens: int) -> float:
         texts = [tuple(prompt) for prompt in prompts]
-        run = lambda: generate(model, texts, tokens, seed=config.seed, max_slots=config.max_slots)  # noqa: E731
+        run = lambda: generate(model, texts, tokens, seed=c.seed, max_slots=c.max_slots)  # noqa: E731
         return seconds(run, device)
 
     free_memory()
     peak = PeakMemory(device)
-    turns = {"one": lambda turn: generation(1), "all": lambda turn: generation(config.new_tokens)}
-    samples = take_turns(turns, config.rounds)
-    steps = [(whole - first) / (config.new_tokens - 1) for first, whole in zip(samples["one"], samples["all"])]
+    turns = {"one": lambda turn: generation(1), "all": lambda turn: generation(c.new_tokens)}
+    samples = take_turns(turns, c.rounds)
+    steps = [(whole - first) / (c.new_tokens - 1) for first, whole in zip(samples["one"], samples["all"])]
     read = sum(map(len, prompts))
-    append_record(
-        records_path,
-        make_record(
-            kind="generation",
-            experiment="scoring",
-            arm=f"{count} prompts",
-            config={
-                "prompts": count, "prompt_length": config.prompt_length, "new_tokens": config.new_tokens,
-                "model": config.model, "dtype": config.dtype, "overrides": list(config.overrides),
-                "max_slots": config.max_slots, "rounds": config.rounds,
-            },
-            seed=config.seed,
-            corpus_hash="prompts",
-            metrics={
-                "prompt_tokens": read,
-                "prefill_seconds": median(samples["one"]),
-                "prefill_spread": spread(samples["one"]),
-                "prefill_tokens_per_second": read / median(samples["one"]),
-                "step_seconds": median(steps),
-                "step_spread": spread(steps),
-                "tokens_per_second": count / median(steps),
-                "peak_memory_bytes": peak.bytes(),
-            },
-            wall_seconds=sum(samples["one"]) + sum(samples["all"]),
-        ),
-    )  # fmt: skip
+    metrics = {"prompt_tokens": read, "prefill_tokens_per_second": read / median(samples["one"])}
+    metrics |= {"prefill_seconds": median(samples["one"]), "prefill_spread": spread(samples["one"])}
+    metrics |= {"step_seconds": median(steps), "step_spread": spread(steps)}
+    metrics |= {"tokens_per_second": count / median(steps), "peak_memory_bytes": peak.bytes()}
+    config = {"prompts": count, "prompt_length": c.prompt_length, "new_tokens": c.new_tokens, **_settings(c)}
+    wall = sum(samples["one"]) + sum(samples["all"])
+    record = make_record("generation", "scoring", f"{count} prompts", config, c.seed, "prompts", metrics, wall)
+    append_record(records_path, record)
 
 
 BENCHES = {"scoring": Bench(ScoringConfig, run)}

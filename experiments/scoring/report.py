@@ -17,8 +17,6 @@ METHODS = {"packed": "packed passes", "padded": "padded batches, same kernels", 
 def scoring_tables(records: Sequence[Record]) -> list[Table]:
     """Requests per second of every arm; ``records`` are of one workload."""
     arms = latest(records, "scoring")
-    if not arms:
-        return []
     first = next(iter(arms.values()))
     config, ours = first["config"], arms.get("packed")
     hardware = ", ".join(first["hardware"]["gpus"]) or first["hardware"]["cpu"]
@@ -53,19 +51,18 @@ def generation_tables(records: Sequence[Record]) -> list[Table]:
         "prefill seconds = prefill_seconds:.4f | interquartile range = prefill_spread:.4f | "
         "tokens/s = tokens_per_second:,.0f | milliseconds a step = step_seconds:.2f | spread, ms = step_spread:.2f | "
         "peak memory = peak_memory_bytes:GiB",
-        [
-            m | {"prompts": prompts, "step_seconds": 1e3 * m["step_seconds"], "step_spread": 1e3 * m["step_spread"]}
-            for prompts, m in sorted(
-                ((r["config"]["prompts"], r["metrics"]) for r in latest(records, "generation").values()),
-                key=itemgetter(0),
-            )
-        ],
+        sorted(
+            (
+                m
+                | {"prompts": r["config"]["prompts"]}
+                | {name: 1e3 * m[name] for name in ("step_seconds", "step_spread")}
+                for r in latest(records, "generation").values()
+                for m in [r["metrics"]]
+            ),
+            key=itemgetter("prompts"),
+        ),
     )
-    return [table] if table.rows else []
-
-
-def card(record: Record, device: str) -> str:
-    return record["hardware"]["cpu"] if device == "cpu" else record["hardware"]["gpus"][0]
+    return [table]
 
 
 DTYPES = ("float64", "float32", "bfloat16")
@@ -84,7 +81,12 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
         "best choices that differ = choice_flips:d | differ by a bit: shuffled = shuffled_differ:d | "
         "asked in three parts = split_differ:d | contexts not shared = unshared_differ:d",
         [
-            record["metrics"] | {"dtype": dtype, "model": model, "device": card(record, device)}
+            record["metrics"]
+            | {
+                "dtype": dtype,
+                "model": model,
+                "device": record["hardware"]["cpu"] if device == "cpu" else record["hardware"]["gpus"][0],
+            }
             for (dtype, model, device), record in sorted(
                 newest.items(), key=lambda item: (DTYPES.index(item[0][0]), item[0])
             )
@@ -92,7 +94,7 @@ def exactness_tables(records: Sequence[Record]) -> list[Table]:
         "Random weights. The largest difference is of a request's whole log-likelihood. A context's first continuation is "
         "what greedy decoding says, about 16 tokens: one of them that turns is a verdict that differs.",
     )
-    return [table] if table.rows else []
+    return [table]
 
 
 KINDS = {

@@ -325,11 +325,10 @@ class Model:
         if self.progress:
             shown = {name: None if v is None else float(f"{v:.4g}") for name, v in metrics.items()}
             print(self.name, part, arm, shown, flush=True)
-        record = make_record(
-            kind=kind, experiment=c.experiment, arm=arm, config={**settings, **self.sizes(), **fields}, seed=c.seed,
-            corpus_hash=self.corpus, metrics=metrics, wall_seconds=time.perf_counter() - self.begun, curves=curves,
-        )  # fmt: skip
-        append_record(self.path, record)
+        config, taken = {**settings, **self.sizes(), **fields}, time.perf_counter() - self.begun
+        append_record(
+            self.path, make_record(kind, c.experiment, arm, config, c.seed, self.corpus, metrics, taken, curves)
+        )
 
     def sizes(self) -> dict[str, Any]:
         names = ("d_model", "n_layer", "mixer", "expand", "vocab_size", "compile", "recompute")

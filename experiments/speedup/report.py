@@ -362,7 +362,7 @@ def breakdown_tables(records: Sequence[Record]) -> list[Table]:
         "One batch, or one optimizer step, by torch.profiler, kernels that overlap counted once; idle: no kernel runs (no "
         "more than the time without the profiler, which slows the host, leaves, but all gaps below 10 us).",
     )
-    return [table] if table.rows else []
+    return [table]
 
 
 AXES = {"row_length": "row length", "mean_length": "mean document length"}

@@ -25,12 +25,8 @@ from packmamba.reproduce import Bench
 class AnswersConfig:
     experiment: str = "tasks"
     runs: Optional[str] = key(None, "Folder of the trained runs; null: runs/ in the output folder.")
-    questions: dict[str, Any] = key(
-        {}, "For each trained arm: task, options (its parameters), varied (one more parameter) and its values."
-    )
-    untrained: list[str] = key(
-        [], "Tasks that untrained models answer too.", choices="packmamba.evaluation.tasks:TASKS"
-    )
+    questions: dict[str, Any] = key({}, "By trained arm: task, options, varied (one more of them) and its values.")
+    untrained: list[str] = key([], "Tasks of untrained models too.", choices="packmamba.evaluation.tasks:TASKS")
     untrained_options: dict[str, Any] = key({}, "For each of these tasks its parameters; else their defaults.")
     seeds: list[int] = key([0, 1, 2], "Seeds of untrained weights.", low=0)
     d_model: int = key(64, "Width of untrained models.", low=1)
@@ -58,7 +54,7 @@ def run(config: AnswersConfig, records_path: Path, progress: bool = True) -> Non
     for arm, asked in questions.items():
         for path in runs[arm]:
             _ask_trained(config, arm, asked, path, records_path, progress)
-    for name in tqdm(config.untrained, desc="untrained", disable=None if progress else True):
+    for name in tqdm(config.untrained, desc="untrained", disable=not progress):
         _ask_untrained(config, name, records_path)
 
 
@@ -75,27 +71,15 @@ def _ask_trained(
     begun = time.perf_counter()
     subject = load_model(path, "cpu")
     points, chance = [], 0.0
-    for value in tqdm(asked.values, desc=f"{arm}, seed {subject.config.seed}", disable=None if progress else True):
+    for value in tqdm(asked.values, desc=f"{arm}, seed {subject.config.seed}", disable=not progress):
         point = _numbers(asked.task, subject.model, asked.options | {asked.varied: value}, config)
         chance = point.pop("chance")
         points.append({"value": value} | point)
-    append_record(
-        records_path,
-        make_record(
-            kind="answers",
-            experiment=config.experiment,
-            arm=arm,
-            config={
-                "task": asked.task, "options": asked.options, "varied": asked.varied, "examples": config.examples,
-                "trained": subject.config.data.task_options,
-            },
-            seed=subject.config.seed,
-            corpus_hash=f"{asked.task} {sorted(asked.options.items())} by {asked.varied}, seed {config.examples_seed}",
-            metrics={"chance": chance},
-            curves={"answers": points},
-            wall_seconds=time.perf_counter() - begun,
-        ),
-    )  # fmt: skip
+    told = {"task": asked.task, "options": asked.options, "varied": asked.varied, "examples": config.examples}
+    told |= {"trained": subject.config.data.task_options}
+    corpus = f"{asked.task} {sorted(asked.options.items())} by {asked.varied}, seed {config.examples_seed}"
+    measured = (subject.config.seed, corpus, {"chance": chance}, time.perf_counter() - begun, {"answers": points})
+    append_record(records_path, make_record("answers", config.experiment, arm, told, *measured))
 
 
 def _ask_untrained(config: AnswersConfig, name: str, records_path: Path) -> None:
@@ -109,19 +93,10 @@ def _ask_untrained(config: AnswersConfig, name: str, records_path: Path) -> None
         begun = time.perf_counter()
         torch.manual_seed(seed)
         model = MambaLM(vocab_size=task.vocab_size, d_model=config.d_model, n_layer=config.n_layer).eval()
-        append_record(
-            records_path,
-            make_record(
-                kind="untrained",
-                experiment=config.experiment,
-                arm=name,
-                config={"options": options, "d_model": config.d_model, "n_layer": config.n_layer, "examples": config.examples},
-                seed=seed,
-                corpus_hash="untrained",
-                metrics=_numbers(name, model, options, config) | {"most_frequent": frequent},
-                wall_seconds=time.perf_counter() - begun,
-            ),
-        )  # fmt: skip
+        told = {"options": options, **{key: getattr(config, key) for key in ("d_model", "n_layer", "examples")}}
+        metrics = _numbers(name, model, options, config) | {"most_frequent": frequent}
+        measured = (seed, "untrained", metrics, time.perf_counter() - begun)
+        append_record(records_path, make_record("untrained", config.experiment, name, told, *measured))
 
 
 def _numbers(name: str, model: MambaLM, options: Mapping[str, Any], config: AnswersConfig) -> dict[str, float]:
