@@ -23,7 +23,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from omegaconf import OmegaConf
 
 from packmamba import records
-from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, need, registry, to_dict
+from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, import_plugins, need, registry, to_dict
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.token_store import evaluation_documents
@@ -98,6 +98,7 @@ def configured_runtime(config: Config) -> Iterator[None]:
 def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
     records.provenance()  # of the run's start
+    import_plugins(config.plugins)  # not imported in a worker
     check_run(config)
     check_accelerator(config)
     path, folder, options = run_id.record_path(config), run_id.run_folder(config), config.trainer

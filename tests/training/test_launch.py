@@ -3,6 +3,7 @@
 import os
 import pickle
 import signal
+import sys
 import time
 from collections import Counter
 
@@ -13,8 +14,9 @@ from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
 from packmamba.records import read_records
 from packmamba.training import launch
+from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.callbacks import checkpoints
-from packmamba.training.launch import Job, device_slots
+from packmamba.training.launch import Job, device_slots, train
 from packmamba.training.run_id import run_folder
 from packmamba.training.sweep import load_sweep, run_sweep
 from processes import fork, hold, statuses
@@ -62,6 +64,17 @@ def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path, monkeypatch
     assert [record["arm"] for record in read_records(tmp_path / "sweep")] == ["c"]
     _, configs = load_sweep(path)
     assert "Traceback" in (run_folder(configs[0]) / "output.txt").read_text()
+
+
+def test_a_worker_imports_the_plugins(tmp_path, monkeypatch):
+    (tmp_path / "imported_later.py").write_text(PLUGIN.replace('"breaks"', '"later"'))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(BOUNDARIES, "later", None)  # removed after the test
+    later = write_sweep(tmp_path, arms={"a": {"trainer.boundary": "later"}}, plugins=["imported_later"], grid={})
+    _, configs = load_sweep(later)
+    monkeypatch.delitem(BOUNDARIES, "later")  # as in a process that was spawned
+    monkeypatch.delitem(sys.modules, "imported_later")
+    assert train(configs[0], False).why == "RuntimeError: made to fail"
 
 
 def test_a_sweep_that_is_killed_twice_has_each_record_once(tmp_path):
