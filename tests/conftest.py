@@ -1,3 +1,5 @@
+import fcntl
+import gc
 import os
 import signal
 
@@ -39,6 +41,20 @@ def no_process_group(monkeypatch):
     yield
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(autouse=ON_GPU)
+def gpu_memory(request, tmp_path_factory):
+    """Give memory back after each test; one that is marked large has the GPU to itself among the processes that test."""
+    with open(tmp_path_factory.getbasetemp().parent / "gpu.lock", "w") as lock:
+        large = request.node.get_closest_marker("large")
+        fcntl.flock(lock, fcntl.LOCK_EX if large else fcntl.LOCK_SH)
+        if large and torch.cuda.mem_get_info()[0] < 60 * 2**30:
+            pytest.skip("needs 60 GiB of free GPU memory")
+        yield
+        if torch.cuda.memory_reserved() > 2**30:
+            gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

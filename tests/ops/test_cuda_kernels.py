@@ -1,7 +1,5 @@
 """Test what only the CUDA kernels have: the tensor-core path (bfloat16, 16 states), cut documents, the schedule. Needs a GPU."""
 
-import fcntl
-
 import pytest
 import torch
 
@@ -156,17 +154,6 @@ def test_the_host_never_waits(operator):
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.fixture
-def large(tmp_path_factory):
-    """Memory for tensors of more than 2**32 elements, for one of the processes that test side by side; given back afterwards."""
-    with open(tmp_path_factory.getbasetemp().parent / "large.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if torch.cuda.mem_get_info()[0] < 60 * 2**30:
-            pytest.skip("needs 60 GiB of free GPU memory")
-        yield
-        torch.cuda.empty_cache()
-
-
 def spread_out(case, rows, tokens):
     """The same case on views whose strides are so many elements, all in one storage."""
     B, L = case.layout.shape
@@ -180,13 +167,14 @@ def spread_out(case, rows, tokens):
     return case
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 @pytest.mark.parametrize(
     ("lengths", "row_stride", "token_stride"),
     [([[40, 24], [64]], 2**32 + 2**20, 1024), ([[2, 4]], 0, 2**30 - 8)],
     ids=["rows", "tokens"],
 )
-def test_strides_that_32_bits_do_not_hold(operator, lengths, row_stride, token_stride, large):
+def test_strides_that_32_bits_do_not_hold(operator, lengths, row_stride, token_stride):
     layout = SequenceLayout.from_lengths(lengths, row_length=sum(lengths[0]))
     case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
     expected = case.run("cuda")
@@ -194,8 +182,9 @@ def test_strides_that_32_bits_do_not_hold(operator, lengths, row_stride, token_s
         assert relative_error(value, expected[name].cpu().double()) <= TOLERANCES[torch.bfloat16][1], name
 
 
+@pytest.mark.large
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack", "ssd_pack"])
-def test_more_elements_than_32_bits_count(operator, large):
+def test_more_elements_than_32_bits_count(operator):
     """2**32 and some: the last document, alone and at the end of the row."""
     length, documents, channels = 1024, 1025, 4096
     layout = SequenceLayout.from_lengths([[length] * documents], row_length=length * documents).to("cuda")
