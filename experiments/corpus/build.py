@@ -9,7 +9,7 @@ import json
 import multiprocessing
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -79,9 +79,12 @@ def make_manifest(path: Path, names: Sequence[str] = (), fraction: float = 0.1, 
     header = {"format": 1, "python": platform.python_version(), "seed": seed, "validation_fraction": fraction}
     lines: list[dict[str, Any]] = [header | {"similarity": SIMILARITY}]
     for name, version, *_ in packages:
-        if rows[name]:
-            split = "validation" if name in validation else "train"
-            lines.append({"name": name, "version": version, "split": split, "files": rows[name]})
+        split = "validation" if name in validation else "train"
+        lines += [{"name": name, "version": version, "split": split, "files": rows[name]}] * bool(rows[name])
+    write_manifest(path, lines)
+
+
+def write_manifest(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
     path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
 
@@ -117,21 +120,21 @@ def inspect(path: Path) -> Candidate | None:
 
 def largest(cluster: np.ndarray, sizes: list[int]) -> list[bool]:
     """Mark the largest text of each cluster, the first of equal ones."""
-    order = np.lexsort((np.arange(len(sizes)), -np.array(sizes, np.int64), cluster))
+    order = np.lexsort((-np.array(sizes, np.int64), cluster))
     stays = np.zeros(len(sizes), bool)
     stays[order[np.flatnonzero(np.diff(cluster[order], prepend=-1))]] = True
     return stays.tolist()
 
 
-def validation_packages(sizes: dict[str, int], fraction: float, seed: int) -> set[str]:
+def validation_packages(sizes: Mapping[str, int], fraction: float, seed: int) -> list[str]:
     """Choose the packages that are held out; ``sizes`` are the bytes of each. Raises ConfigError if none is left to train on."""
     wanted = fraction * sum(sizes.values())
     filled = {name: size for name, size in sizes.items() if size}
     limit = max(LARGEST_SHARE * wanted, min(filled.values()))
-    chosen: set[str] = set()
+    chosen: list[str] = []
     for name in sorted(filled, key=lambda name: share_of(name.lower().encode(), seed)):
         if sum(filled[one] for one in chosen) < wanted and filled[name] <= limit:
-            chosen.add(name)
+            chosen.append(name)
     if len(chosen) == len(filled):
         raise ConfigError(f"validation_fraction: {fraction} leaves no package to train on; lower it, or name more")
     return chosen
@@ -142,39 +145,30 @@ def describe(data: DataConfig) -> dict[str, Any]:
     manifest = read_manifest(str(data.path))
     files = [file for package in manifest.packages for file in package["files"]]
     functions = [keep for *_, chosen in manifest.taken() for keep in chosen]
+    card = {"manifest": manifest.hash, **manifest.header, "packages": len(manifest.packages)}
+    del card["format"]
     held_out = [f"{one['name']} {one['version']}" for one in manifest.packages if one["split"] == "validation"]
-    units = {}
+    card |= {"validation_packages": held_out, "files": len(files)}
+    card["files_in_clusters"] = sum(cluster is not None for _, _, cluster, _ in files)
+    card["files_left_out"] = sum(chosen is None for *_, chosen in files)
+    card |= {"functions": len(functions), "functions_left_out": len(functions) - sum(functions), "units": {}}
     for unit in UNITS:
         corpora = load_corpora(replace(data, unit=unit))
-        splits = {corpus.split: summary(corpus) for corpus in (corpora.train, corpora.validation)}
-        units[unit] = {"corpus_hash": corpora.corpus_hash, **splits}
-    return {
-        "manifest": manifest.hash,
-        **{key: value for key, value in manifest.header.items() if key != "format"},
-        "packages": len(manifest.packages),
-        "validation_packages": held_out,
-        "files": len(files),
-        "files_in_clusters": sum(cluster is not None for _, _, cluster, _ in files),
-        "files_left_out": sum(chosen is None for *_, chosen in files),
-        "functions": len(functions),
-        "functions_left_out": len(functions) - sum(functions),
-        "units": units,
-    }
+        splits = {corpus.split: summary(corpus) for corpus in corpora[:2]}
+        card["units"][unit] = {"corpus_hash": corpora.corpus_hash, **splits}
+    return card
 
 
 def summary(corpus: Corpus) -> dict[str, Any]:
     """Summarise the lengths of a split's documents."""
     lengths, groups = corpus.lengths, np.asarray(corpus.groups)
+    counts = {"documents": len(lengths), "tokens": corpus.num_tokens, "packages": len(np.unique(groups))}
     reaches = {str(n): [int((lengths >= n).sum()), len(np.unique(groups[lengths >= n]))] for n in REACHES}
-    return {
-        "documents": len(lengths),
-        "tokens": corpus.num_tokens,
-        "packages": len(np.unique(groups)),
-        "mean": float(lengths.mean()),
-        "quantiles": np.quantile(lengths, QUANTILES).tolist(),
-        "longest": int(lengths.max()),
-        "reaches": reaches,
-    }
+    return {**counts, "mean": float(lengths.mean()), **spread(lengths), "reaches": reaches}
+
+
+def spread(lengths: np.ndarray) -> dict[str, Any]:
+    return {"quantiles": np.quantile(lengths, QUANTILES).tolist(), "longest": int(lengths.max())}
 
 
 def train_tokenizer(corpus: Corpus, size: int, path: Path) -> None:
@@ -199,23 +193,30 @@ def train_tokenizer(corpus: Corpus, size: int, path: Path) -> None:
     tokenizer.save(str(path))
 
 
+def command(name: str, about: str, output: str, manifest: str) -> argparse.ArgumentParser:
+    """Make a parser of the options that both corpora have."""
+    parser = argparse.ArgumentParser(f"python -m experiments.corpus.{name}", description=about)
+    parser.add_argument("--output", type=Path, default=Path(output), help="folder of manifest, card, tokenizer")
+    parser.add_argument("--manifest", type=Path, help=manifest)
+    parser.add_argument("--seed", type=int, default=0, help="seed that draws what is held out")
+    parser.add_argument("--tokenizer-size", type=int, help="tokens of the BPE tokenizer")
+    parser.add_argument("--cache-dir", default="runs/corpora", help="folder of tokenised corpora")
+    return parser
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser("python -m experiments.corpus.build", description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path("runs/corpus"), help="folder of manifest, card, tokenizer")
-    parser.add_argument("--manifest", type=Path, help="check the packages here against this manifest, and make none")
+    parser = command(
+        "build", str(__doc__), "runs/corpus", "check the packages here against this manifest, and make none"
+    )
     parser.add_argument("--packages", nargs="*", default=[], help="packages of a new manifest; none: all installed")
     parser.add_argument("--validation-fraction", type=float, default=0.1, help="share of the bytes that is held out")
-    parser.add_argument("--seed", type=int, default=0, help="seed that draws the validation packages")
-    parser.add_argument("--tokenizer-size", type=int, help="also train a tokenizer of so many tokens")
-    parser.add_argument("--cache-dir", default="runs/corpora", help="folder of tokenised corpora")
     options = parser.parse_args(arguments)
     path = options.manifest or options.output / "packages.jsonl.gz"
     options.output.mkdir(parents=True, exist_ok=True)
     if options.manifest is None:
         make_manifest(path, options.packages, options.validation_fraction, options.seed)
     data = DataConfig(source="packages", path=str(path), cache_dir=options.cache_dir)
-    card = describe(data)
-    committed = path.with_name("card.json")
+    card, committed = describe(data), path.with_name("card.json")
     if options.manifest is not None and committed.is_file():
         for unit, one in json.loads(committed.read_text())["units"].items():
             if one["corpus_hash"] != card["units"][unit]["corpus_hash"]:
@@ -225,15 +226,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         train_tokenizer(files, options.tokenizer_size, options.output / "tokenizer.json")
     (options.output / "card.json").write_text(json.dumps(card, indent=1) + "\n")
     for unit, one in card["units"].items():
-        print(
-            unit,
-            one["corpus_hash"],
-            *(f"{split}: {one[split]['documents']} documents" for split in ("train", "validation")),
-        )
+        counts = (f"{split}: {one[split]['documents']} documents" for split in ("train", "validation"))
+        print(unit, one["corpus_hash"], *counts)
 
 
-if __name__ == "__main__":
+def run(main: Callable[[], None]) -> None:
     try:
         main()
     except ConfigError as error:
         sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    run(main)

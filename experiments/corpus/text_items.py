@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,26 +14,26 @@ import numpy as np
 CHOICES = 4
 ITEMS = 2000  # of each source and task
 PAIRS = 60000  # of each source
-Rows = list[dict[str, Any]]
+Rows = Sequence[dict[str, Any]]
+Items = Iterator[dict[str, Any]]
 
 
-def write_items(folder: Path, split: str, rows: Sequence[dict[str, Any]], seed: int = 0) -> None:
-    """Write ``<task>.<split>.jsonl`` of the lines of a split: items if it is held out, and pairs of questions and answers.
-
-    Fields of an item: ``id``, ``group``, ``context``, ``choices`` (its continuations), ``answer`` (index of the right one);
-    ``contexts`` and ``continuation`` ask the other way round, in the corpus's own form. Of a last word: ``context`` and
-    ``continuation``. Of a pair: ``question`` and ``answer``.
-    """
-    made = {"pairs": pairs(rows, seed)}
-    if split != "train":
-        made |= {"headword": headwords(rows, seed), "module": modules(rows, seed), "last_word": last_words(rows, seed)}
-    folder.mkdir(parents=True, exist_ok=True)
-    for task, items in made.items():
-        content = "".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items)
-        (folder / f"{task}.{split}.jsonl").write_text(content, encoding="utf-8")
+def listed(make: Callable[[Rows, int], Items]) -> Callable[[Rows, int], list[dict[str, Any]]]:
+    return lambda rows, seed: list(make(rows, seed))
 
 
-def glosses(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str, str, str]]:
+def write_lines(path: Path, rows: Rows) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_items(folder: Path, split: str, rows: Rows, seed: int = 0) -> None:
+    """Write ``<task>.<split>.jsonl`` of the lines of a split: items if it is held out, and pairs of questions and answers."""
+    for task in MAKERS if split != "train" else ("pairs",):
+        write_lines(folder / f"{task}.{split}.jsonl", MAKERS[task](rows, seed))
+
+
+def glosses(rows: Rows) -> list[tuple[dict[str, Any], str, str, str]]:
     """Find (line, headword, part of speech, gloss): a gloss of at least 30 characters that does not give its word away."""
     found = []
     for row in rows:
@@ -46,90 +46,82 @@ def glosses(rows: Sequence[dict[str, Any]]) -> list[tuple[dict[str, Any], str, s
     return found
 
 
-def headwords(rows: Sequence[dict[str, Any]], seed: int) -> Rows:
+@listed
+def headwords(rows: Rows, seed: int) -> Items:
     """Ask which of four words of a kind a gloss defines."""
-    rng, known, items = np.random.default_rng([seed, 1]), glosses(rows), []
-    words: dict[tuple[str, str], list[str]] = defaultdict(list)
+    rng, known = np.random.default_rng([seed, 1]), glosses(rows)
+    words: dict[tuple[str, str], set[str]] = defaultdict(set)
     for row, head, kind, _ in known:
-        words[source(row), kind].append(head)
+        words[source(row), kind].add(head)
     for row, head, kind, gloss in drawn(known, rng):
-        others = sorted(set(words[source(row), kind]) - {head})
-        item = choose(head, others, rng)
-        if item:
-            between = f" ({kind}): " if source(row) == "wordnet" else f", {kind[0]}. "
-            contexts = [word + between for word in item["choices"]]
-            item["choices"] = [" " + word for word in item["choices"]]
-            named = {"id": row["id"], "group": row["group"], "context": which(gloss)}
-            items.append(named | item | {"contexts": contexts, "continuation": gloss})
-    return items
+        between = f" ({kind}): " if source(row) == "wordnet" else f", {kind[0]}. "
+        contexts = {word: word + between for word in words[source(row), kind]}
+        yield from choose(row["id"], row, which(gloss), head, contexts, gloss, rng)
 
 
-def modules(rows: Sequence[dict[str, Any]], seed: int) -> Rows:
+@listed
+def modules(rows: Rows, seed: int) -> Items:
     """Ask which of four modules has an option; options with a description of another module are left out."""
-    rng = np.random.default_rng([seed, 2])
-    options, heads = [], {}
+    rng, options, heads = np.random.default_rng([seed, 2]), [], {}
     for row in rows:
         if source(row) == "ansible":
             module, *lines = row["text"].split("\n")
-            heads[module] = "\n".join([module, *(line for line in lines[:2])]) + "\n"
-            options += [
-                (row, module, *one.groups()) for line in lines if (one := re.fullmatch(r"(\w+): (.{40,300})", line))
-            ]
-    count, items = Counter(text for *_, text in options), []
-    for row, module, option, text in drawn(
-        [one for one in options if count[one[-1]] == 1 and one[1] not in one[-1]], rng
-    ):
-        item = choose(module, sorted(heads.keys() - {module}), rng)
-        if item:
-            contexts = [heads[name] for name in item["choices"]]
-            item["choices"] = [" " + name for name in item["choices"]]
-            question = f"Question: Which module has the option {option}: {text}\nAnswer:"
-            named = {"id": f"{row['id']}:{option}", "group": row["group"], "context": question}
-            items.append(named | item | {"contexts": contexts, "continuation": f"{option}: {text}"})
-    return items
+            heads[module] = "\n".join([module, *lines[:2], ""])
+            found = filter(None, (re.fullmatch(r"(\w+): (.{40,300})", line) for line in lines))
+            options += [(row, module, *one.groups()) for one in found]
+    count = Counter(text for *_, text in options)
+    known = [one for one in options if count[one[-1]] == 1 and one[1] not in one[-1]]
+    for row, module, option, text in drawn(known, rng):
+        question = f"Question: Which module has the option {option}: {text}\nAnswer:"
+        yield from choose(f"{row['id']}:{option}", row, question, module, heads, f"{option}: {text}", rng)
 
 
-def last_words(rows: Sequence[dict[str, Any]], seed: int) -> Rows:
+def choose(
+    id: str, row: Any, question: str, right: str, contexts: dict[str, str], text: str, rng: np.random.Generator
+) -> Items:
+    """Make an item of the right choice among CHOICES - 1 others in random order; none if there are too few.
+
+    ``choices`` continue ``context``, ``answer`` is the right one's index. The other way round ``continuation`` follows each of
+    ``contexts``, in the corpus's own form.
+    """
+    others = sorted(contexts.keys() - {right})
+    if len(others) >= CHOICES - 1:
+        choices = [others[i] for i in rng.choice(len(others), CHOICES - 1, replace=False)]
+        answer = int(rng.integers(CHOICES))
+        choices.insert(answer, right)
+        item = {"id": id, "group": row["group"], "context": question, "choices": [" " + one for one in choices]}
+        yield item | {"answer": answer, "contexts": [contexts[one] for one in choices], "continuation": text}
+
+
+@listed
+def last_words(rows: Rows, seed: int) -> Items:
     """Ask for the last word of a definition, after the entry up to it."""
-    rng, items = np.random.default_rng([seed, 3]), []
-    for row, _, _, gloss in drawn(glosses(rows), rng):
+    for row, _, _, gloss in drawn(glosses(rows), np.random.default_rng([seed, 3])):
         found = re.fullmatch(r"(.* )?\b([A-Za-z]{4,})", gloss)
         if found and found[1] and found[2].lower() not in found[1].lower():
-            end = row["gloss"][2] + len(found[1]) - 1
-            named = {"id": row["id"], "group": row["group"]}
-            items.append(named | {"context": row["text"][:end], "continuation": f" {found[2]}"})
-    return items
+            before = row["text"][: row["gloss"][2] + len(found[1]) - 1]
+            yield {"id": row["id"], "group": row["group"], "context": before, "continuation": f" {found[2]}"}
 
 
-def pairs(rows: Sequence[dict[str, Any]], seed: int) -> Rows:
+@listed
+def pairs(rows: Rows, seed: int) -> Items:
     """Make a question of each entry: its word by its gloss, or its gloss by its word, by a draw."""
-    rng, items = np.random.default_rng([seed, 4]), []
+    rng = np.random.default_rng([seed, 4])
     for row, head, kind, gloss in drawn(glosses(rows), rng, PAIRS):
-        asked = (which(gloss), f" {head}") if rng.random() < 0.5 else (what(head, kind), f" {gloss}")
-        items.append({"id": row["id"], "group": row["group"], "question": asked[0], "answer": asked[1]})
-    return items
+        what = f"Question: What does {head} ({kind}) mean?\nAnswer:"
+        question, answer = (which(gloss), head) if rng.random() < 0.5 else (what, gloss)
+        yield {"id": row["id"], "group": row["group"], "question": question, "answer": f" {answer}"}
+
+
+MAKERS = {"pairs": pairs, "headword": headwords, "module": modules, "last_word": last_words}
 
 
 def which(gloss: str) -> str:
     return f"Question: Which word means: {gloss}\nAnswer:"
 
 
-def what(head: str, kind: str) -> str:
-    return f"Question: What does {head} ({kind}) mean?\nAnswer:"
-
-
 def source(row: dict[str, Any]) -> str:
     return row["group"].split(":")[0]
-
-
-def choose(right: str, others: list[str], rng: np.random.Generator) -> dict[str, Any] | None:
-    """Put the right choice among CHOICES - 1 others in random order; None if there are too few."""
-    if len(others) < CHOICES - 1:
-        return None
-    choices = [others[i] for i in rng.choice(len(others), CHOICES - 1, replace=False)]
-    answer = int(rng.integers(CHOICES))
-    choices.insert(answer, right)
-    return {"choices": choices, "answer": answer}
 
 
 def drawn(known: list[Any], rng: np.random.Generator, most: int = ITEMS) -> list[Any]:
