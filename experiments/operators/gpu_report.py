@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 
-from experiments.common import make_columns, make_table, records_of
+from experiments.common import make_table, records_of
 from experiments.operators.arms import GPU_ARMS, GpuArm
 from packmamba.report.aggregate import Record, natural
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.report.tables import Cell, Table, number, percent, word
+from packmamba.report.tables import Cell, Table
 
 SCAN, SCAN_STATES, SCAN_INDICES = (GPU_ARMS[name] for name in ("scan", "scan-states", "scan-indices"))
 UNPACKED, BY_DOCUMENT, PADDED = (GPU_ARMS[f"mamba-ssm-{name}"] for name in ("unpacked", "by-document", "padded"))
@@ -35,11 +35,6 @@ class Shape(NamedTuple):
     tokens: int
     channels: int
     documents: str
-
-    def __str__(self) -> str:
-        documents = {"one": "one document"}.get(self.documents, self.documents)
-        documents = f"documents of {documents}" if documents.isdecimal() else documents
-        return f"{self.tokens} x {self.channels}, {documents}"
 
 
 Arms = Mapping[GpuArm, Record]
@@ -88,96 +83,10 @@ def copy_shares(record: Record) -> tuple[float, float]:
     return CONV_BYTES[0] * moved / metrics["forward_seconds"], CONV_BYTES[1] * moved / metrics["backward_seconds"]
 
 
-class Bar(NamedTuple):
-    what: str
-    bar: float
-    stretch: float
-    measure: Callable[[Shapes], float | None]
-    at_most: bool = False
-    percent: bool = False
-
-
-def _ratio(arm: GpuArm, *shapes: Shape) -> Callable[[Shapes], float | None]:
-    """The smallest over the shapes; None if one is missing."""
-
-    def measure(found: Shapes) -> float | None:
-        ratios = [over(found.get(shape, {}), arm, SCAN) for shape in shapes]
-        known = [ratio for ratio in ratios if ratio is not None]
-        return min(known) if len(known) == len(ratios) else None
-
-    return measure
-
-
-def _largest(metric: str) -> Callable[[Shapes], float | None]:
-    return lambda found: max((arms[SCAN]["metrics"][metric] for arms in found.values() if SCAN in arms), default=None)
-
-
-def _growth_of_time(found: Shapes) -> float | None:
-    times = [seconds(found.get(_documents(tokens), {}), SCAN) for tokens in (131072, 16384)]
-    return times[0] / times[1] / 8 if times[0] and times[1] else None
-
-
-def _states(found: Shapes) -> float | None:
-    ratios = [over(arms, SCAN_STATES, SCAN) for arms in found.values()]
-    return max((ratio for ratio in ratios if ratio is not None), default=None)
-
-
-def _copy_share(direction: int) -> Callable[[Shapes], float | None]:
-    def measure(found: Shapes) -> float | None:
-        arms = found.get(_documents(16384), {})
-        return copy_shares(arms[CONV])[direction] if CONV in arms else None
-
-    return measure
-
-
-def _documents(tokens: int, channels: int = 4096, documents: str = "documents-2k") -> Shape:
-    return Shape(tokens, channels, documents)
-
-
-BARS = (
-    Bar("mamba-ssm not packed over ours: 16384 tokens, 4096 channels", 3.5, 5, _ratio(UNPACKED, _documents(16384))),
-    Bar("the same, 65536 tokens", 3.5, 5, _ratio(UNPACKED, _documents(65536))),
-    Bar("the same, 16384 tokens, 5120 channels", 3.5, 5, _ratio(UNPACKED, _documents(16384, 5120))),
-    Bar("the same, 16384 tokens, 1536 channels", 3.1, 4.5, _ratio(UNPACKED, _documents(16384, 1536))),
-    Bar("the same, 4096 tokens", 2.6, 4, _ratio(UNPACKED, _documents(4096))),
-    Bar("the same, one document of 16384 tokens", 2.4, 4, _ratio(UNPACKED, _documents(16384, documents="one"))),
-    Bar("the same, short documents, 16384 tokens", 3.2, 4.5, _ratio(UNPACKED, _documents(16384, documents="short"))),
-    Bar("Mamba-2 SSD over ours, 16384 tokens", 1.35, 2, _ratio(SSD, _documents(16384))),
-    Bar("Mamba-2 SSD over ours, 65536 tokens", 1.35, 2, _ratio(SSD, _documents(65536))),
-    Bar("time per token at 131072 tokens over 16384", 1.05, 1, _growth_of_time, True),
-    Bar("kept for the backward, activations (largest of all shapes)", 0.5, 0.125, _largest("kept_activations"), True),
-    Bar("workspace of the backward, activations (largest)", 2, 1, _largest("workspace_activations"), True),
-    Bar("with states in and out over without (largest)", 1.05, 1.02, _states, True),
-    Bar("conv1d_pack forward, share of copy bandwidth, 16384 tokens", 0.8, 0.9, _copy_share(0), percent=True),
-    Bar("conv1d_pack backward, share of copy bandwidth, 16384 tokens", 0.7, 0.85, _copy_share(1), percent=True),
-)
-
-
-def bars_table(found: Shapes) -> Table:
-    columns = make_columns("!forward and backward = what | bar | stretch | measured | ! = verdict")
-    table = Table("gpu-bars", "The packed operators on a GPU, against the bars that were set beforehand", columns)
-    for bar in BARS:
-        value, sign = bar.measure(found), -1 if bar.at_most else 1
-        reached = [value is not None and sign * value >= sign * goal for goal in (bar.bar, bar.stretch)]
-        verdict = "-" if value is None else "stretch met" if reached[1] else "met" if reached[0] else "missed"
-        goals = [percent(goal) if bar.percent else number(goal, "g") for goal in (bar.bar, bar.stretch)]
-        measured = percent(value) if bar.percent else number(value, ".3f")
-        table.rows.append([word(bar.what), *goals, measured, word(verdict)])
-    indices = [(shape, over(arms, SCAN_INDICES, SCAN)) for shape, arms in found.items()]
-    known = [ratio for _, ratio in indices if ratio is not None]
-    if known:
-        span = f"{min(known):.3f} to {max(known):.3f}"
-        row = [word("an index per token over the schedule, every shape"), number(None, ""), number(None, "")]
-        table.rows.append([*row, Cell(span, (span,)), word("measured")])
-    table.notes = ["The first ratios want to be large; times per token, memory and the price of states small."]
-    return table
-
-
 def gpu_operators_tables(records: Sequence[Record]) -> list[Table]:
-    """The bars, then what stands behind them."""
     found = by_shape(records)
     first = next(iter(next(iter(found.values())).values()))
-    tables = [bars_table(found), _scan(found), _conv(found), _bottleneck(found), _positions(found), _times(found)]
+    tables = [_scan(found), _conv(found), _bottleneck(found), _positions(found), _times(found)]
     layouts = max(record["config"]["layouts"] for arms in found.values() for record in arms.values())
     for table in tables:
         table.notes.append(
@@ -388,8 +297,8 @@ def _figure(name: str, label: str, where: str, points: Points, apart: Points = (
     right.axhline(100, color=MUTED, linestyle=(0, (2, 1.5)), linewidth=1.6, label="copying")
     left.set(title="Scan, forward and backward", ylabel="nanoseconds per token", yscale="log")
     right.set(title="Convolution", ylabel="share of copy bandwidth (%)", ylim=(0, None))
-    left.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda y, _: f"{y:g}"))
-    left.yaxis.set_minor_formatter(matplotlib.ticker.FuncFormatter(lambda y, _: f"{y:g}" if str(y)[0] in "25" else ""))
+    left.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+    left.yaxis.set_minor_formatter(lambda y, _: f"{y:g}" if str(y)[0] in "25" else "")
     ticks = sorted({x for x, _ in points})
     for ax in (left, right):
         ax.set(xscale="log", xlabel=label)

@@ -6,9 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import pandas as pd
 
-from experiments.common import SMALL, interval_cell, make_columns, make_table, without_speeds
+from experiments.common import make_table, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
@@ -22,7 +23,7 @@ from packmamba.report.statistics import (
     seeds_needed,
     verdict,
 )
-from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
+from packmamba.report.tables import Cell, Table
 
 EARLY = 200
 """Optimizer steps of the prediction on float32."""
@@ -77,8 +78,6 @@ WEIGHTS = {
     "mean of the last, by the trainer": "val_loss",
     "last, by the trainer": "val_loss_last_weights",
 }
-DIFFERENCE = ("difference", "difference_low", "difference_high")
-OVER_SEEDS = ("over_seeds", "over_seeds_low", "over_seeds_high", "pairs")
 
 
 def unit(records: Sequence[Record]) -> str:
@@ -107,40 +106,20 @@ def _pairs(arms: Sequence[Arm]) -> list[Pair]:
 
 
 def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
-    table = Table(
-        "parity",
-        f"{unit(records)}: paired differences of the validation loss, nats per target",
-        [
-            *make_columns("!arm | !minus | runs = runs diverged missing | validation loss = loss loss_sd"),
-            Column("difference [95 %: seeds and packages]", DIFFERENCE),
-            Column("[95 %: seeds]", OVER_SEEDS),
-            Column(f"verdict, margin ± {MARGIN}", ("verdict",), False),
-            *make_columns("p of equivalence = p | targets a run = targets"),
-        ],
-    )
+    rows = []
     for arm in arms:
         baseline = _baseline(arm, arms)
-        head = [
-            word(arm.name),
-            word(baseline.name if baseline else "-"),
-            _runs(arm),
-            mean_sd(arm[LOSS]),
-        ]
-        tail = number(arm["targets"].mean(), ",.0f")
-        if baseline is None:
-            none = [Cell("-", (None,) * 3), Cell("-", (None,) * 4), word("-"), number(None, "")]
-            table.rows.append([*head, *none, tail])
-            continue
-        pairs = (arm[LOSS] - baseline[LOSS]).dropna()
-        over_seeds = interval(pairs)
-        found = bootstrap(*difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets"))
-        main = over_seeds if math.isnan(found.low) else found  # documents without packages
-        differences = [interval_cell(main, 5, 3, SMALL), interval_cell(over_seeds, 5, 4, SMALL)]
-        asked = [word(verdict(main, MARGIN)), number(equivalence(pairs, MARGIN), ".2g")]
-        if _steps(arm) != _steps(baseline):  # another question than whether they are as accurate
-            asked = [word("-"), number(None, "")]
-        table.rows.append([*head, *differences, *asked, tail])
-    table.notes = [
+        row = {"arm": arm.name, "minus": baseline.name if baseline else "-", "runs": _runs(arm), "loss": arm[LOSS]}
+        row |= {"verdict": "-", "targets": arm["targets"].mean()}
+        if baseline is not None:
+            pairs = (arm[LOSS] - baseline[LOSS]).dropna()
+            found, over_seeds = bootstrap(*_sums(arm, baseline)), interval(pairs)
+            main = over_seeds if math.isnan(found.low) else found  # documents without packages
+            row |= {"difference": main, "over_seeds": over_seeds}
+            if _steps(arm) == _steps(baseline):  # else another question than whether they are as accurate
+                row |= {"verdict": verdict(main, MARGIN), "p": equivalence(pairs, MARGIN)}
+        rows.append(row)
+    notes = [
         "Every arm has the same documents in every step, cut alike. It is evaluated on whole documents of other packages, one at "
         "a time from zero state, with the mean of its last weights. Differences are paired by seed. The first interval resamples "
         "seeds and packages (without packages it is the second); the second is Student's t over seeds. "
@@ -151,66 +130,68 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
     ]
     trained = [arm["targets"][arm[LOSS].notna()] for arm in arms]  # who diverged had fewer
     if len({round(targets.mean()) for targets in trained if targets.notna().any()}) > 1:
-        table.notes.append("Arms were trained on different numbers of targets: they are not compared token for token.")
-    return table
+        notes.append("Arms were trained on different numbers of targets: they are not compared token for token.")
+    return make_table(
+        "parity",
+        f"{unit(records)}: paired differences of the validation loss, nats per target",
+        "!arm | !minus | runs = runs diverged missing | validation loss = loss loss_sd | "
+        "difference [95 %: seeds and packages] = difference[]:5 small | [95 %: seeds] = over_seeds[] pairs:5 small | "
+        f"!verdict, margin ± {MARGIN} = verdict | p of equivalence = p:.2g | targets a run = targets:,.0f",
+        rows,
+        *notes,
+    )
+
+
+def _sums(arm: Arm, other: Arm, where: str = "") -> tuple[np.ndarray, np.ndarray]:
+    return difference_by_group(arm, other, BY_PACKAGE, "nats", "targets", where)
 
 
 def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
     """Tabulate arms of as many steps as their baseline: as far as pieces reach, farther on, and all without one package."""
-    titles = {"inside": "as far as pieces reach", "beyond": "farther on", "others": "all, without one package"}
-    table = Table(
-        "places",
-        f"{unit(records)}: paired differences by place in the document, nats per target",
-        [
-            *make_columns("!arm | !minus | pairs | longest piece in training = cut"),
-            *(Column(f"{title} [95 %]", (name, f"{name}_low", f"{name}_high")) for name, title in titles.items()),
-            *make_columns("targets farther on = share | of them in that package = largest"),
-        ],
-    )
+    rows = []
     for arm, baseline in _pairs(arms):
         if pd.isna(cut := arm.runs.iloc[0].get("config.data.cut_documents")):
             continue
         targets = _targets(arm, cut)
         if targets.empty:
             continue
-        inside, beyond, others = (
-            difference_by_group(arm, baseline, BY_PACKAGE, "nats", "targets", where)
-            for where in (f"start < {cut}", f"start >= {cut}", f"group != {targets.idxmax()}")
-        )
-        if len(inside[0]) > 1:
-            table.rows.append([
-                word(arm.name), word(baseline.name), number(len(inside[0]), "d"), number(cut, ",d"),
-                *(interval_cell(bootstrap(*one), 5, 3, SMALL) for one in (inside, beyond, others)),
-                percent(beyond[1].sum() / (inside[1].sum() + beyond[1].sum())), percent(targets.max() / targets.sum()),
-            ])  # fmt: skip
-    table.notes = [
+        wheres = {"inside": f"start < {cut}", "beyond": f"start >= {cut}", "others": f"group != {targets.idxmax()}"}
+        sums = {name: _sums(arm, baseline, where) for name, where in wheres.items()}
+        if (pairs := len(sums["inside"][0])) > 1:
+            row = {"arm": arm.name, "minus": baseline.name, "pairs": pairs, "cut": cut}
+            row |= {name: bootstrap(*one) for name, one in sums.items()} | {"largest": targets.max() / targets.sum()}
+            near, far = (sums[name][1].sum() for name in ("inside", "beyond"))
+            rows.append(row | {"share": far / (near + far)})
+    return make_table(
+        "places",
+        f"{unit(records)}: paired differences by place in the document, nats per target",
+        "!arm | !minus | pairs:d | longest piece in training = cut:,d | as far as pieces reach [95 %] = inside[]:5 small | "
+        "farther on [95 %] = beyond[]:5 small | all, without one package [95 %] = others[]:5 small | "
+        "targets farther on = share:% | of them in that package = largest:%",
+        rows,
         "Training cuts documents into pieces and reads each from zero; evaluation reads documents whole. The package left out is "
         "the one with most targets farther on than pieces reach. Exploratory; intervals resample seeds and packages and are not "
-        "adjusted for their number."
-    ]
-    return table
+        "adjusted for their number.",
+    )
 
 
 def _leak(arms: Sequence[Arm]) -> Table:
     """Make a row for each leak arm and stretch of places, over padded and over the same rows with reset."""
-    table = Table(
-        "leak",
-        "Packed with a leak, each document read from zero: paired differences of the validation loss, nats per target",
-        make_columns(
-            "!arm | !minus | !places | difference [95 %] = difference difference_low difference_high | pairs | above"
-        ),
-    )
-    by_name = {arm.name: arm for arm in arms}
+    by_name, rows = {arm.name: arm for arm in arms}, []
     for arm in (arm for arm in arms if arm.name.startswith("packed-leak")):
         padded, reset = (by_name[arm.name.replace("packed-leak", name)] for name in ("padded", "packed-reset"))
         for one, other in ((arm, padded), (arm, reset), (reset, padded)):
             for places, where in {"all": "", "first 256": "start < 256", "first 2048": "start < 2048"}.items():
-                sums, weights = difference_by_group(one, other, BY_PACKAGE, "nats", "targets", where)
-                found, above = bootstrap(sums, weights), int((sums.sum(axis=1) > 0).sum())
-                head, counts = [word(one.name), word(other.name), word(places)], (found.seeds, above)
-                table.rows.append([*head, interval_cell(found, 5, 3, SMALL), *(number(count, "d") for count in counts)])
-    table.notes = ["Intervals resample seeds and packages. Above: seeds above zero. Exploratory."]
-    return table
+                sums, weights = _sums(one, other, where)
+                row = {"arm": one.name, "minus": other.name, "places": places, "difference": bootstrap(sums, weights)}
+                rows.append(row | {"pairs": len(sums), "above": int((sums.sum(axis=1) > 0).sum())})
+    return make_table(
+        "leak",
+        "Packed with a leak, each document read from zero: paired differences of the validation loss, nats per target",
+        "!arm | !minus | !places | difference [95 %] = difference[]:5 small | pairs:d | above:d",
+        rows,
+        "Intervals resample seeds and packages. Above: seeds above zero. Exploratory.",
+    )
 
 
 def _targets(arm: Arm, place: float) -> pd.Series:
@@ -258,7 +239,7 @@ def _calibration(reset: Arm, control: Arm) -> Table:
         if one is None or pd.isna(sd):
             continue
         row = {"arm": control.name, "weights": weights, "pairs": one.seeds, "loss": reset[metric].mean(), "sd": sd}
-        row |= {"difference": interval_cell(one, 5, 3, SMALL), "largest": pairs.abs().max()}
+        row |= {"difference": one, "largest": pairs.abs().max()}
         row |= {f"seeds_{effect}": seeds_needed(sd, effect) for effect in EFFECTS}
         rows.append(row | {"sd_of_seeds": reset[metric].std(), "seeds_equivalence": seeds_for_equivalence(sd, MARGIN)})
     seeds = " | ".join(f"seeds to see {effect} = seeds_{effect}:d" for effect in EFFECTS)
@@ -266,7 +247,7 @@ def _calibration(reset: Arm, control: Arm) -> Table:
         "calibration",
         "Packed with reset, its sums in another order, minus itself: how many seeds a difference needs",
         "!arm | !weights | pairs:d | loss of packed-reset = loss:.5f | "
-        "difference [95 %] = difference difference_low difference_high | standard deviation of differences = sd:.5f | "
+        "difference [95 %] = difference[]:5 small | standard deviation of differences = sd:.5f | "
         f"largest:.5f | of seeds = sd_of_seeds:.5f | {seeds} | seeds for equivalence within {MARGIN} = seeds_equivalence:d",
         rows,
         "Seeds with which a paired t test at 5 % sees a true difference of that size in four of five tries, and with which two "
@@ -278,7 +259,6 @@ def _calibration(reset: Arm, control: Arm) -> Table:
 EFFECTS = (0.01, 0.005, 0.002)
 MOST_PLACES = 6
 """As many have columns of their own."""
-GRADIENT_METRICS = ("relative_difference", "largest_of_a_tensor", "loss_difference")
 
 
 def gradient_tables(records: Sequence[Record]) -> list[Table]:
@@ -294,33 +274,24 @@ def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Tabl
     """Tabulate one run: every place has a column, or with many only the place where a difference is largest."""
     places = sorted({point["step"] for r in latest.values() for point in r["curves"]["gradients"]})
     shown = places if len(places) <= MOST_PLACES else []
-    table = Table(
+    rows = []
+    for (arm, precision), record in latest.items():
+        if against := record["config"]["against"]:
+            found = {point["step"]: point["relative_difference"] for point in record["curves"]["gradients"]}
+            row = {"arm": arm, "precision": precision, "minus": against, "steps": len(found)}
+            row |= {"largest_at": max(found, key=found.__getitem__), **record["metrics"]}
+            rows.append(row | {f"step_{place}": found.get(place) for place in shown})
+    steps = [f"step {place} = step_{place}:.1e" for place in shown] or ["steps:d", "largest at step = largest_at:d"]
+    return make_table(
         f"gradients-seed-{seed}" if seed else "gradients",
         f"{unit(list(latest.values()))}: gradients of the same step from the same weights, relative difference",
-        [
-            *make_columns("!arm | !precision | !minus"),
-            *(Column(f"step {place}", (f"step_{place}",)) for place in shown),
-            *([] if shown else [Column("steps", ("steps",)), Column("largest at step", ("largest_at",))]),
-            *make_columns(
-                "at most = relative_difference | of a parameter, at most = largest_of_a_tensor | "
-                "loss, nats = loss_difference"
-            ),
-        ],
-    )
-    for (arm, precision), record in latest.items():
-        if not (other := record["config"]["against"]):
-            continue
-        found = {point["step"]: point["relative_difference"] for point in record["curves"]["gradients"]}
-        largest = (record["metrics"][name] for name in GRADIENT_METRICS)
-        sizes = [number(size, ".1e") for size in (*(found.get(place) for place in shown), *largest)]
-        where = [] if shown else [number(len(found), "d"), number(max(found, key=found.__getitem__), "d")]
-        table.rows.append([word(arm), word(precision), word(other), *where, *sizes])
-    table.notes = [
+        f"!arm | !precision | !minus | {' | '.join(steps)} | at most = relative_difference:.1e | "
+        "of a parameter, at most = largest_of_a_tensor:.1e | loss, nats = loss_difference:.1e",
+        rows,
         "The norm of the difference over the norm, all parameters together, and of the parameter where it is largest. One model "
         "trains in the first precision; every arm computes the gradient of the same documents from its weights."
-        + ("" if shown else f" Steps are from {places[0]} to {places[-1]}, seed {seed}.")
-    ]
-    return table
+        + ("" if shown else f" Steps are from {places[0]} to {places[-1]}, seed {seed}."),
+    )
 
 
 def speed_tables(records: Sequence[Record]) -> list[Table]:

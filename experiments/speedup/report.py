@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -196,11 +195,6 @@ RATE = "real tokens/s = real_tokens_per_second:,.0f"
 STEPS = "optimizer steps, real tokens/s = steps_real_tokens_per_second:,.0f"
 
 
-def _with_spreads(columns: str) -> str:
-    """Give each ratio its spread: ``name±``."""
-    return re.sub(r"(\w+)±(?= |$)", r"\1 \1_spread", columns)
-
-
 def _measured(record: Record | None) -> dict[str, Any]:
     if record is None:
         return {}
@@ -241,16 +235,14 @@ def _headline(bare: dict[Key, Arms], steps: dict[Key, Arms], broken_down: dict[K
     return make_table(
         "headline",
         "Packed rows against everything else, real tokens per second",
-        _with_spreads(
-            f"!model | !card | !packed arm = arm | {RATE} | {MFU} | over sorted by length and padded = over_padded_sorted± | "
-            "over padded to the longest = over_padded_longest± | over padded to 2048 = over_padded± | "
-            "over single = over_single± | over single, multiple of 8 = over_single_8± | "
-            "over mamba-ssm, the same rows = over_mamba_ssm_packed± | over mamba-ssm, sorted = over_mamba_ssm_padded_sorted± | "
-            "over mamba-ssm, single, multiple of 8 = over_mamba_ssm_single_8± | "
-            "the same, kernels alone = over_mamba_ssm_single_8_kernels± | over mamba-ssm, single = over_mamba_ssm_single± | "
-            f"the same, kernels alone = over_mamba_ssm_single_kernels± | the paper's, A100 = paper:.2f x | {STEPS} | "
-            "steps over bare loop = steps_over_bare± | peak memory = peak_memory_bytes:GiB"
-        ),
+        f"!model | !card | !packed arm = arm | {RATE} | {MFU} | over sorted by length and padded = over_padded_sorted± | "
+        "over padded to the longest = over_padded_longest± | over padded to 2048 = over_padded± | "
+        "over single = over_single± | over single, multiple of 8 = over_single_8± | "
+        "over mamba-ssm, the same rows = over_mamba_ssm_packed± | over mamba-ssm, sorted = over_mamba_ssm_padded_sorted± | "
+        "over mamba-ssm, single, multiple of 8 = over_mamba_ssm_single_8± | "
+        "the same, kernels alone = over_mamba_ssm_single_8_kernels± | over mamba-ssm, single = over_mamba_ssm_single± | "
+        f"the same, kernels alone = over_mamba_ssm_single_kernels± | the paper's, A100 = paper:.2f x | {STEPS} | "
+        "steps over bare loop = steps_over_bare± | peak memory = peak_memory_bytes:GiB",
         rows,
         "Forward and backward of the bare loop; ratios ± both interquartile ranges in quadrature. Optimizer steps: the same "
         "with PackedDataModule, float32 masters and AdamW. The paper's column is packed over single on an A100 (arXiv "
@@ -297,13 +289,11 @@ def _arms(model: str, bare: dict[Key, Arms], steps: dict[Key, Arms]) -> Table:
     table = make_table(
         f"arms-{model}",
         f"{model}: every arm",
-        _with_spreads(
-            f"!layers | !card | !arm | {RATE} | ms per batch = ms ms_spread:.4g ± .2g | "
-            "over single, mamba-ssm = over_mamba_ssm_single± | over single, equal terms = over_single± | "
-            "over single, multiple of 8 = over_single_8± | padding = padding_fraction:% | slots/s = slots_per_second:,.0f | "
-            f"{MFU} | peak memory = peak_memory_bytes:GiB | {STEPS} | steps over single's = steps_over_single± | "
-            "steps over bare loop = steps_over_bare± | steps' peak memory = steps_peak_memory_bytes:GiB"
-        ),
+        f"!layers | !card | !arm | {RATE} | ms per batch = ms ms_spread:.4g ± .2g | "
+        "over single, mamba-ssm = over_mamba_ssm_single± | over single, equal terms = over_single± | "
+        "over single, multiple of 8 = over_single_8± | padding = padding_fraction:% | slots/s = slots_per_second:,.0f | "
+        f"{MFU} | peak memory = peak_memory_bytes:GiB | {STEPS} | steps over single's = steps_over_single± | "
+        "steps over bare loop = steps_over_bare± | steps' peak memory = steps_peak_memory_bytes:GiB",
         rows,
     )
     timed = [record for arms in bare.values() for record in arms.values()]
