@@ -23,6 +23,15 @@ from packmamba.report.tables import make_columns as make_columns
 SMALL = "+.1e"  # of intervals that four digits would show as zero
 
 
+def steps_of(count: int) -> tuple[str, ...]:
+    """Return the keys of runs of so many steps."""
+    return tuple(f"trainer.{key}={count}" for key in ("max_steps", "validate_every", "checkpoint_every"))
+
+
+def suffixed(suffix: str, *arms: str) -> str:
+    return ",".join(f"{arm}-{suffix}" for arm in arms)
+
+
 def make_table(name: str, title: str, columns: str, rows: Iterable[Mapping[str, Any]], *notes: str) -> Table:
     """Make a table of rows by column name, ``columns`` as in make_columns, each with a format: ``title = name:,.1f x``.
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
@@ -82,7 +83,7 @@ class Arm:
     name: str
     setting: Setting
     runs: pd.DataFrame
-    points = aggregate.Arm.points
+    points: ClassVar[Any] = aggregate.Arm.points
 
     @property
     def expected(self) -> set[int]:
@@ -95,24 +96,17 @@ class Arm:
     def diverged(self) -> set[int]:
         return set(self.runs.index[self.runs["val_loss"].isna()])
 
-    def losses(self, low: float, high: float) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Nats (seeds, packages) at places from low up to high, targets (packages,), and the seeds that did not diverge."""
-        found, targets = {}, pd.Series(dtype=float)
-        for seed, places in self.runs["places"][self.runs["val_loss"].notna()].items():
-            here = places[(places["start"] >= low) & (places["start"] < high)]
-            here = here.groupby("group")[["nats", "targets"]].sum()
-            found[seed], targets = here["nats"], here["targets"]
-        nats = pd.DataFrame(found).sort_index()
-        return nats.to_numpy().T, targets.reindex(nats.index).to_numpy(), list(nats.columns)
+    @functools.cached_property
+    def places(self) -> pd.DataFrame:
+        """Return nats and targets by seed, package and start of places, of the seeds that did not diverge."""
+        points = replace(self, runs=self.runs[self.runs["val_loss"].notna()]).points("perplexity.by_group")
+        return points if len(points) else pd.DataFrame([], columns=["seed", "group", "start", "nats", "targets"])
 
-
-def _places(run: Any) -> pd.DataFrame:
-    """By package where the record says so, else all packages as one: losses at places from start to twice start."""
-    by_group = run.get("curves.perplexity.by_group")
-    if isinstance(by_group, list) and by_group and "start" in by_group[0]:
-        return pd.DataFrame(by_group)
-    points = pd.DataFrame(run["curves.loss_by_position"])
-    return points.assign(group=0, nats=points["loss"] * points["count"], targets=points["count"])
+    def losses(self, low: float, high: float) -> tuple[pd.DataFrame, pd.Series]:
+        """Sum nats (seeds, packages) at places from low up to high, and targets (packages,)."""
+        here = self.places[self.places["start"].between(low, high, inclusive="left")]
+        sums = here.groupby(["seed", "group"])[["nats", "targets"]].sum()
+        return sums["nats"].unstack("group"), sums["targets"].groupby("group").last()
 
 
 Settings = dict[Setting, dict[str, Arm]]
@@ -122,7 +116,7 @@ def arms(records: Sequence[Record]) -> list[Arm]:
     """All arms that were trained, those of one setting one after another; of a repeated run the latest."""
     runs = frame(records, "training")
     runs["tried"] = runs["arm"].str.contains(" lr=", regex=False)
-    runs["arm"], runs["places"] = zip(*((name_of(run), _places(run)) for _, run in runs.iterrows()))
+    runs["arm"] = [name_of(run) for _, run in runs.iterrows()]
     runs["budget"] = runs["config.trainer.max_steps"] * runs["config.data.tokens_per_step"]
     whole = runs["arm"] == "whole"
     rows = runs["config.data.row_length"].astype(float)
@@ -149,25 +143,23 @@ def by_setting(found: Iterable[Arm]) -> Settings:
 def of_one_start(*some: Arm) -> list[Arm]:
     """Each without the seeds of which these arms' runs went on from different weights: they are no pairs."""
     starts = [arm.runs["started_from_checksum"] for arm in some if "started_from_checksum" in arm.runs]
-    if not starts:
-        return list(some)
-    apart = pd.concat(starts, axis=1).nunique(axis=1) > 1
-    return [replace(arm, runs=arm.runs.drop(index=apart.index[apart], errors="ignore")) for arm in some]
+    apart = pd.concat([pd.Series(dtype=object), *starts], axis=1).nunique(axis=1) > 1
+    lost = apart.index[apart]
+    return [replace(arm, runs=arm.runs.drop(index=lost, errors="ignore")) if len(lost) else arm for arm in some]
 
 
 def paired(
     arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None
 ) -> tuple[np.ndarray, np.ndarray] | None:
     """Return nats of one arm minus the other's (seeds, packages) and targets (packages,); ``less``: minus these two's too."""
-    first, *others = (one.losses(low, high) for one in of_one_start(arm, other, *reversed(less or ())))
-    nats, targets, seeds = first
-    both = [seed for seed in seeds if all(seed in theirs for _, _, theirs in others)]
-    if not both or not targets.size or not all(np.array_equal(targets, theirs) for _, theirs, _ in others):
-        return None
-    differences = nats[[seeds.index(seed) for seed in both]]
-    for sign, (nats, _, seeds) in zip((-1, 1, -1), others):
-        differences = differences + sign * nats[[seeds.index(seed) for seed in both]]
-    return differences[np.isfinite(differences).all(axis=1)], targets
+    sides = [one.losses(low, high) for one in of_one_start(arm, other, *reversed(less or ()))]
+    differences, targets = sides[0]
+    for sign, (nats, theirs) in zip((-1, 1, -1), sides[1:]):
+        if not targets.equals(theirs):
+            return None
+        differences = differences + sign * nats
+    differences = differences.dropna()
+    return None if differences.empty else (differences.to_numpy(), targets.to_numpy())
 
 
 def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None) -> Estimate | None:
@@ -487,7 +479,7 @@ def _agreement(settings: Settings) -> Table:
     for setting, what, arm, other in compared(settings, LADDER):
         for places, span in spans(setting.T).items():
             found = paired(arm, other, *span)
-            if found is None or setting.tuning or not found[0].size or found[1].size < 2:
+            if found is None or setting.tuning or len(found[1]) < 2:
                 continue
             differences, targets = found
             packages, mean = differences.mean(axis=0), differences.mean(axis=0).sum() / targets.sum()
@@ -573,8 +565,8 @@ def _arms(settings: Settings) -> Table:
 
 
 def _mean(arm: Arm, span: tuple[float, float]) -> float | None:
-    nats, targets, seeds = arm.losses(*span)
-    return float(nats.mean(axis=0).sum() / targets.sum()) if targets.size and seeds else None
+    nats, targets = arm.losses(*span)
+    return None if nats.empty else float(nats.mean(axis=0).sum() / targets.sum())
 
 
 def texts(records: Sequence[Record]) -> str:

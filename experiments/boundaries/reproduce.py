@@ -1,5 +1,6 @@
 """Sweeps that make this question's records, and its headline numbers."""
 
+from experiments.common import steps_of, suffixed
 from packmamba.reproduce import Headline, Step
 
 SMALL = (
@@ -7,8 +8,7 @@ SMALL = (
     *("data.tokens_per_step=1024", "data.max_tokens_per_batch=1024"),
     *("model.d_model=64", "model.n_layer=2", "model.compile=false"),
     *("optimizer.lr=5.0e-3", "optimizer.warmup_steps=5", "trainer.precision=32-true", "trainer.cuda_graphs=false"),
-    *(f"trainer.{key}=80" for key in ("max_steps", "validate_every", "checkpoint_every")),
-    *("trainer.accelerator=cpu", "trainer.threads=1", "jobs=1", "grid.seed=[1,2]"),
+    *(*steps_of(80), "trainer.accelerator=cpu", "trainer.threads=1", "jobs=1", "grid.seed=[1,2]"),
 )
 WINDOW = "evaluation_options={long_context: {window: 64, most: 8, context: 64, documents: 5, groups: 1}}"
 STREAMS = "common={data.row_length: 64, data.streams: 512}"
@@ -16,21 +16,17 @@ STREAMS = "common={data.row_length: 64, data.streams: 512}"
 
 def _sweep(name: str, arms: str, *keys: str, seeds: range = range(1, 9), small: tuple[str, ...] = ()) -> Step:
     overrides = ("jobs=auto", f"name={name}", f"arms=[{arms}]", f"grid.seed={[*seeds]}", *keys)
-    return Step(
-        "boundaries.yaml", overrides, small=(*SMALL, WINDOW, *small) if small else (), gpus=1, small_on_cpu=True
-    )
-
-
-def _suffixed(suffix: str, *arms: str) -> str:
-    return ",".join(f"{arm}-{suffix}" for arm in arms)
+    every = (*SMALL, WINDOW, *small) if small else ()
+    return Step("boundaries.yaml", overrides, small=every, gpus=1, small_on_cpu=True)
 
 
 FIVE, THREE = range(1, 6), range(1, 4)
 FROM = "trainer.init_from={output}:zero"
+LEAKS = ("rows", "leak", "foreign-heads", "leak-conv", "leak-scan")
 LADDER = ("zero", "foreign", "own")
-DOSES = ",".join(_suffixed(suffix, "rows", "leak") for suffix in ("T512", "T8192", "mixture", "unmarked"))
+DOSES = ",".join(suffixed(suffix, "rows", "leak") for suffix in ("T512", "T8192", "mixture", "unmarked"))
 AFTER = ("rows", "leak", "foreign-heads", "leak-scan", "leak-conv")
-AFTERS = ",".join(_suffixed(f"post-{suffix}", "rows", "leak") for suffix in ("T512", "T8192", "mixture"))
+AFTERS = ",".join(suffixed(f"post-{suffix}", "rows", "leak") for suffix in ("T512", "T8192", "mixture"))
 TAKES = "6 hours"
 STEPS = [
     _sweep("calibration", "zero,control", small=(STREAMS, "arms={control: {data.max_tokens_per_batch: 512}}")),
@@ -38,21 +34,16 @@ STEPS = [
     _sweep("ladder-more", "noise,own-scan,whole", small=(STREAMS, "arms={whole: {data.row_length: 512}}")),
     _sweep("order", "pool-32,pool-8,plain,shuffled", seeds=range(101, 104)),
     _sweep("carry-or-shuffle", "shuffled"),
-    _sweep("ladder-rate", _suffixed("rate", *LADDER, "shuffled"), seeds=FIVE),
-    _sweep("long", _suffixed("long", *LADDER), seeds=FIVE),
+    _sweep("ladder-rate", suffixed("rate", *LADDER, "shuffled"), seeds=FIVE),
+    _sweep("long", suffixed("long", *LADDER), seeds=FIVE),
     _sweep("larger", "zero-47M,own-47M", seeds=FIVE),
-    _sweep("rows-512", _suffixed("T512", *LADDER, "shuffled"), seeds=FIVE),
-    _sweep("rows-8192", _suffixed("T8192", *LADDER), seeds=FIVE),
-    _sweep(
-        "leak",
-        "rows,leak,foreign-heads,leak-conv,leak-scan,learned",
-        seeds=FIVE,
-        small=("common={data.row_length: 64}",),
-    ),
+    _sweep("rows-512", suffixed("T512", *LADDER, "shuffled"), seeds=FIVE),
+    _sweep("rows-8192", suffixed("T8192", *LADDER), seeds=FIVE),
+    _sweep("leak", f"{','.join(LEAKS)},learned", seeds=FIVE, small=("common={data.row_length: 64}",)),
     _sweep("leak-dose", f"{DOSES},foreign-heads-T8192", seeds=THREE),
-    _sweep("post", _suffixed("post", *LADDER), FROM, small=(STREAMS,)),
+    _sweep("post", suffixed("post", *LADDER), FROM, small=(STREAMS,)),
     _sweep("post-more", "noise-post,shuffled-post", FROM, seeds=range(6, 9)),
-    _sweep("post-leak", f"{_suffixed('post', *AFTER)},{AFTERS}", FROM, seeds=FIVE),
+    _sweep("post-leak", f"{suffixed('post', *AFTER)},{AFTERS}", FROM, seeds=FIVE),
     Step("speed.yaml", gpus=1),
 ]
 MAIN = {"setting": "T = 2048, 14M, 100M tokens"}
@@ -60,7 +51,7 @@ POST = {"setting": "T = 2048, 14M, 32.8M tokens, post-training"}
 
 
 def _headline(
-    name: str, table: str, what: str, column: str, key: str = "what", setting: dict[str, str] = MAIN
+    name: str, table: str, what: str, column: str, setting: dict[str, str] = MAIN, key: str = "what"
 ) -> Headline:
     return Headline(name, f"{table}-files", setting | {key: what}, column, alone=table)
 
@@ -68,17 +59,17 @@ def _headline(
 GRAPHS = "tokens/s of own over zero's, as CUDA graphs"
 HEADLINES = [
     *(
-        _headline(f"{outcome} {places} T", "primary", outcome, "difference", "outcome", MAIN | {"places": places})
+        _headline(f"{outcome} {places} T", "primary", outcome, "difference", MAIN | {"places": places}, "outcome")
         for outcome in ("coverage", "continuity")
         for places in ("inside", "beyond")
     ),
     *(_headline(f"own over zero {places} T", "ladder", "own over zero", places) for places in ("inside", "beyond")),
     _headline("noise over zero beyond T", "ladder", "noise", "beyond"),
-    _headline("own over zero beyond T, post-training", "ladder", "own over zero", "beyond", setting=POST),
+    _headline("own over zero beyond T, post-training", "ladder", "own over zero", "beyond", POST),
     _headline("the pool's rows shuffled minus the pool, beyond T", "order", "shuffled", "beyond"),
     _headline("own minus the pool's rows shuffled, beyond T", "order", "own, shuffled", "beyond"),
     _headline("leak minus reset inside T, T = 2048", "leak", "leak", "inside"),
-    _headline("leak minus reset, post-training, T = 2048", "leak", "leak", "all places", setting=POST),
-    *(_headline(f"context gain at 8 T, {arm}", "context-gain", arm, "gain_8", "arm") for arm in LADDER),
+    _headline("leak minus reset, post-training, T = 2048", "leak", "leak", "all places", POST),
+    *(_headline(f"context gain at 8 T, {arm}", "context-gain", arm, "gain_8", key="arm") for arm in LADDER),
     Headline(GRAPHS, "throughput-files", {"arm": "own"}, "speedup", alone="throughput"),
 ]

@@ -1,16 +1,20 @@
 """Sweeps that make this question's records, and its headline numbers."""
 
+from experiments.common import steps_of
 from packmamba.reproduce import Headline, Step
 
 TASKS = ("mqar", "selective_copying", "induction", "contradiction")
 EQUAL_TIME = ("mqar", "contradiction")
 MEANS = ("name=row-means", "trainer.mean_over=rows", "arms=[padded-row-means,packed-row-means]")
 TIMED = (
-    *("data.num_documents=4000", "data.validation_fraction=0.01", "data.tokens_per_step=1024"),
-    "data.max_tokens_per_batch=2048",
+    *(
+        "data.num_documents=4000",
+        "data.validation_fraction=0.01",
+        "data.tokens_per_step=1024",
+        "data.max_tokens_per_batch=2048",
+    ),
     *("data.validation_documents=20", "model.d_model=16", "evaluation_examples=40", "data.num_workers=0"),
-    *(f"trainer.{key}=40" for key in ("max_steps", "validate_every", "checkpoint_every")),
-    *("trainer.accelerator=cpu", "trainer.threads=1", "trainer.cuda_graphs=false"),
+    *(*steps_of(40), "trainer.accelerator=cpu", "trainer.threads=1", "trainer.cuda_graphs=false"),
 )
 SMALL = (*TIMED, "jobs=1", "grid.seed=[1,2]")
 TUNED = ("tune.grid={optimizer.lr: [5.0e-3]}", "tune.seeds=[100]")
@@ -33,10 +37,8 @@ ROWS = [
 ]
 TIME = "packed in padded's GPU time, minus padded, nats an answer"
 HEADLINES = [
-    *(
-        Headline(f"{task}: {name}", f"answers-{task}", {"arm": arm}, column)
-        for task in TASKS
-        for name, arm, column in ROWS
-    ),
-    *(Headline(f"{t}: {TIME}", f"answers-{t}", {"arm": "packed-equal-time"}, "difference") for t in EQUAL_TIME),
+    Headline(f"{task}: {name}", f"answers-{task}", {"arm": arm}, column)
+    for tasks, rows in ((TASKS, ROWS), (EQUAL_TIME, [(TIME, "packed-equal-time", "difference")]))
+    for task in tasks
+    for name, arm, column in rows
 ]

@@ -1,33 +1,23 @@
 """List the steps that make the records, and the README's headline numbers."""
 
+from typing import Any
+
 from packmamba.reproduce import Headline, Step
 
 TAKES = "13 minutes"
+NEEDS: dict[str, Any] = {"gpus": 1, "gpu_gib": 70, "packages": ("transformers", "accelerate", "mamba_ssm")}
 STEPS = [
-    Step(
-        "integration.yaml", small=("rounds=1", "steps=10", "arms=[padded,flattened,patched]"), gpus=1, gpu_gib=70,
-        packages=("transformers", "accelerate", "mamba_ssm"),
-    ),
-    Step(
-        "trainer.yaml", small=("rounds=1", "only=[mamba2,bamba]"), gpus=1, gpu_gib=70,
-        packages=("transformers", "accelerate", "mamba_ssm"),
-    ),
-]  # fmt: skip
-TABLE = "integration"
-
+    Step("integration.yaml", small=("rounds=1", "steps=10", "arms=[padded,flattened,patched]"), **NEEDS),
+    Step("trainer.yaml", small=("rounds=1", "only=[mamba2,bamba]"), **NEEDS),
+]
+OVER = ("padded", "grouped", "flattened")
+ROWS = [
+    *(("{}, real tokens/s", arm, "real_tokens_per_second") for arm in (*OVER, "patched", "slow-path")),
+    *(("patched over {}", arm, "patched_over") for arm in OVER),
+    *(("{}: off from single documents", arm, "difference") for arm in ("padded", "flattened", "patched")),
+]
 HEADLINES = [
-    *(
-        Headline(f"{arm}, real tokens/s", TABLE, {"arm": arm}, "real_tokens_per_second")
-        for arm in ("padded", "grouped", "flattened", "patched", "slow-path")
-    ),
-    *(
-        Headline(f"patched over {arm}", TABLE, {"arm": arm}, "patched_over")
-        for arm in ("padded", "grouped", "flattened")
-    ),
-    *(
-        Headline(f"{arm}: off from single documents", TABLE, {"arm": arm}, "difference")
-        for arm in ("padded", "flattened", "patched")
-    ),
+    *(Headline(name.format(arm), "integration", {"arm": arm}, column) for name, arm, column in ROWS),
     *(
         Headline(f"{model}: packed over {arm}", "trainer", {"model": model}, f"over_{arm}")
         for model in ("mamba", "falcon_mamba", "zamba", "mamba2", "bamba")

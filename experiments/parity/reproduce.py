@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from experiments.common import steps_of, suffixed
 from packmamba.reproduce import Headline, Step
 
 TINY = (
@@ -9,8 +10,7 @@ TINY = (
     *("data.validation_documents=60", "data.num_workers=0", "model.d_model=32"),
     *("model.n_layer=2", "model.compile=false"),
     *("optimizer.lr=5.0e-3", "optimizer.warmup_steps=5", "trainer.precision=32-true", "trainer.accelerator=cpu"),
-    *(f"trainer.{key}=40" for key in ("max_steps", "validate_every", "checkpoint_every")),
-    "trainer.threads=1",
+    *(*steps_of(40), "trainer.threads=1"),
 )
 SMALL = (*TINY, "jobs=1", "grid.seed=[1,2,3]", "common={data.row_length: 256}")
 GRADIENTS = (
@@ -21,67 +21,44 @@ GRADIENTS = (
 )
 PEERS = ("mamba_ssm", "causal_conv1d")
 UNITS = ("files", "functions", "mixture")
-MAIN = "padded,packed-reset,packed-control"
+MAIN = ("padded", "packed-reset", "packed-control")
+ALL = ",".join(MAIN)
 
 
 def _sweep(name: str, arms: str, *keys: str, **more: Any) -> Step:
     return Step("parity.yaml", ("jobs=auto", f"name={name}", f"arms=[{arms}]", *keys), gpus=1, **more)
 
 
-def _suffixed(suffix: str, arms: str = MAIN) -> str:
-    return ",".join(f"{arm}-{suffix}" for arm in arms.split(","))
+def _bench(name: str, *keys: str, **more: Any) -> Step:
+    return Step(f"{name}.yaml", keys, gpus=1, **more)
 
 
-def _steps(steps: int) -> tuple[str, ...]:
-    return tuple(f"trainer.{key}={steps}" for key in ("max_steps", "validate_every", "checkpoint_every"))
-
-
-SEED_2 = ("keys=[data.unit=mixture,data.num_workers=0,seed=2]", "arms=[padded,packed-reset,packed-control]")
+CONTROL_SMALL = "arms={packed-control: {data.max_tokens_per_batch: 1024}}"
+GRADIENT_ARMS = f"arms=[{ALL},packed-leak,single]"
+TIMED = f"arms=[{ALL},'padded, functions','packed-reset, functions','padded, mixture','packed-reset, mixture']"
+TIMED_SINGLE = "arms=[single,'single, eager','padded, beside single','packed-reset, beside single']"
+SEED_2 = ("keys=[data.unit=mixture,data.num_workers=0,seed=2]", f"arms=[{ALL}]")
 TAKES = "6 hours of runs"
 STEPS = [
-    _sweep(
-        "files", MAIN, small=(*SMALL, "arms={packed-control: {data.max_tokens_per_batch: 1024}}"), small_on_cpu=True
-    ),
-    *(_sweep(unit, MAIN, f"data.unit={unit}") for unit in UNITS[1:]),
+    _sweep("files", ALL, small=(*SMALL, CONTROL_SMALL), small_on_cpu=True),
+    *(_sweep(unit, ALL, f"data.unit={unit}") for unit in UNITS[1:]),
     *(_sweep(f"leak-{unit}", "packed-leak", f"data.unit={unit}") for unit in UNITS[:2]),
     _sweep("single", "single", "grid.seed=[1,2,3,4,5]"),
     _sweep("single-mamba-ssm", "single-mamba-ssm", "grid.seed=[1,2,3,4,5]", packages=PEERS),
-    _sweep("float32", _suffixed("float32"), "grid.seed=[1,2,3,4,5]"),
-    _sweep("float32-mixture", _suffixed("float32"), "grid.seed=[1,2,3]", "data.unit=mixture"),
-    _sweep("files-rate", _suffixed("rate")),
+    _sweep("float32", suffixed("float32", *MAIN), "grid.seed=[1,2,3,4,5]"),
+    _sweep("float32-mixture", suffixed("float32", *MAIN), "grid.seed=[1,2,3]", "data.unit=mixture"),
+    _sweep("files-rate", suffixed("rate", *MAIN)),
     _sweep("mixture-long", "padded-long,packed-reset-long"),
     _sweep("mixture-more", "padded-more,packed-reset-more,packed-leak-more", "grid.seed=[9,10,11,12,13,14,15,16]"),
     _sweep("equal-time-files", "packed-equal-time"),
-    _sweep("equal-time-functions", "packed-equal-time", "data.unit=functions", *_steps(1192)),
-    _sweep("equal-time-mixture", "packed-equal-time", "data.unit=mixture", *_steps(715)),
-    Step(
-        "speed.yaml",
-        (f"arms=[{MAIN},'padded, functions','packed-reset, functions','padded, mixture','packed-reset, mixture']",),
-        gpus=1,
-    ),
-    Step(
-        "speed.yaml",
-        (
-            "name=speed-single",
-            "throughput_rounds=10",
-            "arms=[single,'single, eager','padded, beside single','packed-reset, beside single']",
-        ),
-        gpus=1,
-    ),
-    Step("gradients.yaml", small=GRADIENTS, gpus=1, packages=PEERS, small_on_cpu=True),
-    *(
-        Step(
-            "gradients.yaml",
-            (
-                f"keys=[data.unit={unit},data.num_workers=0]",
-                "arms=[padded,packed-reset,packed-control,packed-leak,single]",
-            ),
-            gpus=1,
-        )
-        for unit in UNITS[1:]
-    ),
+    _sweep("equal-time-functions", "packed-equal-time", "data.unit=functions", *steps_of(1192)),
+    _sweep("equal-time-mixture", "packed-equal-time", "data.unit=mixture", *steps_of(715)),
+    _bench("speed", TIMED),
+    _bench("speed", "name=speed-single", "throughput_rounds=10", TIMED_SINGLE),
+    _bench("gradients", small=GRADIENTS, packages=PEERS, small_on_cpu=True),
+    *(_bench("gradients", f"keys=[data.unit={unit},data.num_workers=0]", GRADIENT_ARMS) for unit in UNITS[1:]),
     # Every step from 50 to 100, where the mixture's runs in float32 of seed 2 part.
-    Step("gradients.yaml", (*SEED_2, "precisions=[32-true]", f"at={[*range(50, 101)]}"), gpus=1),
+    _bench("gradients", *SEED_2, "precisions=[32-true]", f"at={[*range(50, 101)]}"),
 ]
 
 

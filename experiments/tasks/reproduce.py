@@ -7,6 +7,7 @@ ARMS = ("induction", "mqar", "parity", "packed-reset", "packed-leak", "packed-re
 TINY = ("grid.seed=[0]", "evaluation_examples=20", f"arms={{{', '.join(f'{arm}: {SHORT}' for arm in ARMS)}}}")
 TAKES = "an hour on two cores"
 STEPS = [Step("tasks.yaml", small=TINY), Step("answers.yaml", small=("examples=10", "seeds=[0]"))]
+MINUS = "leak minus reset, intruding reads, points"
 INTRUDING = {"evaluated": "as trained", "reads": "of keys that only the predecessor wrote"}
 HEADLINES = [
     *(
@@ -14,16 +15,8 @@ HEADLINES = [
         for arm, n in (("induction", 256), ("induction", 4096), ("mqar", 64), ("parity", 1024))
     ),
     *(
-        Headline(
-            f"contradiction{of}: leak minus reset, intruding reads, points",
-            f"leak-contradiction{name}",
-            INTRUDING,
-            "difference",
-        )
+        Headline(f"contradiction{of}: {MINUS}", f"leak-contradiction{name}", INTRUDING, "difference")
         for of, name in (("", ""), (", begin tokens", "-begin"))
     ),
-    *(
-        Headline(f"{task}: untrained", "untrained", {"task": task}, "accuracy")
-        for task in ("mqar", "passkey", "parity")
-    ),
+    *(Headline(f"{t}: untrained", "untrained", {"task": t}, "accuracy") for t in ("mqar", "passkey", "parity")),
 ]
