@@ -1,4 +1,4 @@
-"""Tables and figures of the operators: on a CPU, the host's time for a call, and with gpu_report.py on a GPU."""
+"""Tables and figures of the operators: on a CPU, and with gpu_report.py on a GPU."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from experiments.common import make_table, records_of
 from experiments.operators.arms import CPU_ARMS, CpuArm
 from experiments.operators.gpu_report import gpu_operators_figures, gpu_operators_tables
-from packmamba.report.aggregate import Record, of_kind
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.report.html import Kind
 from packmamba.report.tables import Table
@@ -89,39 +89,10 @@ def _limit(operator: str, rates: dict[str, float]) -> str:
     )
 
 
-PHASES = {"forward": "without gradients", "recorded": "gradients recorded", "backward": "backward"}
-PHASES |= {"floor": "backward's floor", "one_by_one": "backward, one by one"}
-
-
-def host_tables(records: Sequence[Record]) -> list[Table]:
-    """One table: of equal arms the latest record counts."""
-    arms = {record["arm"]: record for record in of_kind(records, "host_time")}
-    rows = [
-        {"implementation": "packmamba"}
-        | record["config"]
-        | {"operator": _OPERATORS[record["config"]["operator"]]}
-        | {f"{phase}_us": 1e6 * record["metrics"][f"{phase}_seconds"] for phase in PHASES}
-        | {f"{phase}_spread_us": 1e6 * record["metrics"][f"{phase}_spread"] for phase in PHASES}
-        for record in arms.values()
-    ]
-    phases = " | ".join(f"{title} = {phase}_us {phase}_spread_us:.1f ± .1f" for phase, title in PHASES.items())
-    table = make_table(
-        "host-time",
-        "The host's time for one eager call (us)",
-        f"!operator | !arguments | !implementation | {phases}",
-        rows,
-        f"Wall time of {rows[0]['calls']} calls in a row on a row of 64 tokens and 64 channels; median and interquartile range.",
-        "Arguments: all that a Mamba block gives the operator, or as few as it takes.",
-        "Backward: one pass through all recorded calls; its floor: of an empty autograd function with as many inputs; one by "
-        "one: PyTorch's engine starts for every call.",
-    )
-    return [table]
-
-
 # config: operator, implementation and sizes. One implementation of one operator, forward and backward; arms of one operator were
 # timed in turns. bound_seconds is what the machine's rates, measured in the same run, allow. Spreads are interquartile ranges.
 KINDS = {
     "operators": Kind(operators_tables, operators_figures),
     "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures),
-    "host_time": Kind(host_tables),
+    "host_time": Kind(),  # of a bench that is no more: its table lies in logs/
 }

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from operator import itemgetter
 
 from experiments.common import latest, make_table, named_by
-from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.html import Kind
 from packmamba.report.tables import Table
@@ -65,40 +64,8 @@ def generation_tables(records: Sequence[Record]) -> list[Table]:
     return [table]
 
 
-DTYPES = ("float64", "float32", "bfloat16")
-
-
-def exactness_tables(records: Sequence[Record]) -> list[Table]:
-    """Packed scores beside those of one request at a time, a row for each dtype."""
-    found = sorted(aggregate.of_kind(records, "exactness"), key=lambda r: r["time"])
-    newest = {(r["arm"], r["config"]["model"], r["config"]["device"]): r for r in found}
-    table = make_table(
-        "exactness",
-        "Packed scores, one request at a time, and in another order",
-        "!weights = dtype | !model | !device | requests:d | largest difference, nats = largest_difference:.2g | "
-        "a token = largest_difference_a_token:.2g | relative = largest_relative:.2g | "
-        "greedy verdicts that differ = greedy_flips:d | of so many that are greedy = greedy:d | "
-        "best choices that differ = choice_flips:d | differ by a bit: shuffled = shuffled_differ:d | "
-        "asked in three parts = split_differ:d | contexts not shared = unshared_differ:d",
-        [
-            record["metrics"]
-            | {
-                "dtype": dtype,
-                "model": model,
-                "device": record["hardware"]["cpu"] if device == "cpu" else record["hardware"]["gpus"][0],
-            }
-            for (dtype, model, device), record in sorted(
-                newest.items(), key=lambda item: (DTYPES.index(item[0][0]), item[0])
-            )
-        ],
-        "Random weights. The largest difference is of a request's whole log-likelihood. A context's first continuation is "
-        "what greedy decoding says, about 16 tokens: one of them that turns is a verdict that differs.",
-    )
-    return [table]
-
-
 KINDS = {
-    "exactness": Kind(exactness_tables, label=named_by("exactness", "device")),
+    "exactness": Kind(),  # of a bench that is no more: its tables lie in logs/
     "scoring": Kind(scoring_tables, label=named_by("scoring", "workload")),
     "generation": Kind(generation_tables),
 }

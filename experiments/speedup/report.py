@@ -1,4 +1,4 @@
-"""Tables and figures of whole models: schemes, where time goes, growth, several devices. Spreads are interquartile ranges."""
+"""Tables and figures of whole models: schemes, where time goes. Spreads are interquartile ranges."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from experiments.common import make_table, records_of
-from packmamba.report.aggregate import Record, of_kind
+from packmamba.report.aggregate import Record
 from packmamba.report.figures import INK, Figure, axes, finish, name_bars
 from packmamba.report.html import Kind
 from packmamba.report.tables import Cell, Table
@@ -355,79 +355,8 @@ def breakdown_tables(records: Sequence[Record]) -> list[Table]:
     return [table]
 
 
-AXES = {"row_length": "row length", "mean_length": "mean document length"}
-
-
-def growth_tables(records: Sequence[Record]) -> list[Table]:
-    """One table for each axis; of equal points the latest record counts, of those as CUDA graphs or not as the latest was."""
-    growth = of_kind(records, "growth")
-    graphs = [r["config"].get("graphs", r["config"].get("cuda_graphs")) for r in growth]  # as records of before call it
-    alike = [record for record, graph in zip(growth, graphs) if graph == graphs[-1]]
-    tables = []
-    for axis in sorted({record["config"]["axis"] for record in alike}, reverse=True):
-        points = {record["config"]["value"]: record for record in alike if record["config"]["axis"] == axis}
-        base = points.get(16384) if axis == "row_length" else None
-        c = next(iter(points.values()))["config"]
-        rows = [
-            _milliseconds(record["metrics"], "seconds_per_batch")
-            | {axis: value, "row_length": record["config"]["row_length"]}
-            | {"model_flops_utilisation": utilisation(record), "over_16384": base and _over(record, base).values[0]}
-            for value, record in sorted(points.items())
-        ]
-        table = make_table(
-            f"growth-{axis.replace('_', '-')}",
-            f"{c['model']}, packed rows: throughput against {AXES[axis]}",
-            f"{AXES[axis]} = {axis}:,d | row = row_length:,d | documents = num_documents:,.0f | ms = ms ms_spread:.4g ± .2g | "
-            "real tokens/s = real_tokens_per_second:,.0f | model FLOP utilisation = model_flops_utilisation:%"
-            + " | over rows of 16384 = over_16384:.3f"
-            * bool(base),
-            rows,
-            f"Forward and backward of one row, {c['dtype']} weights, compile={c['compile']}, recompute={c['recompute']}"
-            f"{', as CUDA graphs' * bool(graphs[-1])}; documents in order, the last cut to fit; medians and interquartile ranges "
-            f"of {c['rounds']} rounds in turns.",
-        )
-        tables.append(table)
-    return tables
-
-
 def _milliseconds(metrics: Mapping[str, Any], seconds: str) -> dict[str, Any]:
     return {**metrics, "ms": 1e3 * metrics[seconds], "ms_spread": 1e3 * metrics["seconds_spread"]}
-
-
-def multi_gpu_tables(records: Sequence[Record]) -> list[Table]:
-    """One table for each model size: tokens per second, and over one device real tokens, slots and efficiency."""
-    found: dict[str, dict[tuple[str, int], Record]] = {}
-    for record in records_of(records, "multi_gpu"):
-        config = record["config"]
-        found.setdefault(config["model"], {})[config["parallel"], config["devices"]] = record
-    tables = []
-    for model, arms in found.items():
-        one = next((record["metrics"] for (_, devices), record in arms.items() if devices == 1), None)
-        rows = []
-        for (parallel, devices), record in arms.items():
-            metrics, rates = record["metrics"], ("real_tokens_per_second", "slots_per_second")
-            real, slots = (metrics[rate] / one[rate] if one else None for rate in rates)
-            row = {"strategy": parallel, "devices": devices, "over_one": real, "slots_over_one": slots}
-            row |= {"efficiency": slots and slots / devices}
-            rows.append(row | _milliseconds(metrics, "seconds_per_step"))
-        first = next(iter(arms.values()))
-        c, hardware = first["config"], first["hardware"]
-        table = make_table(
-            f"multi-gpu-{model}",
-            f"{model} on several devices, whole optimizer steps through Lightning",
-            "!strategy | devices:d | ms per step = ms ms_spread:.4g ± .2g | real tokens/s = real_tokens_per_second:,.0f | "
-            "over one device = over_one:.2f x | slots over one device = slots_over_one:.2f x | efficiency:% | "
-            "peak memory of one device = peak_memory_bytes:GiB | "
-            "loss of the same documents, relative difference = loss_error:.1e",
-            rows,
-            f"{Arm.of(first).label}, {c['slots']} slots a step and device, {c['precision']}, {c['rounds']} turns of steps after "
-            "a warm-up, medians and interquartile ranges. Efficiency is that of slots: the last rows of a plan hold padding, and "
-            f"more devices reach them sooner. The losses are of each arm's first {c['same_steps']} steps, on the same documents "
-            "for every number of devices.",
-            f"{', '.join(dict.fromkeys(hardware['gpus'])) or hardware['cpu']}.",
-        )
-        tables.append(table)
-    return tables
 
 
 KINDS = {
@@ -437,8 +366,7 @@ KINDS = {
     "speedup": Kind(speedup_tables, speedup_figures),
     # Seconds of one call by family of kernels; their sum is seconds.
     "breakdown": Kind(breakdown_tables),
-    # config: axis (row_length or mean_length) and its value.
-    "growth": Kind(growth_tables),
-    # Whole optimizer steps; losses of the first steps, which all arms take on the same documents, are in curves["loss"].
-    "multi_gpu": Kind(multi_gpu_tables),
+    # Of benches that are no more: their tables lie in logs/.
+    "growth": Kind(),
+    "multi_gpu": Kind(),
 }  # fmt: skip

@@ -39,5 +39,4 @@ HEADLINES = [
     *_each("over padded to 2048", "over_padded"),
     *_each("whole optimizer steps over forward and backward alone", "steps_over_bare"),
     Headline(OUTSIDE, "breakdown", _BATCH, "outside"),
-    Headline("1.4B: four GPUs over one, DDP", "multi-gpu-1.4b", {"strategy": "ddp", "devices": 4}, "over_one"),
 ]
