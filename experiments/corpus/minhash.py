@@ -12,9 +12,7 @@ from numpy.typing import NDArray
 
 SHINGLE = 5
 FUNCTIONS = 256
-BAND = (
-    4  # columns that two signatures must share to be compared: one of 64 bands is shared with probability 0.98 at 0.5
-)
+BAND = 4  # columns that two signatures must share to be compared: of the 64 bands 98 % of pairs at 0.5 share one
 ROUNDS = 64  # maximum texts of a bucket that the others in it are compared with
 
 _random = np.random.default_rng(5)

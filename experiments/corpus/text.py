@@ -24,16 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import yaml
 
-from experiments.corpus.build import (
-    SIMILARITY,
-    command,
-    largest,
-    run,
-    spread,
-    train_tokenizer,
-    validation_packages,
-    write_manifest,
-)
+from experiments.corpus import build as code
 from experiments.corpus.minhash import clusters, signature
 from experiments.corpus.text_items import write_items, write_lines
 from packmamba.config import ConfigError, DataConfig
@@ -284,6 +275,8 @@ def ansible(root: Path) -> Iterator[Text]:
 rst, pod = partial(marked_up, rules=RST), partial(marked_up, rules=POD)
 RACKET = ("racket", "usr/share/doc/racket", "*.html", html, "index|doc-bibliography", 1)
 POSTGRESQL = ("postgresql", "usr/share/doc/postgresql-doc-*/html", "*.html", html, "index|biblio|release")
+LIBREOFFICE = ("libreoffice", "usr/share/libreoffice/help/en-US/text", "*.html", html)
+PERL = ("perl", "usr/share/perl/*/pod", "*.pod", pod, "perltoc")
 LINUX = ("linux", "usr/share/doc/linux-doc-*/Documentation", "*.rst.gz", rst, "^translations/", 2)
 BOTOCORE = ("botocore/data/*/*/service-2.json*", lambda path: path.parts[-3], "documentation", html_without_headings)
 GOOGLE = ("googleapiclient/discovery_cache/documents/*.json", lambda path: path.name.split(".")[0], "description", str)
@@ -293,16 +286,8 @@ READERS: dict[str, tuple[str, Callable[..., Iterator[Text]], tuple[Any, ...]]] =
     "linux-doc": ("GPL-2.0", pages, LINUX),
     "racket-doc": ("LGPL-2.1-or-later and others", pages, RACKET),
     "postgresql-doc": ("PostgreSQL", pages, POSTGRESQL),
-    "libreoffice-help-en-us": (
-        "MPL-2.0",
-        pages,
-        ("libreoffice", "usr/share/libreoffice/help/en-US/text", "*.html", html),
-    ),
-    "perl-doc": (
-        "GPL-1.0-or-later or Artistic-1.0-Perl",
-        pages,
-        ("perl", "usr/share/perl/*/pod", "*.pod", pod, "perltoc"),
-    ),
+    "libreoffice-help-en-us": ("MPL-2.0", pages, LIBREOFFICE),
+    "perl-doc": ("GPL-1.0-or-later or Artistic-1.0-Perl", pages, PERL),
     "botocore": ("Apache-2.0", interfaces, ("botocore", *BOTOCORE)),
     "google-api-python-client": ("Apache-2.0", interfaces, ("google", *GOOGLE)),
     "ansible": ("GPL-3.0-or-later", ansible, ()),
@@ -351,7 +336,7 @@ def split_of(texts: list[Text], seed: int) -> list[str]:
     held: dict[tuple[str, str], str] = {}
     for family, sizes in families.items():
         for split, share in (("test", HELD_OUT), ("validation", HELD_OUT / (1 - HELD_OUT))):
-            for part in validation_packages(sizes, share, seed):
+            for part in code.validation_packages(sizes, share, seed):
                 held[family, part] = split
                 del sizes[part]
     return [held.get((one.family, one.part), "train") for one in texts]
@@ -368,7 +353,7 @@ def build(packages: dict[str, dict[str, Any]], output: Path, seed: int = 0) -> N
         texts = [one for part in found for one in part]
         signatures = np.stack(list(pool.map(signed, (one.text for one in texts), chunksize=512)))
     counts = {source: [count, 0] for source, count in Counter(one.source for one in texts).items()}
-    stays = largest(clusters(signatures, SIMILARITY), [len(one.text) for one in texts])
+    stays = code.largest(clusters(signatures, code.SIMILARITY), [len(one.text) for one in texts])
     texts = [one for one, stay in zip(texts, stays) if stay]
     lines: dict[str, list[dict[str, Any]]] = {split: [] for split in SPLITS}
     members: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -381,12 +366,12 @@ def build(packages: dict[str, dict[str, Any]], output: Path, seed: int = 0) -> N
         place = output / ("sealed" if split == "test" else "corpus")
         write_lines(place / f"{split}.jsonl", rows)
         write_items(place if split == "test" else output / "items", split, rows, seed)
-    rows = [{"format": 1, "seed": seed, "held_out": HELD_OUT, "similarity": SIMILARITY, "documents": counts}]
+    rows = [{"format": 1, "seed": seed, "held_out": HELD_OUT, "similarity": code.SIMILARITY, "documents": counts}]
     rows += [{key: value for key, value in packages[name].items() if key != "root"} for name in names]
     for (group, split), texts_of in members.items():
         digest = content_hash("\n".join(texts_of).encode())
         rows.append({"group": group, "split": split, "documents": len(texts_of), "hash": digest})
-    write_manifest(output / "text.jsonl.gz", rows)
+    code.write_manifest(output / "text.jsonl.gz", rows)
 
 
 def describe(corpus: Corpus) -> dict[str, Any]:
@@ -397,7 +382,7 @@ def describe(corpus: Corpus) -> dict[str, Any]:
         chosen = sources[groups] == source
         lengths, among = corpus.lengths[chosen], len(np.unique(groups[chosen]))
         counts = {"documents": len(lengths), "groups": among, "tokens": int(lengths.sum())}
-        table[source] = counts | spread(lengths)
+        table[source] = counts | code.spread(lengths)
     doses = {str(n): dose(corpus.lengths, n) for n in ROW_LENGTHS}
     return {"tokens": corpus.num_tokens, "sources": table, "doses": doses}
 
@@ -428,7 +413,7 @@ def make_sample(output: Path, path: Path) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command("text", str(__doc__), "my/text", "check that these packages give the texts of this manifest")
+    parser = code.command("text", str(__doc__), "my/text", "check that these packages give the texts of this manifest")
     parser.add_argument("--packages", type=Path, required=True, help="folder of .deb and .whl files")
     parser.set_defaults(tokenizer_size=8192)
     options = parser.parse_args(arguments)
@@ -439,7 +424,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise ConfigError(f"manifest: {options.manifest} has other texts than {options.packages}; use its versions")
     data = DataConfig("splits", str(options.output / "corpus"), cache_dir=options.cache_dir)
     tokenizer = options.output / "text-tokenizer.json"
-    train_tokenizer(load_corpora(data).train, options.tokenizer_size, tokenizer)
+    code.train_tokenizer(load_corpora(data).train, options.tokenizer_size, tokenizer)
     card: dict[str, Any] = {}
     for name, config in {"bytes": data, "bpe": replace(data, tokenizer=str(tokenizer))}.items():
         corpora = load_corpora(config)
@@ -450,4 +435,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    run(main)
+    code.run(main)

@@ -116,8 +116,6 @@ def _measure(c: Config, tokens: int, channels: int, documents: str, rows: list[l
             "workspace_activations": workspace,
             "output_error": output_error,
             "gradient_error": gradient_error,
-            "position_bytes_forward": None,  # records of 2026 counted them for both builds
-            "position_bytes_backward": None,
             **hardware,
         }
     return results

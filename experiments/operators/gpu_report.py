@@ -86,7 +86,7 @@ def copy_shares(record: Record) -> tuple[float, float]:
 def gpu_operators_tables(records: Sequence[Record]) -> list[Table]:
     found = by_shape(records)
     first = next(iter(next(iter(found.values())).values()))
-    tables = [_scan(found), _conv(found), _bottleneck(found), _positions(found), _times(found)]
+    tables = [_scan(found), _conv(found), _bottleneck(found), _times(found)]
     layouts = max(record["config"]["layouts"] for arms in found.values() for record in arms.values())
     for table in tables:
         table.notes.append(
@@ -184,28 +184,6 @@ def _bottleneck(found: Shapes) -> Table:
         rows,
         "Matrix products: the block's four projections (d_model = channels / 2) with all gradients. Shares are of the three "
         "together. Peers: mamba-ssm's scan not packed and causal-conv1d with seq_idx.",
-    )
-
-
-def _positions(found: Shapes) -> Table:
-    rows = []
-    for shape, arms in found.items():
-        for arm in (arm for arm in (SCAN, SCAN_INDICES, CONV, CONV_INDICES) if arm in arms):
-            read = [arms[arm]["metrics"][f"position_bytes_{way}"] for way in ("forward", "backward")]
-            if None in read:
-                continue
-            moved = sum(CONV_BYTES) if arm.operator == "conv" else FORWARD_BYTES + BACKWARD_BYTES
-            activations = moved * shape.tokens * shape.channels
-            row = _shape_values(shape, arms[arm]) | {"operator": arm.label, "share": sum(read) / activations}
-            row |= {f"{way}_bytes": Cell(f"{n / 1024:,.0f}", (n,)) for way, n in zip(("forward", "backward"), read)}
-            rows.append(row | {"activation_bytes": Cell(f"{activations / 2**20:,.0f}", (activations,))})
-    return make_table(
-        "gpu-positions",
-        "Position data that the kernels read, counted, and the activations they move",
-        f"{SHAPE} | !operator | read forward (KiB) = forward_bytes | read backward (KiB) = backward_bytes | "
-        "activations (MiB) = activation_bytes | share:%",
-        rows,
-        "Read: what all warps ask for together, most of it from caches; the lanes of a warp that ask for one address count once.",
     )
 
 

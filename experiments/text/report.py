@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from experiments.common import interval_cell, make_table
+from experiments.common import make_table
 from packmamba.report.aggregate import Arm, Record, training_arms
 from packmamba.report.figures import MUTED, Figure, axes, finish, name_bars
 from packmamba.report.html import Kind
 from packmamba.report.statistics import Estimate, bootstrap, difference_by_group, holm, interval, power, verdict
-from packmamba.report.tables import Cell, Table, mean_sd
+from packmamba.report.tables import Cell, Table
 
 MIXERS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
 ALL, BEYOND = "perplexity.by_group", "beyond.by_group"
@@ -66,10 +66,8 @@ TASKS = {
 TUNED = {"pairs.nats": "nats a byte of an answer", "asked_headword.choice_accuracy": "four headwords of a gloss"}
 PAIRS = (("packed-reset", "padded"), ("packed-leak", "packed-reset"), ("own", "zero"))
 TUNED_PAIRS = (("tuned-reset", "tuned-padded"), ("tuned-leak", "tuned-reset"))
-PILOT = 100
-"""Seeds from here on are the pilot's."""
-FEW = 8
-"""Planned seeds of packers and of fine-tuning."""
+PILOT = 100  # seeds from here on are the pilot's
+FEW = 8  # planned seeds of packers and of fine-tuning
 NOT_RUN = Cell("not run", (None, None))
 Arms = dict[tuple[str, str], Arm]
 Sums = tuple[Any, Any]
@@ -127,9 +125,9 @@ def verdicts(arms: Arms) -> Table:
         margin, found, p_values = next(iter(margins), None), {}, {}
         for one in PRIMARY:
             sums, targets = nats(arms.get((mixer, one.arm)), arms.get((mixer, one.other)), one.curve)
-            found[one] = estimate(sums, targets)
-            p_values[one] = found[one].p if found[one] else math.nan  # type: ignore[union-attr]
-            if one.sign is None and found[one]:
+            it = found[one] = estimate(sums, targets)
+            p_values[one] = it.p if it else math.nan
+            if one.sign is None and it:
                 p_values[one] = math.nan if margin is None else p_of_equivalence(sums, targets, margin)
         adjusted = holm(p_values)
         caught = fulfilled(PRIMARY[1], found[PRIMARY[1]], adjusted[PRIMARY[1]], None) == "right"
@@ -137,14 +135,14 @@ def verdicts(arms: Arms) -> Table:
             it, p = found[one], adjusted[one]
             ruled = verdict(it, *((margin,) if one.sign is None else (None, p))) if it else "not run"
             ruled += ", could not have failed" * (ruled == "equivalent" and not caught)
-            row = {"primary": one.name, "architecture": title, "difference": interval_cell(it, 5, 3), "p_holm": p}
+            row: dict[str, Any] = {"primary": one.name, "architecture": title, "difference": it, "p_holm": p}
             row |= {"seeds": of_planned(it.seeds if it else 0, one.seeds), "groups": it.groups if it else None}
             row |= {"margin": margin if one.sign is None else None, "verdict": ruled}
             rows.append(row | {"prediction": fulfilled(one, it, p, margin) if it else "not run"})
     return make_table(
         "verdicts-text",
         "Primaries: differences of the loss of sealed documents, nats a target",
-        "!primary | !architecture | difference [95 %] = difference difference_low difference_high | "
+        "!primary | !architecture | difference [95 %] = difference[]:5 | "
         "seeds = seeds planned | groups:d | p, Holm = p_holm:.2g | margin:.4f | !verdict | !prediction",
         rows,
         "Intervals resample seeds and groups of documents. P1's p is of equivalence. Prediction: right if p, by Holm over an "
@@ -166,13 +164,16 @@ def exploratory(arms: Arms) -> Table:
             found.append((Contrast(name, trained, trained, 12), _read_from(arms.get((mixer, trained)), start)))
         for one, sums in found:
             it = estimate(*sums)
-            cell = interval_cell(it, 5, 3) if it else NOT_RUN._replace(values=(None,) * 3)
-            seeds = of_planned(it.seeds if it else 0, one.seeds)
-            rows.append({"contrast": one.name, "architecture": title, "difference": cell, "seeds": seeds})
+            row: dict[str, Any] = {
+                "contrast": one.name,
+                "architecture": title,
+                "difference": it or Cell("not run", (None,) * 3),
+            }
+            rows.append(row | {"seeds": of_planned(it.seeds if it else 0, one.seeds)})
     return make_table(
         "exploratory-text",
         "Exploratory contrasts, nats a target",
-        "!contrast | !architecture | difference [95 %] = difference difference_low difference_high | seeds = seeds planned",
+        "!contrast | !architecture | difference [95 %] = difference[]:5 | seeds = seeds planned",
         rows,
         f"Intervals resample seeds and groups and are not adjusted for the number of {len(rows)} contrasts.",
     )
@@ -198,17 +199,17 @@ def arms_table(arms: Arms, names: Sequence[str], table: str, heading: str, basel
                 other, lost = arms.get((mixer, baseline)), int(arm["val_loss"].isna().sum())
                 seeds = of_planned(len(arm.runs) - lost, planned)
                 row["seeds"] = seeds._replace(text=seeds.text + f", {lost} diverged" * bool(lost))
-                row |= {"loss": mean_sd(arm["val_loss"]), "beyond": arm["beyond.loss"].mean()}
+                row |= {"loss": arm["val_loss"], "beyond": arm["beyond.loss"].mean()}
                 row |= {"tokens": arm["real_tokens"].mean(), "padding": arm["padding_fraction"].mean()}
                 row["behind"] = (arm["tokens_behind_another"] / arm["real_tokens"]).mean()
                 if other is not None and other is not arm:
-                    row["difference"] = interval_cell(estimate(*nats(arm, other, ALL)), 5, 3)
+                    row["difference"] = estimate(*nats(arm, other, ALL))
             rows.append(row)
     return make_table(
         table,
         heading,
         "!arm | !architecture | seeds = seeds planned | loss = loss loss_sd | loss beyond T = beyond:.4f | "
-        f"minus {baseline} [95 %] = difference difference_low difference_high | real tokens = tokens:,.0f | padding:% | "
+        f"minus {baseline} [95 %] = difference[]:5 | real tokens = tokens:,.0f | padding:% | "
         "behind another = behind:%",
         rows,
         "Behind another: share of the tokens that stand behind another document in their row.",
@@ -225,14 +226,14 @@ def answers(arms: Arms, table: str, heading: str, metrics: Mapping[str, str], pa
         both = [side[metric] for side in sides if side]
         if len(both) == 2 and all(some.notna().any() for some in both):
             found = interval(both[0] - both[1])
-            row |= {"value": mean_sd(both[0]), "other": mean_sd(both[1]), "difference": interval_cell(found, 4, 3)}
+            row |= {"value": both[0], "other": both[1], "difference": found}
             row["seeds"] = of_planned(found.seeds if found else 0, planned)
         rows.append(row)
     return make_table(
         table,
         heading,
         "!task | !architecture | !arm | !minus | value = value value_sd | of the other = other other_sd | "
-        "difference [95 %] = difference difference_low difference_high | seeds = seeds planned",
+        "difference [95 %] = difference[]:4 | seeds = seeds planned",
         rows,
         "Intervals are over seeds (Student's t), not adjusted. Four choices: share of right answers, chance 0.25.",
     )
@@ -244,14 +245,14 @@ def pilot(arms: Arms) -> list[Table]:
     for mixer, title in MIXERS.items():
         for (of, name), arm in arms.items():
             row: dict[str, Any] = {"architecture": title, "lr": arm.says("optimizer.lr"), "seeds": len(arm.runs)}
-            row |= {"arm": arm.title, "steps": int(arm.runs["steps"].max()), "loss": mean_sd(arm["val_loss"])}
+            row |= {"arm": arm.title, "steps": int(arm.runs["steps"].max()), "loss": arm["val_loss"]}
             rates += [row] * (of == mixer)
             reset = arms.get((mixer, name.replace("packed-leak", "packed-reset")))
             sums, targets = nats(arm, reset if (of, arm.title) == (mixer, "packed-leak") else None, ALL)
             if (found := estimate(sums, targets)) is None or math.isnan(found.low):
                 continue
             row["error"] = pd.Series(sums.sum(axis=1) / targets.sum()).sem()
-            row |= {"harm": interval_cell(found, 5, 3), "half": found.mean / 2}
+            row |= {"harm": found, "half": found.mean / 2}
             if found.mean > 0 and len(targets) > 1:  # as if pairs of reset and padded spread as these do
                 row["power"] = power(sums, targets, found.mean / 2, 16)
             harms.append(row)
@@ -265,7 +266,7 @@ def pilot(arms: Arms) -> list[Table]:
         make_table(
             "harm-pilot",
             "Pilot: the leak's harm, leak minus reset, nats a target",
-            "!architecture | steps:d | learning rate = lr:g | seeds:d | harm [95 %] = harm harm_low harm_high | "
+            "!architecture | steps:d | learning rate = lr:g | seeds:d | harm [95 %] = harm[]:5 | "
             "standard error over seeds = error:.5f | half, P1's margin = half:.5f | power of P1 with 16 seeds = power:.2f",
             harms,
         ),
