@@ -84,6 +84,7 @@ class Arm:
     setting: Setting
     runs: pd.DataFrame
     points: ClassVar[Any] = aggregate.Arm.points
+    __getitem__: ClassVar[Any] = aggregate.Arm.__getitem__
 
     @property
     def expected(self) -> set[int]:
@@ -176,14 +177,9 @@ def gain_pairs(arm: Arm, other: Arm, windows: int) -> tuple[np.ndarray, np.ndarr
     return difference_by_group(arm, other, GAINS, "gain", "documents", f"windows == {windows}")
 
 
-def dose(arm: Arm) -> float | None:
+def dose(arm: Arm) -> float:
     """Share of the tokens that stand behind another document in their row."""
-    behind = mean_of(arm, "tokens_behind_another")
-    return None if behind is None else behind / arm.runs["real_tokens"].mean()
-
-
-def mean_of(arm: Arm, metric: str) -> float | None:
-    return arm.runs[metric].mean() if metric in arm.runs else None
+    return arm["tokens_behind_another"].mean() / arm["real_tokens"].mean()
 
 
 def spans(T: int) -> dict[str, tuple[float, float]]:
@@ -511,7 +507,7 @@ def _gains(settings: Settings) -> Table:
         " | ".join(["!setting | !arm", *(f"{k} T = gain_{k} gain_{k}_sd" for k in windows)]),
         [
             {"setting": setting.label(), "arm": arm.name}
-            | {f"gain_{k}": arm.runs.get(f"long_context.gain_{k}") for k in windows}
+            | {f"gain_{k}": arm[f"long_context.gain_{k}"] for k in windows}
             for setting, arm in arms_of
             if windows
         ],
@@ -550,7 +546,7 @@ def _arms(settings: Settings) -> Table:
             row = {"setting": setting.label(), "arm": arm.name, "lr": setting.lr, "dose": dose(arm)}
             row |= {"seeds": Cell(str(seeds), tuple(seeds))}
             row |= {"real_tokens": runs["real_tokens"].mean(), "val_loss": runs["val_loss"]}
-            row |= {name: mean_of(arm, name) for name in ("peak_memory_bytes", "state_bytes", "state_age_steps")}
+            row |= {name: arm[name].mean() for name in ("peak_memory_bytes", "state_bytes", "state_age_steps")}
             rows.append(row | {places: _mean(arm, span) for places, span in spans(setting.T).items()})
     return make_table(
         "arms",

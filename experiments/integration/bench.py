@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
-from experiments.leakcheck.bench import find_kernels, make_configuration
-from packmamba.config import ConfigError, DataConfig, key, load_config, suggest
+from experiments.leakcheck.bench import chosen_models, find_kernels, make_configuration
+from packmamba.config import ConfigError, DataConfig, key, load_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.sources.builtin import open_stdlib
 from packmamba.integrations.transformers import patch
@@ -31,6 +31,7 @@ from packmamba.reproduce import Bench
 from packmamba.timing import PeakMemory, free_memory, median, now, spread, take_turns
 
 Documents = Sequence[Sequence[int]]
+SIZES = ("documents_per_step", "steps", "warm_up_steps")
 
 
 @dataclass(frozen=True)
@@ -241,10 +242,7 @@ def run(c: IntegrationConfig, records_path: Path, progress: bool = True) -> None
 
 def run_trainer(c: TrainerConfig, records_path: Path, progress: bool = True) -> None:
     """Append a record of kind ``trainer`` for each model and arm; of an arm that does not run, its error."""
-    models = {name: dict(of or {}) for name, of in c.models.items() if not c.only or name in c.only}
-    for name in c.only:
-        if name not in models:
-            raise ConfigError(f"only: unknown model '{name}'{suggest(name, c.models)}")
+    models = chosen_models(c.models, c.only)
     find_kernels()
     from transformers import AutoModelForCausalLM
 
@@ -265,13 +263,11 @@ def measure(c: SpeedConfig, model: Any, named: dict[str, Any], records_path: Pat
     provenance()
     measured = Measured(model, c, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     documents = draw_documents(c.distribution, c.documents_per_step * (c.steps + c.warm_up_steps), c.seed)
-    of_all = (c.documents_per_step, c.steps, c.warm_up_steps)
-    mine = {
-        name: [
-            of_all[i] if own is None else own for i, own in enumerate((a.documents_per_step, a.steps, a.warm_up_steps))
-        ]
-        for name, a in arms.items()
-    }
+
+    def size(arm: Arm, name: str) -> int:
+        return getattr(c, name) if getattr(arm, name) is None else getattr(arm, name)
+
+    mine = {name: [size(arm, each) for each in SIZES] for name, arm in arms.items()}
     arranged = {
         name: arms[name].arranged(documents[: per_step * (steps + warm_up)], per_step, warm_up)
         for name, (per_step, steps, warm_up) in mine.items()
@@ -317,15 +313,9 @@ def measure(c: SpeedConfig, model: Any, named: dict[str, Any], records_path: Pat
             "last_loss": float(np.mean(taken[0].losses[-min(10, steps) :])),
         }  # fmt: skip
         config = {k: v for k, v in vars(c).items() if k not in ("arms", "bench", "models", "shared", "only")}
-        config |= {
-            **vars(arms[name]),
-            **named,
-            "documents_per_step": per_step,
-            "steps": steps,
-            "warm_up_steps": warm_up,
-        }
-        config |= {"rounds": len(taken), "transformers": importlib.metadata.version("transformers")}
-        config |= {"error": errors.get(name)}
+        config |= {**vars(arms[name]), **named, **dict(zip(SIZES, mine[name]))}
+        config |= {"rounds": len(taken), "error": errors.get(name)}
+        config["transformers"] = importlib.metadata.version("transformers")
         metrics = speeds | {"padding_fraction": 1 - tokens / slots, "tokens_per_step": tokens / steps}
         metrics |= {"peak_memory_bytes": max((turn.peak for turn in taken if turn.peak is not None), default=None)}
         metrics |= found[name] or {}

@@ -45,10 +45,7 @@ class AuditConfig:
 
 def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
     """Append a record per model and boundary argument; metrics are 1, 0 or null, and tokens reached."""
-    for name in c.only:
-        if name not in c.models:
-            raise ConfigError(f"only: unknown model '{name}'{suggest(name, c.models)}")
-    arms = {name: dict(of or {}) for name, of in c.models.items() if not c.only or name in c.only}
+    arms = chosen_models(c.models, c.only)
     for name, of in arms.items():
         make_configuration(name, of, c.shared)  # before any work
     logging.getLogger("transformers").setLevel(logging.ERROR)
@@ -71,6 +68,14 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
             said, failed = f"{type(error).__name__}: {' '.join(str(error).split())}", True
             result = LeakCheckResult(boundaries, raises=said)
         append_record(records_path, _record(c, arm, of, boundaries, model, result, failed, time.perf_counter() - begun))
+
+
+def chosen_models(models: dict[str, Any], only: list[str]) -> dict[str, dict[str, Any]]:
+    """Select the models that ``only`` names, all where it is empty. Raises ConfigError for an unknown name."""
+    for name in only:
+        if name not in models:
+            raise ConfigError(f"only: unknown model '{name}'{suggest(name, models)}")
+    return {name: dict(of or {}) for name, of in models.items() if not only or name in only}
 
 
 class Collated(CheckedModel):

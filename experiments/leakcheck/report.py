@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
-from experiments.common import make_columns
+from experiments.common import make_table
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.html import Kind
-from packmamba.report.tables import Cell, Column, Table, number, word
+from packmamba.report.tables import Cell, Table
 
 
 def latest(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -48,69 +49,66 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
     kernels = [f"{name} {version}" for name, version in config["kernels"].items() if version]
     where = f"transformers {config['transformers']}, {device}, {', '.join(kernels) or 'no kernels installed'}"
     arguments = list(dict.fromkeys(r["config"]["boundaries"] for r in records))
-    arms = list(dict.fromkeys(r["arm"] for r in records))
-    cells = {(r["arm"], r["config"]["boundaries"]): r for r in records}
     collators = {r["config"]["boundaries"]: f"TRL {of}" for r in records if (of := r["config"].get("trl"))}
     titles = [collators.get(argument, argument.replace("+", " + ")) for argument in arguments]
-    matrix = Table(
+    columns = " | ".join(f"!{title} = {argument}" for title, argument in zip(titles, arguments))
+    rows: dict[str, dict[str, Any]] = {}
+    for r in records:
+        row = rows.setdefault(
+            r["arm"], {"model": r["arm"], "family": r["config"]["family"], **dict.fromkeys(arguments, "-")}
+        )
+        row[r["config"]["boundaries"]] = verdict(r)
+    matrix = make_table(
         f"audit{ending}",
         f"Do packed documents leak? Tiny models with random weights; {where}",
-        make_columns("!model | !family") + [Column(title, (of,), False) for title, of in zip(titles, arguments)],
-        notes=[
-            "leaks: changing a document changes another's logits or gradients; ignores it: without the argument every bit is the "
-            "same, and nothing warns. tight: no bit moves, no gradient crosses, and packed logits are those of each document "
-            "alone. attention_mask: documents in rows of their own, padded on either side. refuses: an error that says so. "
-            "TRL: all that its collator sends with packing or padding_free."
-        ],
+        f"!model | !family | {columns}",
+        rows.values(),
+        "leaks: changing a document changes another's logits or gradients; ignores it: without the argument every bit is the "
+        "same, and nothing warns. tight: no bit moves, no gradient crosses, and packed logits are those of each document "
+        "alone. attention_mask: documents in rows of their own, padded on either side. refuses: an error that says so. "
+        "TRL: all that its collator sends with packing or padding_free.",
     )
-    for arm in arms:
-        family = next(r["config"]["family"] for r in records if r["arm"] == arm)
-        found = [cells.get((arm, argument)) for argument in arguments]
-        matrix.rows.append([word(arm), word(family), *(word("-" if r is None else verdict(r)) for r in found)])
-    counts = Table(
-        f"audit{ending}-counts",
-        f"Verdicts by argument, without attention-only models, and those that are tight of patched ones; {where}",
-        [Column("argument", ("argument",), False)]
-        + [Column(name, (name,)) for name in "models,tight,leaks,leaks and ignores it,refuses".split(",")]
-        + [Column(name, (name,)) for name in ("patched", "patched and tight")],
-    )
+    amounts = []
     for argument in arguments:
         own = [r for r in records if r["config"]["boundaries"] == argument]
         patched = [verdict(r) for r in own if "patched" in r["arm"]]
-        own = [r for r in own if r["config"]["family"] != "attention" and "patched" not in r["arm"]]
-        said = [verdict(r) for r in own]
-        amounts = (
-            len(own), sum(v.startswith("tight") for v in said), sum(v.startswith("leaks") for v in said),
-            said.count("leaks, ignores it"), said.count("refuses"), len(patched), patched.count("tight"),
-        )  # fmt: skip
-        counts.rows.append([word(argument), *(number(amount, "d") for amount in amounts)])
-    full = Table(
+        said = [verdict(r) for r in own if r["config"]["family"] != "attention" and "patched" not in r["arm"]]
+        row = {"argument": argument, "models": len(said), "tight": sum(v.startswith("tight") for v in said)}
+        row |= {"leaks": sum(v.startswith("leaks") for v in said), "refuses": said.count("refuses")}
+        row |= {"leaks and ignores it": said.count("leaks, ignores it"), "patched": len(patched)}
+        amounts.append(row | {"patched and tight": patched.count("tight")})
+    counts = make_table(
+        f"audit{ending}-counts",
+        f"Verdicts by argument, without attention-only models, and those that are tight of patched ones; {where}",
+        "!argument | models:d | tight:d | leaks:d | leaks and ignores it = leaks~and~ignores~it:d | refuses:d | patched:d | "
+        "patched and tight = patched~and~tight:d",
+        amounts,
+    )
+    full = make_table(
         f"audit{ending}-full",
         f"All findings of the audit; {where}",
-        make_columns(
-            "!model | !argument | !isolated forward = isolated_forward | !isolated backward = isolated_backward | "
-            "!same as alone = same_as_alone | !raises | !ignored silently = ignored | largest move = largest | "
-            "tokens reached = reach | !padding left = padding_left | !padding right = padding_right | "
-            "!first module that leaks = module"
-        ),
-        notes=[
-            "padding: a document padded there, with an attention_mask, is what it is alone. tokens reached: by a document's "
-            "last token in the logits behind it; (all): up to the end of the row."
-        ],
+        "!model | !argument | !isolated forward = isolated_forward | !isolated backward = isolated_backward | "
+        "!same as alone = same_as_alone | !raises | !ignored silently = ignored | largest move = largest:.2g | "
+        "tokens reached = reach | !padding left = padding_left | !padding right = padding_right | "
+        "!first module that leaks = module",
+        map(_findings, records),
+        "padding: a document padded there, with an attention_mask, is what it is alone. tokens reached: by a document's "
+        "last token in the logits behind it; (all): up to the end of the row.",
     )
-    for r in records:
-        m, config = r["metrics"], r["config"]
-        reach = Cell(f"{m['reach']}{' (all)' if m['endless'] else ''}" if m["reach"] else "-", (m["reach"] or None,))
-        full.rows.append([
-            word(r["arm"]), word(config["boundaries"]), _flag(m["isolated_forward"]), _flag(m["isolated_backward"]),
-            _flag(m["same_as_alone"]), word(config["error"] or "no"), _flag(m["ignored"]), number(m["largest"] or None, ".2g"),
-            reach, _flag(m["padding_left"]), _flag(m["padding_right"]), word(config["module"] or "-"),
-        ])  # fmt: skip
     return [matrix, counts, full]
 
 
-def _flag(value: float | None) -> Cell:
-    return Cell("-" if value is None else "yes" if value else "no", (value,))
+FLAGS = ("isolated_forward", "isolated_backward", "same_as_alone", "ignored", "padding_left", "padding_right")
+
+
+def _findings(record: Record) -> dict[str, Any]:
+    m, config = record["metrics"], record["config"]
+    row: dict[str, Any] = {
+        name: Cell("-" if m[name] is None else "yes" if m[name] else "no", (m[name],)) for name in FLAGS
+    }
+    row |= {"model": record["arm"], "argument": config["boundaries"], "raises": config["error"] or "no"}
+    reach = Cell(f"{m['reach']}{' (all)' if m['endless'] else ''}" if m["reach"] else "-", (m["reach"] or None,))
+    return row | {"largest": m["largest"] or None, "reach": reach, "module": config["module"] or "-"}
 
 
 KINDS = {"audit": Kind(audit_tables)}

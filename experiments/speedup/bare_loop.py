@@ -139,16 +139,13 @@ class BareLoop:
 
     def rates(self, case: Case, times: list[float]) -> dict[str, Any]:
         """Return the times in a case's record: seconds of a batch, that stand for all batches' mean."""
-        median, batches = timing.median(times), case.batches
+        batches, tokens, padding = case.batches, case.feed.tokens_per_batch, case.feed.padding_fraction
         return {
-            "seconds_per_batch": median,
-            "seconds_spread": timing.spread(times),
-            "real_tokens_per_batch": case.feed.tokens_per_batch,
             "peak_memory_bytes": case.peak_memory_bytes,
             "position_bytes": None if case.arm.graphs else sum(map(_position_bytes, batches)) / len(batches),
             "loss_error": case.loss_error,
             "leak_error": case.leak_error,
-            **self.model.speed(case.feed.tokens_per_batch / median, case.feed.padding_fraction),
+            **self.model.speed(times, tokens, tokens / timing.median(times), padding),
         }
 
     def forward_backward(self, case: Case) -> None:

@@ -287,13 +287,16 @@ class Model:
         """Return the progress bar's label, if one is to be shown."""
         return f"{self.name}: {what}" if self.progress else None
 
-    def speed(self, real_tokens_per_second: float, padding_fraction: float) -> dict[str, Any]:
+    def speed(self, seconds: list[float], tokens: float, rate: float, padding_fraction: float) -> dict[str, Any]:
         """Return the fields of a record of speed; flop_parameters are those outside the embedding, head included."""
         lm = self.lm
         embedding = 0 if self.config.model.tie_embeddings else lm.backbone.embedding.weight.numel()
         return {
-            "real_tokens_per_second": real_tokens_per_second,
-            "slots_per_second": real_tokens_per_second / (1 - padding_fraction),
+            "seconds_per_batch": timing.median(seconds),
+            "seconds_spread": timing.spread(seconds),
+            "real_tokens_per_batch": tokens,
+            "real_tokens_per_second": rate,
+            "slots_per_second": rate / (1 - padding_fraction),
             "padding_fraction": padding_fraction,
             "flop_parameters": sum(parameter.numel() for parameter in lm.parameters()) - embedding,
             "rounds": self.c.rounds,

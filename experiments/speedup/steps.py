@@ -65,16 +65,9 @@ def _measure(model: Model, arms: dict[str, Arm], configs: dict[str, Config]) -> 
         padding = feed(model.documents, arms[name], c.slots).padding_fraction
         of_turns = slots[name][-len(seconds) :]
         rates = [n / taken for n, taken in zip(of_turns, seconds)]
-        metrics = {
-            "seconds_per_batch": timing.median(seconds),
-            "seconds_spread": timing.spread(seconds),
-            "real_tokens_per_batch": sum(of_turns) / len(of_turns) * (1 - padding),
-            "peak_memory_bytes": peaks[name],
-            "position_bytes": None,
-            "loss_error": None,
-            "leak_error": None,
-            **model.speed(timing.median(rates) * (1 - padding), padding),
-        }
+        tokens, rate = sum(of_turns) / len(of_turns) * (1 - padding), timing.median(rates) * (1 - padding)
+        metrics = {"peak_memory_bytes": peaks[name]} | dict.fromkeys(("position_bytes", "loss_error", "leak_error"))
+        metrics |= model.speed(seconds, tokens, rate, padding)
         model.record("speedup", name, arms[name].fields(), STEPS, metrics)
 
 
