@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 
-from experiments.common import SMALL, interval_cell, make_columns, without_speeds
+from experiments.common import make_table, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
 from packmamba.report.statistics import Estimate, equivalence, holm, interval, verdict
-from packmamba.report.tables import Cell, Column, Table, mean_sd, number, percent, word
+from packmamba.report.tables import Cell, Table, number
 
 MARGIN = 0.02  # nats an answer, named before the runs
 COMPARED = ("packed-reset", "packed-leak")  # with padded
@@ -28,20 +28,6 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     task, arms = task_of(records), aggregate.training_arms(records)
     if not any(arm[f"{task}.nats"].notna().any() for arm in arms):
         return []
-    table = Table(
-        "answers",
-        f"{task}: answers of models trained under each scheme",
-        [
-            *make_columns("!arm | runs = runs diverged missing"),
-            Column(f"seeds solved (accuracy {SOLVED} and more)", ("solved",)),
-            *make_columns(
-                "accuracy = accuracy accuracy_sd | chance | nats an answer = nats nats_sd | "
-                "minus padded [95 %] = difference difference_low difference_high pairs"
-            ),
-            Column(f"verdict, margin ± {MARGIN}", ("verdict",), False),
-            *make_columns("p of equivalence, Holm = p | its learning rate = lr"),
-        ],
-    )
     baseline = next((arm for arm in arms if arm.name == "padded"), None)
     pairs = {
         arm.name: (arm[f"{task}.nats"] - baseline[f"{task}.nats"]).dropna()
@@ -55,24 +41,32 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     )
     # No loss is below zero, so a rate beyond the end of the grid lowers an arm's by all of it at most.
     gains = {arm.name: arm[f"{task}.nats"].mean() if _at_an_end(arm) else 0.0 for arm in arms}
+    rows = []
     for arm in arms:
-        accuracy, nats = arm[f"{task}.accuracy"], arm[f"{task}.nats"]
-        found = interval(pairs[arm.name]) if arm.name in pairs else None
-        table.rows.append([
-            word(arm.name), _runs(arm, task), number(int((accuracy >= SOLVED).sum()), "d"), mean_sd(accuracy),
-            percent(arm[f"{task}.chance"].mean()), mean_sd(nats), interval_cell(found, small=SMALL),
-            word(_verdict(found, gains[arm.name], gains["padded"]) if arm.name in pairs else "-"),
-            number(p_values.get(arm.name), ".2g"), _rate(arm),
-        ])  # fmt: skip
-    table.notes = [
+        accuracy, found = arm[f"{task}.accuracy"], interval(pairs[arm.name]) if arm.name in pairs else None
+        row = {"arm": arm.name, "runs": _runs(arm, task), "accuracy": accuracy, "nats": arm[f"{task}.nats"]}
+        row |= {"solved": int((accuracy >= SOLVED).sum()), "chance": arm[f"{task}.chance"].mean(), "difference": found}
+        row["verdict"] = _verdict(found, gains[arm.name], gains["padded"]) if arm.name in pairs else "-"
+        rows.append(row | {"p": p_values.get(arm.name), "lr": _rate(arm)})
+    notes = [
         "Examples that training did not see, each document from zero state. Differences are paired by seed, with 95 % intervals "
         "by Student's t. Every step of every arm has the same examples; only answers bear targets."
     ]
     if any(_at_an_end(arm) for arm in arms):
-        table.notes.append(
+        notes.append(
             "Where an arm's best learning rate is the least or the greatest that was tried, a better one may lie beyond. It "
             "lowers the arm's loss to zero at most: an answer that this could turn is open."
         )
+    table = make_table(
+        "answers",
+        f"{task}: answers of models trained under each scheme",
+        f"!arm | runs = runs diverged missing | seeds solved (accuracy {SOLVED} and more) = solved:d | "
+        "accuracy = accuracy accuracy_sd | chance:% | nats an answer = nats nats_sd | "
+        "minus padded [95 %] = difference[] pairs:4 small | "
+        f"!verdict, margin ± {MARGIN} = verdict | p of equivalence, Holm = p:.2g | its learning rate = lr",
+        rows,
+        *notes,
+    )
     return [table]
 
 
@@ -93,12 +87,12 @@ def _verdict(found: Estimate | None, gain: float, padded_gain: float) -> str:
 def _at_an_end(arm: Arm) -> bool:
     """Return True where the learning rate is the least or greatest that was tried."""
     tried = [values for each in arm.sweep.get("tried", ()) for values in each.values()]
-    rate = arm.runs.iloc[0].get("config.optimizer.lr")
+    rate = arm.says("optimizer.lr")
     return any(rate in (min(values), max(values)) for values in tried if rate in values)
 
 
 def _rate(arm: Arm) -> Cell:
-    rate = number(arm.runs.iloc[0].get("config.optimizer.lr"), "g")
+    rate = number(arm.says("optimizer.lr"), "g")
     return Cell(f"{rate.text}, an end", rate.values) if _at_an_end(arm) else rate
 
 

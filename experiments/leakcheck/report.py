@@ -50,8 +50,7 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
     where = f"transformers {config['transformers']}, {device}, {', '.join(kernels) or 'no kernels installed'}"
     arguments = list(dict.fromkeys(r["config"]["boundaries"] for r in records))
     collators = {r["config"]["boundaries"]: f"TRL {of}" for r in records if (of := r["config"].get("trl"))}
-    titles = [collators.get(argument, argument.replace("+", " + ")) for argument in arguments]
-    columns = " | ".join(f"!{title} = {argument}" for title, argument in zip(titles, arguments))
+    columns = " | ".join(f"!{collators.get(one, one.replace('+', ' + '))} = {one}" for one in arguments)
     rows: dict[str, dict[str, Any]] = {}
     for r in records:
         row = rows.setdefault(

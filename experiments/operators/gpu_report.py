@@ -17,6 +17,8 @@ from packmamba.report.tables import Cell, Table
 
 SCAN, SCAN_STATES, SCAN_INDICES = (GPU_ARMS[name] for name in ("scan", "scan-states", "scan-indices"))
 UNPACKED, BY_DOCUMENT, PADDED = (GPU_ARMS[f"mamba-ssm-{name}"] for name in ("unpacked", "by-document", "padded"))
+BESIDE_SCAN = (*(f"mamba-ssm-{name}" for name in ("unpacked", "by-document", "padded")), "mamba2-ssd")
+BESIDE_SCAN += ("scan-states", "scan-indices")
 CONV, CONV_INDICES, CAUSAL_CONV = (GPU_ARMS[name] for name in ("conv1d", "conv1d-indices", "causal-conv1d"))
 SSD, PROJECTIONS = GPU_ARMS["mamba2-ssd"], GPU_ARMS["projections"]
 # config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved rounds,
@@ -97,14 +99,7 @@ def gpu_operators_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _scan(found: Shapes) -> Table:
-    others = {
-        UNPACKED: "mamba_ssm_unpacked",
-        BY_DOCUMENT: "mamba_ssm_by_document",
-        PADDED: "mamba_ssm_padded",
-        SSD: "mamba2_ssd",
-        SCAN_STATES: "scan_states",
-        SCAN_INDICES: "scan_indices",
-    }
+    others = {GPU_ARMS[name]: name.replace("-", "_") for name in BESIDE_SCAN}
     rows = []
     for shape, arms in found.items():
         if SCAN not in arms:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.common import make_columns
+from experiments.common import make_columns, make_table
 from packmamba.report.aggregate import Record
 from packmamba.report.figures import Figure, axes, finish, legend_below
 from packmamba.report.html import Kind
-from packmamba.report.tables import Cell, Table, number, percent, word
+from packmamba.report.tables import Table, number, percent, word
 
 # arXiv 2408.03865, A100. 3.91x, 19.1 %, 0.41 % and 5.05x (the largest ratio over the sizes) as a summary of it reports them.
 PAPER = {"1.4b": 3.06, "2.8b": 2.62}
@@ -106,15 +106,15 @@ FAMILIES = {"conv": "convolution", "scan": "scan", "matrix_products": "matrix pr
 def _lengths(records: Sequence[Record]) -> list[Table]:
     """Return microseconds against a sequence's length, batch 1."""
     rows = [record for record in records if record["config"]["part"] == "length"]
-    names = " | ".join(f"{title} (us) = {name}" for name, title in FAMILIES.items())
-    columns = make_columns(f"!layers | !dtype | tokens | {names}")
-    table = Table("lengths", "One sequence at a time: a block's forward and backward", columns)
-    for record in rows:
-        config, metrics = record["config"], record["metrics"]
-        times = [number(1e6 * metrics[f"{name}_seconds"], ",.0f") for name in FAMILIES]
-        head = word(config["layers"]), word(config["dtype"]), Cell(str(config["tokens"]), (config["tokens"],))
-        table.rows.append([*head, *times])
-    return [table] if table.rows else []
+    times = " | ".join(f"{title} (us) = {name}:,.0f" for name, title in FAMILIES.items())
+    microseconds = [{name: 1e6 * record["metrics"][f"{name}_seconds"] for name in FAMILIES} for record in rows]
+    table = make_table(
+        "lengths",
+        "One sequence at a time: a block's forward and backward",
+        f"!layers | !dtype | tokens:d | {times}",
+        [record["config"] | taken for record, taken in zip(rows, microseconds)],
+    )
+    return [table] if rows else []
 
 
 def figures(records: Sequence[Record]) -> list[Figure]:

@@ -40,7 +40,7 @@ def apart(arm: Arm, other: Arm, curve: str = "train") -> pd.Series:
 
 
 def precision(arm: Arm) -> str:
-    name = arm.runs.iloc[0]["config.trainer.precision"]
+    name = arm.says("trainer.precision")
     return {"32-true": "float32", "bf16-mixed": "bfloat16"}.get(name, name)
 
 
@@ -71,7 +71,7 @@ MARGIN = 0.005
 """Nats per target, named before the runs."""
 SEEDS = 8
 """That every arm should have; others are counted as missing."""
-LOSS = "perplexity.loss"
+LOSS, STEPS = "perplexity.loss", "trainer.max_steps"
 BY_PACKAGE = "perplexity.by_group"
 WEIGHTS = {
     "mean of the last": LOSS,
@@ -102,7 +102,7 @@ def parity_tables(records: Sequence[Record]) -> list[Table]:
 def _pairs(arms: Sequence[Arm]) -> list[Pair]:
     """Arms of as many steps as what they are compared with."""
     found = [(arm, _baseline(arm, arms)) for arm in arms]
-    return [(arm, other) for arm, other in found if other is not None and _steps(arm) == _steps(other)]
+    return [(arm, other) for arm, other in found if other is not None and arm.says(STEPS) == other.says(STEPS)]
 
 
 def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
@@ -116,7 +116,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
             found, over_seeds = bootstrap(*_sums(arm, baseline)), interval(pairs)
             main = over_seeds if math.isnan(found.low) else found  # documents without packages
             row |= {"difference": main, "over_seeds": over_seeds}
-            if _steps(arm) == _steps(baseline):  # else another question than whether they are as accurate
+            if arm.says(STEPS) == baseline.says(STEPS):  # else another question than whether they are as accurate
                 row |= {"verdict": verdict(main, MARGIN), "p": equivalence(pairs, MARGIN)}
         rows.append(row)
     notes = [
@@ -150,7 +150,7 @@ def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
     """Tabulate arms of as many steps as their baseline: as far as pieces reach, farther on, and all without one package."""
     rows = []
     for arm, baseline in _pairs(arms):
-        if pd.isna(cut := arm.runs.iloc[0].get("config.data.cut_documents")):
+        if pd.isna(cut := arm.says("data.cut_documents")):
             continue
         targets = _targets(arm, cut)
         if targets.empty:
@@ -204,23 +204,13 @@ def _targets(arm: Arm, place: float) -> pd.Series:
 def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     """Padded, else packed with reset; of the control packed with reset, else padded. Of the arm's own precision, rate and
     validation documents."""
-
-    def says(peer: Arm, key: str) -> object:
-        return peer.runs.iloc[0].get(f"config.{key}")
-
-    wanted = ["padded", "greedy"]
-    if says(arm, "data.strategy") == "next_fit":
-        wanted.reverse()
+    wanted = ["greedy", "padded"] if arm.says("data.strategy") == "next_fit" else ["padded", "greedy"]
     own = ("trainer.precision", "optimizer.lr", "data.validation_documents")
-    alike = [peer for peer in arms if all(says(peer, key) == says(arm, key) for key in own)]
-    alike = [peer for peer in alike if says(peer, "trainer.boundary") != "leak"]
-    alike.sort(key=lambda peer: _steps(peer) != _steps(arm))  # else of equal compute
-    found = next((peer for name in wanted for peer in alike if says(peer, "data.strategy") == name), None)
+    alike = [peer for peer in arms if all(peer.says(key) == arm.says(key) for key in own)]
+    alike = [peer for peer in alike if peer.says("trainer.boundary") != "leak"]
+    alike.sort(key=lambda peer: peer.says(STEPS) != arm.says(STEPS))  # else of equal compute
+    found = next((peer for name in wanted for peer in alike if peer.says("data.strategy") == name), None)
     return None if found is arm else found
-
-
-def _steps(arm: Arm) -> object:
-    return arm.runs.iloc[0].get("config.trainer.max_steps")
 
 
 def _runs(arm: Arm) -> Cell:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import itemgetter
 
 from experiments.common import latest, make_table, named_by
 from packmamba.report.aggregate import Record
@@ -18,7 +17,7 @@ def scoring_tables(records: Sequence[Record]) -> list[Table]:
     arms = latest(records, "scoring")
     first = next(iter(arms.values()))
     config, ours = first["config"], arms.get("packed")
-    hardware = ", ".join(first["hardware"]["gpus"]) or first["hardware"]["cpu"]
+    devices = ", ".join(first["hardware"]["gpus"]) or first["hardware"]["cpu"]
     rates = {arm: record["metrics"]["requests_per_second"] for arm, record in arms.items()}
     table = make_table(
         "scoring",
@@ -34,7 +33,7 @@ def scoring_tables(records: Sequence[Record]) -> list[Table]:
             | {"over_packed": rates["packed"] / rates[arm] if ours else None}
             for arm, record in arms.items()
         ],
-        f"{config['model']}, {config['dtype']}, random weights; {hardware}; medians of {config['rounds']} rounds in "
+        f"{config['model']}, {config['dtype']}, random weights; {devices}; medians of {config['rounds']} rounds in "
         f"turns, {first['metrics']['requests']} requests. Differences are from packed scores with shared contexts; "
         "over packed: packed's requests per second over the arm's.",
     )
@@ -50,16 +49,12 @@ def generation_tables(records: Sequence[Record]) -> list[Table]:
         "prefill seconds = prefill_seconds:.4f | interquartile range = prefill_spread:.4f | "
         "tokens/s = tokens_per_second:,.0f | milliseconds a step = step_seconds:.2f | spread, ms = step_spread:.2f | "
         "peak memory = peak_memory_bytes:GiB",
-        sorted(
-            (
-                m
-                | {"prompts": r["config"]["prompts"]}
-                | {name: 1e3 * m[name] for name in ("step_seconds", "step_spread")}
-                for r in latest(records, "generation").values()
-                for m in [r["metrics"]]
-            ),
-            key=itemgetter("prompts"),
-        ),
+        [
+            r["metrics"]
+            | {"prompts": r["config"]["prompts"]}
+            | {name: 1e3 * r["metrics"][name] for name in ("step_seconds", "step_spread")}
+            for r in sorted(latest(records, "generation").values(), key=lambda r: r["config"]["prompts"])
+        ],
     )
     return [table]
 

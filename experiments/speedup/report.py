@@ -147,11 +147,11 @@ def by_model(records: Sequence[Record], kind: str, part: str) -> dict[Key, Arms]
         if record["config"]["part"] == part and _settings(record) == latest[key]:
             found.setdefault(key, {})[Arm.of(record)] = record
 
-    def width(item: tuple[Key, Arms]) -> tuple[int, int]:
-        config = next(iter(item[1].values()))["config"]
-        return config["d_model"], config["n_layer"]
+    def width(key: Key) -> list[int]:
+        config = next(iter(found[key].values()))["config"]
+        return [config["d_model"], config["n_layer"]]
 
-    return dict(sorted(found.items(), key=width))
+    return {key: found[key] for key in sorted(found, key=width)}
 
 
 _ALIKE = (

@@ -31,9 +31,9 @@ def learned_tables(records: Sequence[Record]) -> list[Table]:
     arms, rows = aggregate.training_arms(records), []
     cores = [record["hardware"]["cores"] for record in aggregate.of_kind(records, "training")]
     for arm in arms:
-        task = arm.runs["config.data.task"].iloc[0]
+        task = arm.says("data.task")
         accuracy = arm[f"{task}.accuracy"]
-        row = {"arm": arm.label, "seeds": len(arm.runs), "layers": arm.runs["config.model.n_layer"].iloc[0]}
+        row = {"arm": arm.label, "seeds": len(arm.runs), "layers": arm.says("model.n_layer")}
         row |= {"parameters": arm["parameters"].iloc[0], "steps": arm["steps"].max(), "cores": max(cores)}
         row |= {"real_tokens": arm["real_tokens"].mean(), "val_loss_max": arm["val_loss"].max()}
         row |= {"accuracy_min": accuracy.min(), "accuracy": accuracy.mean(), "answers": arm[f"{task}.answers"].mean()}
@@ -52,7 +52,7 @@ def learned_tables(records: Sequence[Record]) -> list[Table]:
 
 def _pair(arms: Sequence[Arm]) -> tuple[Arm, Arm] | None:
     """The arms that trained with reset and with leak."""
-    by_boundary = {arm.runs["config.trainer.boundary"].iloc[0]: arm for arm in arms}
+    by_boundary = {arm.says("trainer.boundary"): arm for arm in arms}
     return (by_boundary["reset"], by_boundary["leak"]) if by_boundary.keys() >= {"reset", "leak"} else None
 
 
