@@ -20,7 +20,7 @@ from packmamba.report.statistics import Estimate
 from packmamba.report.tables import Cell, Table, gibibytes, mean_sd, number, percent, word
 from packmamba.report.tables import make_columns as make_columns
 
-SMALL = "+.1e"  # of intervals that four digits would show as zero
+SMALL = "+.1e"  # of intervals whose numbers are all below 1e-4
 
 
 def steps_of(count: int) -> tuple[str, ...]:
@@ -57,7 +57,7 @@ def _cell(values: list[Any], form: str) -> Cell:
     if isinstance(value, pd.Series):
         return mean_sd(value)
     if isinstance(value, Estimate):
-        return interval_cell(value, int(plain or 4), len(values), SMALL if unit else "")
+        return _interval_cell(value, int(plain or 4), len(values), bool(unit))
     if len(values) > 2 or (len(values) > 1 and not form):
         return Cell("-", tuple(values))
     if unit.startswith("±"):
@@ -67,12 +67,12 @@ def _cell(values: list[Any], form: str) -> Cell:
     return of_unit[form](value) if form in of_unit else number(value, plain, unit) if form else word(str(value))
 
 
-def interval_cell(found: Estimate | None, digits: int = 4, count: int = 4, small: str = "") -> Cell:
-    """Format an estimate with its interval, if it has one, in this many columns; ``small``: the format of all below 1e-4."""
-    if found is None or math.isnan(found.mean):
+def _interval_cell(found: Estimate, digits: int, count: int, small: bool) -> Cell:
+    """Format an estimate with its interval, if it has one, in so many columns."""
+    if math.isnan(found.mean):
         return Cell("-", (None,) * count)
     known = [value for value in found[:3] if not math.isnan(value)]
-    form = small if small and len(known) == 3 and max(map(abs, known)) < 1e-4 else f"+.{digits}f"
+    form = SMALL if small and len(known) == 3 and max(map(abs, known)) < 1e-4 else f"+.{digits}f"
     mean, *bounds = (f"{value:{form}}" for value in known)
     return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else f"{mean} (no claim)", tuple(found[:count]))
 

@@ -172,11 +172,6 @@ def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm
     return found
 
 
-def gain_pairs(arm: Arm, other: Arm, windows: int) -> tuple[np.ndarray, np.ndarray]:
-    arm, other = of_one_start(arm, other)
-    return difference_by_group(arm, other, GAINS, "gain", "documents", f"windows == {windows}")
-
-
 def dose(arm: Arm) -> float:
     """Share of the tokens that stand behind another document in their row."""
     return arm["tokens_behind_another"].mean() / arm["real_tokens"].mean()
@@ -524,10 +519,12 @@ def _gain_differences(settings: Settings) -> Table:
             other = next((one for one in ("zero", "rows") if one in here and one != name), None)
             if other is None or setting.tuning:
                 continue
-            found = {f"gain_{k}": bootstrap(*gain_pairs(arm, here[other], k)) for k in windows}
-            if any(one.seeds for one in found.values()):
+            one, base = of_one_start(arm, here[other])
+            sums = {k: difference_by_group(one, base, GAINS, "gain", "documents", f"windows == {k}") for k in windows}
+            found = {f"gain_{k}": bootstrap(*some) for k, some in sums.items()}
+            if any(gain.seeds for gain in found.values()):
                 row = {"setting": setting.label(), "arm": name, "minus": other}
-                rows.append(row | {k: one if one.seeds else None for k, one in found.items()})
+                rows.append(row | {k: gain if gain.seeds else None for k, gain in found.items()})
     return make_table(
         "gain-differences",
         "Context gain: an arm's minus another's, nats per target",

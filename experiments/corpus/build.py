@@ -205,9 +205,7 @@ def command(name: str, about: str, output: str, manifest: str) -> argparse.Argum
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = command(
-        "build", str(__doc__), "runs/corpus", "check the packages here against this manifest, and make none"
-    )
+    parser = command("build", str(__doc__), "runs/corpus", "check the packages here against this file; make none")
     parser.add_argument("--packages", nargs="*", default=[], help="packages of a new manifest; none: all installed")
     parser.add_argument("--validation-fraction", type=float, default=0.1, help="share of the bytes that is held out")
     options = parser.parse_args(arguments)

@@ -208,7 +208,7 @@ def projections(inputs: Inputs) -> Implementation:
     )
 
 
-Batch = tuple[Tensor, ...]  # channels first: u, delta, B, C, z, dy
+Batch = tuple[Tensor, ...]  # channels first: u, delta, B, C, z, dy; or what the peer returns
 
 
 def mamba(peer: Any, packing: str, inputs: Inputs, pad_to: int) -> Implementation:
@@ -228,22 +228,17 @@ def mamba(peer: Any, packing: str, inputs: Inputs, pad_to: int) -> Implementatio
         slots = layout.starts[:, None] + place
         return [tuple(t[0][slots].transpose(1, 2).contiguous() for t in tokens_of)]
 
-    def forward(prepared: tuple[list[Batch], SequenceLayout]) -> list[tuple[Tensor, ...]]:
-        return [
-            peer.fwd(u, delta, held["A"], B[:, None], C[:, None], held["D"], z, held["delta_bias"], True)
-            for u, delta, B, C, z, _ in prepared[0]
-        ]
+    def arguments(u: Tensor, delta: Tensor, B: Tensor, C: Tensor, z: Tensor, dy: Tensor) -> Batch:
+        return (u, delta, held["A"], B[:, None], C[:, None], held["D"], z, held["delta_bias"])
 
-    def backward(outputs: list[tuple[Tensor, ...]], prepared: tuple[list[Batch], SequenceLayout]) -> list[Any]:
-        return [
-            peer.bwd(
-                u, delta, held["A"], B[:, None], C[:, None], held["D"], z, held["delta_bias"], dy, states, out, None,
-                True, False,
-            )
-            for (u, delta, B, C, z, dy), (out, states, _) in zip(prepared[0], outputs)
-        ]  # fmt: skip
+    def forward(prepared: tuple[list[Batch], SequenceLayout]) -> list[Batch]:
+        return [peer.fwd(*arguments(*batch), True) for batch in prepared[0]]
 
-    def output(outputs: list[tuple[Tensor, ...]], prepared: tuple[list[Batch], SequenceLayout]) -> Tensor:
+    def backward(outputs: list[Batch], prepared: tuple[list[Batch], SequenceLayout]) -> list[Any]:
+        pairs = zip(prepared[0], outputs)
+        return [peer.bwd(*arguments(*of), of[-1], kept, out, None, True, False) for of, (out, kept, _) in pairs]
+
+    def output(outputs: list[Batch], prepared: tuple[list[Batch], SequenceLayout]) -> Tensor:
         y, layout = [out[2] for out in outputs], prepared[1]
         if len(y) == 1 and y[0].shape[0] == layout.num_documents > 1:
             y = [row[None, :, :length] for row, length in zip(y[0], layout.lengths.tolist())]

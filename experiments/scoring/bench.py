@@ -19,7 +19,6 @@ import numpy as np
 import torch
 
 from packmamba import MambaLM, SequenceLayout
-from packmamba.config import Config as RunConfig
 from packmamba.config import ConfigError, key, load_config
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.evaluation import Score, score
@@ -29,16 +28,10 @@ from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
 from packmamba.timing import PeakMemory, free_memory, median, seconds, spread, take_turns
-from packmamba.training.lit_module import make_model as build_model
+from packmamba.training.lit_module import make_model
 
 Request = tuple[list[int], list[int]]
 Method = Callable[[Sequence[Request]], list[Score]]
-
-
-def make_model(config: RunConfig, device: torch.device, dtype: torch.dtype) -> MambaLM:
-    """Make a model of a published size with random weights."""
-    with device:
-        return build_model(config, config.model.vocab_size or 50280).to(dtype).eval()
 
 
 @dataclass(frozen=True)
@@ -174,7 +167,8 @@ def run(c: ScoringConfig, records_path: Path, progress: bool = True) -> None:
     provenance()
     torch.manual_seed(c.seed)
     sizes = load_config(None, [f"model={c.model}", *c.overrides])
-    model = make_model(sizes, device, getattr(torch, c.dtype))
+    with device:
+        model = make_model(sizes, sizes.model.vocab_size or 50280).to(getattr(torch, c.dtype)).eval()
     methods = _methods(c, model)
     for name, workload in workloads.items():
         requests = workload.draw(model.config["vocab_size"], c.seed)

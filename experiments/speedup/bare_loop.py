@@ -128,7 +128,7 @@ class BareLoop:
 
     def seconds(self, case: Case, turn: int) -> float:
         """Time one batch; note the case's peak memory."""
-        self.forget_gradients()
+        self.module.zero_grad()
         peak = timing.PeakMemory(self.model.device)
         taken = timing.seconds(lambda: self.forward_backward(case), self.model.device)
         # A graph's memory is taken when it is captured, and kept: what other arms keep is not this one's.
@@ -150,15 +150,11 @@ class BareLoop:
 
     def forward_backward(self, case: Case) -> None:
         for batch, targets in zip(case.batches, case.targets):
-            self.forget_gradients()
+            self.module.zero_grad()
             if self.graphs is not None:
                 self.graphs(batch, targets)
             else:
                 (case.loss(batch)[0] / targets).backward()
-
-    def forget_gradients(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
 
 
 def _difference(losses: Tensor, expected: Tensor) -> float:
