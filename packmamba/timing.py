@@ -81,7 +81,6 @@ class PeakMemory:
 
 
 def free_memory() -> None:
-    """Free unused GPU memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -198,10 +198,13 @@ def import_plugins(plugins: Iterable[str]) -> None:
 
 def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
     """Read a YAML file for a command; a shipped one from any folder."""
+    file = Path(path) if Path(path).exists() else CONFIGS.parent / path
+    need(file.is_file(), str(path), "a YAML file", "a folder" if file.is_dir() else "none; see configs/")
     try:
-        loaded: Any = OmegaConf.load(path if Path(path).exists() else CONFIGS.parent / path)
+        loaded: Any = OmegaConf.load(file)
     except Exception as error:
-        raise ConfigError(f"{path}: expected a YAML file, got {error}") from None
+        got = "a tab; indent by spaces" if "'\\t'" in str(error) else error
+        raise ConfigError(f"{path}: expected a YAML file, got {got}") from None
     holds = loaded and isinstance(loaded, DictConfig)
     need(holds, str(path), "keys and values", "a list" if loaded else "an empty file")
     kind = "bench" if "bench" in loaded else "sweep" if "arms" in loaded else "train"

@@ -114,7 +114,6 @@ class SsdArguments(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
-        """Shape of final states."""
         return self.layout.starts.shape[0], *self.x.shape[2:], self.B.shape[3]
 
 

@@ -103,7 +103,6 @@ class Arm:
 
     @property
     def sweep(self) -> Mapping[str, Any]:
-        """Return the entry of the arm's sweep, if any."""
         return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
 
     def points(self, curve: str) -> pd.DataFrame:

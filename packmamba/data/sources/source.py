@@ -61,7 +61,8 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
         inside = list_files(one, suffixes) if one.is_dir() else [""]
         names |= {(one / name).relative_to(root).as_posix() for name in inside}
     if not names:
-        raise ConfigError(f"data.path: {data.source} expected files {' '.join(suffixes)}, got '{data.path}'")
+        kinds = " or ".join(suffixes) or "visible"
+        raise ConfigError(f"data.path: expected {kinds} files for data.source={data.source}, got none in '{data.path}'")
     return root, sorted(names)
 
 
@@ -87,7 +88,6 @@ def held_out_files(files: list[str], data: DataConfig) -> frozenset[str]:
 
 
 def held_out_count(available: int, data: DataConfig) -> int:
-    """Count validation files or documents, at least one."""
     count = max(1, round(data.validation_fraction * available))
     if count >= available:
         raise ConfigError(

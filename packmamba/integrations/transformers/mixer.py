@@ -95,7 +95,6 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
 
 
 def _keep(mixer: Any, cache: Any, packing: Packing, inputs: Tensor, state: Any) -> None:
-    """Give a cache the convolution's inputs and rows' last states."""
     inputs = _blank(inputs, packing).transpose(1, 2)
     cache.update_conv_state(inputs, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
     cache.update_recurrent_state(state[packing.last], mixer.layer_idx)
@@ -106,7 +105,6 @@ def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
 
 
 def _plain(linear: nn.Module) -> bool:
-    """Return whether a projection has nothing but weight and bias."""
     hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 

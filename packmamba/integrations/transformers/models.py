@@ -146,7 +146,6 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
 
 
 def _packs(original: Any, way: str, whole: bool) -> Callable:
-    """Wrap a model's forward to take boundary arguments."""
     hybrid = way == "masks"
     signature = inspect.signature(original.forward)
     *named, others = signature.parameters.values()
