@@ -203,8 +203,9 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
     try:
         loaded: Any = OmegaConf.load(file)
     except Exception as error:
-        got = "a tab; indent by spaces" if "'\\t'" in str(error) else error
-        raise ConfigError(f"{path}: expected a YAML file, got {got}") from None
+        tabs = hasattr(error, "problem_mark") and "\n\t" in "\n" + file.read_text(errors="replace")
+        hint = "; indent by spaces, not tabs" if tabs else ""
+        raise ConfigError(f"{path}: expected a YAML file, got {error}{hint}") from None
     holds = loaded and isinstance(loaded, DictConfig)
     need(holds, str(path), "keys and values", "a list" if loaded else "an empty file")
     kind = "bench" if "bench" in loaded else "sweep" if "arms" in loaded else "train"

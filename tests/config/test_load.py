@@ -40,7 +40,7 @@ def test_shipped_configurations_are_valid(file):
         ("", "expected keys and values, got an empty file"),
         ("- a\n", "expected keys and values, got a list"),
         ("a: [1\n", "expected a YAML file"),
-        ("a:\n\tb: 1\n", "expected a YAML file, got a tab; indent by spaces"),
+        ("a:\n\tb: 1\n", "expected a YAML file, .*; indent by spaces, not tabs$"),
         ("arms: {a: {}}\n", "expected a file for train, got one for sweep"),
         ("trainer: {max_steps: many}\n", r"^trainer.max_steps: expected an integer, got \"many\" in .*train.yaml"),
     ],
