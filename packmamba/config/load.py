@@ -72,8 +72,10 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
         except (OmegaConfBaseException, TypeError) as error:
             key = getattr(error, "full_key", None) or next(iter(update))
             expected = next(kind for word, kind in TYPES.items() if word in str(error).splitlines()[0])
-            got = shown(OmegaConf.select(update, key))
-            raise ConfigError(f"{key}: expected {expected}, got {got} in {origin}") from None
+            got = OmegaConf.select(update, key)
+            whole = expected == "an integer" and isinstance(got, float) and got.is_integer()
+            hint = f"; write {int(got)}" if whole else ""
+            raise ConfigError(f"{key}: expected {expected}, got {shown(got)} in {origin}{hint}") from None
     try:
         return validate(OmegaConf.to_object(config))  # type: ignore[return-value]
     except OmegaConfBaseException as error:  # an interpolation ${...}
@@ -95,7 +97,9 @@ def validate(config: Schema) -> Schema:
     import_plugins(getattr(config, "plugins", ()))
     for prefix, section in sections_of(config):
         for key in dataclasses.fields(section):
-            _check(prefix + key.name, getattr(section, key.name), **key.metadata.get("limits", {}))
+            _, null, meaning = key.metadata.get("help", "").rstrip(".").partition("; null")
+            hint = f"; set null{meaning}" if null else ""
+            _check(prefix + key.name, getattr(section, key.name), hint, **key.metadata.get("limits", {}))
     if isinstance(config, Config):
         _check_rules(config)
     return config
@@ -111,7 +115,7 @@ def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     yield prefix, config
 
 
-def _check(name: str, value: Any, choices: Any = (), check: Any = None, **bounds: Any) -> None:
+def _check(name: str, value: Any, null: str, choices: Any = (), check: Any = None, **bounds: Any) -> None:
     expected = " and ".join(f"{BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items())
     for one in [] if value is None else value if isinstance(value, list) else [value]:
         if choices and one not in (names := registry(choices)):
@@ -119,7 +123,7 @@ def _check(name: str, value: Any, choices: Any = (), check: Any = None, **bounds
             hint = f"; it is {renamed} now" if renamed else suggest(one, names).partition("; known")[0]
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}")
         for bound, limit in bounds.items():
-            need(one < float("inf") and BOUNDS[bound][1](one, limit), name, expected, shown(one))
+            need(one < float("inf") and BOUNDS[bound][1](one, limit), name, expected, shown(one) + null)
     if value is not None and check is not None:
         need(check[1](value), name, check[0], shown(value))
 

@@ -102,7 +102,6 @@ class CheckedModel(CheckedCallable):
 
 
 def logits_in(output: Any) -> Any:
-    """Return the logits in a model's output."""
     output = getattr(output, "logits", output)
     return output if isinstance(output, Tensor) else output[0]
 

@@ -173,7 +173,6 @@ def _describe_cuda() -> Build:
 
 
 def describe(kind: str) -> Build:
-    """Return how ``kind`` is built here. Raises KernelError."""
     return _describe_cpu() if kind == "cpu" else _describe_cuda()
 
 

@@ -49,7 +49,6 @@ def house_style() -> Any:
 
 
 def style_of(name: str, rank: int = 0) -> dict[str, Any]:
-    """Return a scheme's style, of others a colour by rank."""
     return STYLES.get(name, {"color": OTHERS[rank % len(OTHERS)], "linewidth": 1.8})
 
 

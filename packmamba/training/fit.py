@@ -67,7 +67,6 @@ def fit(
 
 @contextmanager
 def configured_runtime(config: Config) -> Iterator[None]:
-    """Set threads, determinism and the compiler's limits."""
     trainer, threads, strict = config.trainer, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
     on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
     with suppress(AttributeError, OSError):  # large tensors reuse pages

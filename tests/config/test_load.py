@@ -110,7 +110,9 @@ def test_valid(overrides):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ("trainer.max_steps=1e3", "trainer.max_steps: expected an integer, got 1000.0"),
+        ("trainer.max_steps=1e3", "trainer.max_steps: expected an integer, got 1000.0 in .*; write 1000$"),
+        ("trainer.max_steps=1.5", "trainer.max_steps: expected an integer, got 1.5 in 'trainer.max_steps=1.5'$"),
+        ("data.row_length=-1", "^data.row_length: expected at least 1, got -1; set null .*: no limit$"),
         ("trainer.max_steps=null", "trainer.max_steps: expected a value, got null"),
         ("optimizer.lr=fast", "optimizer.lr: expected a number"),
         ("optimizer.lr=.nan", "optimizer.lr: expected above 0"),

@@ -74,7 +74,6 @@ def _different(name: str, what: str) -> ValueError:
 
 
 def _first(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
-    """Return the first of these arguments that is given."""
     return next((kwargs[name] for name in names if kwargs.get(name) is not None), None)
 
 
