@@ -51,6 +51,15 @@ BOUNDARIES["breaks"] = Breaks
 """
 
 
+@pytest.fixture(autouse=True)
+def registry():
+    """Remove the schemes that a test's plugin registers in this process."""
+    before = dict(BOUNDARIES)
+    yield
+    BOUNDARIES.clear()
+    BOUNDARIES.update(before)
+
+
 def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path, monkeypatch):
     (tmp_path / "breaking.py").write_text(PLUGIN)
     monkeypatch.chdir(tmp_path)
@@ -69,10 +78,9 @@ def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path, monkeypatch
 def test_a_worker_imports_the_plugins(tmp_path, monkeypatch):
     (tmp_path / "imported_later.py").write_text(PLUGIN.replace('"breaks"', '"later"'))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(BOUNDARIES, "later", None)  # removed after the test
     later = write_sweep(tmp_path, arms={"a": {"trainer.boundary": "later"}}, plugins=["imported_later"], grid={})
     _, configs = load_sweep(later)
-    monkeypatch.delitem(BOUNDARIES, "later")  # as in a process that was spawned
+    del BOUNDARIES["later"]  # as in a process that was spawned
     monkeypatch.delitem(sys.modules, "imported_later")
     assert train(configs[0], False).why == "RuntimeError: made to fail"
 
