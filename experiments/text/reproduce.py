@@ -29,7 +29,7 @@ SMALL_TUNED = (
     *(*TINY, "data.num_documents=400", f"common={{data.task_options: {{path: {SAMPLE}}}}}"),
     f"evaluation_options={{pairs: {HELD_OUT}, asked_headword: {HELD_OUT}}}",
 )
-MARGINS: dict[str, float | None] = {"mamba1": None, "mamba2": None}
+MARGINS: dict[str, float | None] = {"mamba1": 0.00621, "mamba2": None}
 """P1's, half of the pilot's leak harm; None until the pilot has run."""
 FEW = range(1, 9)
 SWEEPS = {
