@@ -86,9 +86,9 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
     # and memory on the host may be written to by others, such as NumPy.
     version = None if value.is_inference() else value._version
     key = (version, torch.is_inference_mode_enabled(), (rows, width), hidden.device)
-    known, kept, copy = getattr(value, "_packmamba_layout", (None, None, None))
-    if kept is not None and version is not None and known == key and (copy is None or torch.equal(copy, value)):
-        return kept
+    known, cached, copy = getattr(value, "_packmamba_layout", (None, None, None))
+    if cached is not None and version is not None and known == key and (copy is None or torch.equal(copy, value)):
+        return cached
     if name == "cu_seqlens":
         layout = SequenceLayout.from_cu_seqlens(value, rows, width)
     elif name == "seq_idx":
@@ -143,7 +143,7 @@ def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
 
 @functools.lru_cache(maxsize=16)
 def _cached_rows_layout(rows: int, row_length: int, device: torch.device, stream: int) -> SequenceLayout:
-    with torch.inference_mode(False):  # an inference tensor could not be kept for a backward
+    with torch.inference_mode(False):  # an inference tensor could not be saved for a backward
         return SequenceLayout.from_rows(rows, row_length, device)
 
 

@@ -69,7 +69,6 @@ class ConvArguments(NamedTuple):
 
 
 def _forward(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    """Return y and the final state."""
     dtype = checks.accumulation_dtype(a.x.dtype)
     y, final = _outputs(a, dtype)
     KERNELS[a.x.device.type]["conv1d_forward"](*_kernel_arguments(a, dtype), y, final)
@@ -90,7 +89,7 @@ def _state_dtype(a: ConvArguments) -> torch.dtype:
     return a.x.dtype if a.initial_state is None else a.initial_state.dtype
 
 
-def _backward(a: ConvArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
+def _backward(a: ConvArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
     dy, dfinal = grads
     dtype = checks.accumulation_dtype(a.x.dtype)
     arguments = _kernel_arguments(a, dtype)
@@ -121,4 +120,4 @@ def _cuda_backward(*arguments: Any) -> None:
 
 declare("conv1d_forward", outputs=2, cuda=_cuda_forward)
 declare("conv1d_backward", outputs=4, cuda=_cuda_backward)
-compiled = register("conv1d_pack", ConvArguments, _forward, _fake, _backward, outputs=2, kept=0, gradients=4)
+compiled = register("conv1d_pack", ConvArguments, _forward, _fake, _backward, outputs=2, saved=0, gradients=4)

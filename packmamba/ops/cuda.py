@@ -19,7 +19,7 @@ NEVER = 2**31 - 1
 MIN_WINDOW, WINDOWS = 128, 128
 WARP_CHANNELS = 16
 
-Found = tuple[Tensor, int, int, int]
+Args = tuple[Tensor, int, int, int]
 _capture: object | None = None  # inside ``one_capture``
 
 
@@ -27,7 +27,7 @@ class Schedule:
     """Hold a schedule: what its tensors' versions were, its memory and its plan."""
 
     made_of: tuple | None = None
-    found: Found
+    args: Args
 
 
 def plan(
@@ -46,7 +46,7 @@ def plan(
 def schedule(
     starts: Tensor, ends: Tensor, rows: int, row_length: int, channels: int, cuts: bool, direction: str,
     stream: int | None = None,
-) -> Found:  # fmt: skip
+) -> Args:  # fmt: skip
     """Return the batch's schedule and its plan, made on the device at the first call for a layout.
 
     A graph under capture makes its own, since its layout is filled again before each replay: at every call, or at the first
@@ -58,7 +58,7 @@ def schedule(
     key = (direction, rows, row_length, channels, cuts, stream)
     known = schedules.get(key)
     if known is not None and known.made_of == made_of:
-        return known.found
+        return known.args
     longest = NEVER if schedules.get("longest") is None else schedules["longest"]
     planned = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
     known = schedules[key] = schedules.setdefault((planned, rows, row_length, stream), Schedule())
@@ -66,8 +66,8 @@ def schedule(
         size = operator("cuda", "schedule_size")(starts.numel(), rows, row_length, *planned)
         memory = starts.new_empty(size)
         operator("cuda", "schedule")(starts, ends, schedules.get("offsets"), rows, row_length, *planned, memory, stream)
-        known.made_of, known.found = made_of, (memory, *planned)
-    return known.found
+        known.made_of, known.args = made_of, (memory, *planned)
+    return known.args
 
 
 def versions(*tensors: Tensor) -> tuple:
@@ -78,15 +78,15 @@ def versions(*tensors: Tensor) -> tuple:
 
 def schedules_of(starts: Tensor) -> dict:
     """Return the schedules of the layout with these starts."""
-    found = getattr(starts, "schedules", ())
-    if type(found) is not Schedules:  # a copy's, or none
-        starts.schedules = found = Schedules(found)  # type: ignore[attr-defined]
-    return found
+    schedules = getattr(starts, "schedules", ())
+    if type(schedules) is not Schedules:  # a copy's, or none
+        starts.schedules = schedules = Schedules(schedules)  # type: ignore[attr-defined]
+    return schedules
 
 
 def schedule_bytes(starts: Tensor) -> int:
     """Return the bytes of a layout's schedules."""
-    memories = {id(made): made.found[0] for made in schedules_of(starts).values() if isinstance(made, Schedule)}
+    memories = {id(made): made.args[0] for made in schedules_of(starts).values() if isinstance(made, Schedule)}
     return sum(memory.numel() * memory.element_size() for memory in memories.values())
 
 
@@ -129,8 +129,8 @@ def launch(
         return
     rows, row_length, channels = u.shape
     stream = torch._C._cuda_getCurrentRawStream(device)
-    found = schedule(*documents, rows, row_length, channels, cuts, direction, stream)
-    operator("cuda", name)(*arguments, *found, stream, *last)
+    args = schedule(*documents, rows, row_length, channels, cuts, direction, stream)
+    operator("cuda", name)(*arguments, *args, stream, *last)
 
 
 def current_device() -> int:

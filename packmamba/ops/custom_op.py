@@ -60,7 +60,7 @@ def register(
     fake: Callable[[Arguments, bool], tuple[Tensor | None, ...]],
     backward: Callable[[Arguments, tuple, tuple], tuple[Tensor | None, ...]],
     outputs: int,
-    kept: int,
+    saved: int,
     gradients: int,
 ) -> Callable[[Arguments], tuple]:
     """Define the operator and its backward; return the function that calls it.
@@ -71,7 +71,7 @@ def register(
         arguments: a named tuple of tensors, then layouts, then options; its annotations make the schema.
         forward, fake: (arguments, whether a backward follows) -> outputs and what it needs; None where absent.
         backward: (arguments, what it needs, outputs' gradients, None: zero) -> gradients of the first tensors.
-        outputs, kept, gradients: their numbers.
+        outputs, saved, gradients: their numbers.
     """
     hints = get_type_hints(arguments)
     kinds = list(hints.values())
@@ -99,9 +99,9 @@ def register(
         return none_to_empty(map(empty_grad_like, given[outputs : outputs + gradients]), given[outputs])
 
     grads = "".join(f"Tensor? grad_{i}, " for i in range(outputs))
-    saved = "".join(f", Tensor kept_{i}" for i in range(kept))
-    _define(name, f"({schema}, bool keep)", outputs + kept, dispatched(forward), dispatched(fake))
-    _define(f"{name}_backward", f"({grads}{schema}{saved})", gradients, run_backward, fake_backward)
+    saved_schema = "".join(f", Tensor saved_{i}" for i in range(saved))
+    _define(name, f"({schema}, bool keep)", outputs + saved, dispatched(forward), dispatched(fake))
+    _define(f"{name}_backward", f"({grads}{schema}{saved_schema})", gradients, run_backward, fake_backward)
     operator = getattr(torch.ops.packmamba, name).default
     operator_backward = getattr(torch.ops.packmamba, f"{name}_backward").default
 
@@ -113,8 +113,8 @@ def register(
         """Raise when gradients under create_graph are differentiated: they would count as constants."""
 
         @staticmethod
-        def forward(ctx: Any, found: tuple, *of: Tensor | None) -> tuple:
-            return found
+        def forward(ctx: Any, grads: tuple, *of: Tensor | None) -> tuple:
+            return grads
 
         @staticmethod
         def backward(ctx: Any, *_: Tensor | None) -> tuple:
@@ -141,15 +141,15 @@ def register(
             if not keep:
                 raise RuntimeError(f"packmamba::{name}: called with keep=False, so it cannot be differentiated")
             if keys is None and not torch.is_grad_enabled():
-                found = backward(make(saved[:tensors] + others), saved[flat:], grads)
+                result = backward(make(saved[:tensors] + others), saved[flat:], grads)
             else:
                 given = (*grads[:outputs], *saved[:flat], *others[layouts:])
                 with torch.no_grad():
-                    found = operator_backward(*given, *none_to_empty(saved[flat:], saved[0]))
-                found = tuple(None if t is None else grad for t, grad in zip(saved, found))
+                    result = operator_backward(*given, *none_to_empty(saved[flat:], saved[0]))
+                result = tuple(None if t is None else grad for t, grad in zip(saved, result))
                 if torch.is_grad_enabled():
-                    found = Gradients.apply(found, *grads, *saved[:tensors])
-            return None, *found, *(None,) * (tensors - gradients)
+                    result = Gradients.apply(result, *grads, *saved[:tensors])
+            return None, *result, *(None,) * (tensors - gradients)
 
     def differentiated(keys: Any, *given: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(given[:gradients])):

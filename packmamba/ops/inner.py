@@ -127,7 +127,7 @@ def compiled(a: InnerArguments) -> tuple[Tensor, ...]:
 def _forward(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
     """Return mixed, both final states, and saved for the backward: the scan's states, projected, x, delta, y."""
     x_in, z = a.xz.chunk(2, dim=2)
-    y, conv_final, ssm_final, kept = _room(a, x_in, keep)
+    y, conv_final, ssm_final, states = _room(a, x_in, keep)
     x = torch.empty_like(y)
     convolve, scan = _kernel_arguments(a)
     kernels = KERNELS[y.device.type]
@@ -137,26 +137,26 @@ def _forward(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
     low, B, C = a.parts(projected)
     delta = _linear(low, dt_weight)
     A, D, *others = scan
-    kernels["ssm_forward"](x, delta, A, B, C, D, z, *others, y, ssm_final, kept)
-    return _linear(y, out_weight), conv_final, ssm_final, kept, *_kept(a, keep, (projected, x, delta, y))
+    kernels["ssm_forward"](x, delta, A, B, C, D, z, *others, y, ssm_final, states)
+    return _linear(y, out_weight), conv_final, ssm_final, states, *_saved(a, keep, (projected, x, delta, y))
 
 
 def _fake(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
     y, *others = _room(a, a.xz.chunk(2, dim=2)[0], keep)
     mixed, projected = (y.new_empty(*y.shape[:2], weight.shape[0]) for weight in (a.out_weight, a.x_weight))
-    return mixed, *others, *_kept(a, keep, (projected, torch.empty_like(y), torch.empty_like(y), y))
+    return mixed, *others, *_saved(a, keep, (projected, torch.empty_like(y), torch.empty_like(y), y))
 
 
 def _room(a: InnerArguments, x_in: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     """Allocate y, both final states and the scan's saved states."""
-    y, ssm_final, kept = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, keep)
+    y, ssm_final, states = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, keep)
     if not a.return_state:
-        return y, None, None, kept
+        return y, None, None, states
     channels, width = a.conv_weight.shape
-    return y, a.conv_weight.new_empty(a.conv_layout.starts.shape[0], channels, width - 1), ssm_final, kept
+    return y, a.conv_weight.new_empty(a.conv_layout.starts.shape[0], channels, width - 1), ssm_final, states
 
 
-def _kept(a: InnerArguments, keep: bool, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+def _saved(a: InnerArguments, keep: bool, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
     """Select what is saved of projected, x, delta and y; CUDA's ``ssm_backward`` can also write y."""
     whole = keep and not a.recompute
     wanted = (keep, whole, whole, whole or (keep and a.xz.device.type != "cuda"))
@@ -173,7 +173,7 @@ def _kernel_arguments(a: InnerArguments) -> tuple[tuple, tuple]:
 
 
 def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
-    kept, projected, x, delta, y = saved
+    states, projected, x, delta, y = saved
     dmixed, dconv_final, dssm_final = grads
     gradients: Any = tuple(map(empty_grad_like, a[:11]))
     dxz, dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = gradients
@@ -199,7 +199,7 @@ def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | N
     du, ddelta, dprojected = torch.empty_like(x), torch.empty_like(x), torch.empty_like(projected)
     dlow, dB, dC = a.parts(dprojected)
     kernels["ssm_backward"](
-        dy, dense(dssm_final), x, delta, A, B, C, D, z, *others, kept,
+        dy, dense(dssm_final), x, delta, A, B, C, D, z, *others, states,
         du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dssm, **make_y,
     )  # fmt: skip
     _product(by_slot.t(), y.flatten(0, 1), dout_weight)
@@ -229,4 +229,4 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(a, b, out=a.new_empty(out.shape)))
 
 
-_registered = register("inner_pack", InnerArguments, _forward, _fake, _backward, outputs=3, kept=5, gradients=11)
+_registered = register("inner_pack", InnerArguments, _forward, _fake, _backward, outputs=3, saved=5, gradients=11)

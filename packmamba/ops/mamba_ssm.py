@@ -23,9 +23,9 @@ from packmamba.ops.ssd import SsdArguments
 def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
     """Import a function of a submodule without running the package's ``__init__``, which imports far more."""
     if package not in sys.modules:
-        if (found := importlib.util.find_spec(package)) is None:
+        if (spec := importlib.util.find_spec(package)) is None:
             raise ValueError(f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed")
-        sys.modules[package] = importlib.util.module_from_spec(found)
+        sys.modules[package] = importlib.util.module_from_spec(spec)
     return getattr(importlib.import_module(f"{package}.{module}"), name)
 
 

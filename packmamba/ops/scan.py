@@ -13,7 +13,7 @@ from packmamba.ops.backends import choose
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
 
-KEPT_TOKENS, KEPT_CHANNELS = 32, 16  # tokens between states kept for the backward; channels there are a multiple
+SAVED_TOKENS, SAVED_CHANNELS = 32, 16  # tokens between states saved for the backward; channels there are a multiple
 BACKWARD_SHARED_BYTES = 113 << 10
 """Shared memory of a block of the scan's tensor-core backward."""
 
@@ -104,27 +104,26 @@ def _fake(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
 def allocate_scan(
     u: Tensor, A: Tensor, starts: Tensor, return_final_state: bool, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Allocate the scan's y, final states and states saved for its backward."""
     channels, states = A.shape
     y = empty_grad_like(u)
     final = A.new_empty((starts.shape[0], channels, states)) if return_final_state else None
-    intervals = u.shape[0] * u.shape[1] // KEPT_TOKENS
+    intervals = u.shape[0] * u.shape[1] // SAVED_TOKENS
     if not keep:
         return y, final, None
     if u.is_cuda:  # 16 bits a number, or 32 bits at half as many tokens
         return y, final, A.new_empty((intervals, channels, states), dtype=torch.bfloat16)
-    # A document's states begin at its number + its start // KEPT_TOKENS: none overlap, without sums over lengths.
-    padded = -(-channels // KEPT_CHANNELS) * KEPT_CHANNELS
+    # A document's states begin at its number + its start // SAVED_TOKENS: none overlap, without sums over lengths.
+    padded = -(-channels // SAVED_CHANNELS) * SAVED_CHANNELS
     return y, final, A.new_empty((starts.shape[0] + intervals, padded, states))
 
 
-def _backward(a: ScanArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
+def _backward(a: ScanArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
     dy, dfinal = grads
     gradients = tuple(map(empty_grad_like, a[:9]))
     KERNELS[a.u.device.type]["ssm_backward"](
         a.u.new_zeros(a.u.shape) if dy is None else unit_stride(dy),
         dense(dfinal) if a.return_final_state else None,
-        *_kernel_arguments(a), *kept, *gradients,
+        *_kernel_arguments(a), *saved, *gradients,
     )  # fmt: skip
     return gradients
 
@@ -139,9 +138,9 @@ def _kernel_arguments(a: ScanArguments) -> tuple:
 
 
 def _cuda_forward(*arguments: Any) -> None:
-    u, kept = arguments[0], arguments[-1]
+    u, saved = arguments[0], arguments[-1]
     cuts = _cuts(*arguments[:7])
-    if cuts and kept is not None:
+    if cuts and saved is not None:
         _check_backward_fits(u.device)
     launch("ssm_forward", "forward", arguments, u, arguments[9:11], cuts)
 
@@ -177,4 +176,4 @@ def _cuts(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor |
 
 declare("ssm_forward", outputs=3, cuda=_cuda_forward)
 declare("ssm_backward", outputs=9, cuda=_cuda_backward)
-compiled = register("ssm_pack", ScanArguments, _forward, _fake, _backward, outputs=2, kept=1, gradients=9)
+compiled = register("ssm_pack", ScanArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9)

@@ -150,8 +150,8 @@ class Chunks:
     def scatter(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Write (K, Q, ...) to slots, in like's shape and dtype, zero at padding."""
         slots = torch.zeros_like(like.flatten(0, 1), dtype=tokens.dtype, memory_format=torch.contiguous_format)
-        found = slots.index_copy(0, self.slot[self.inside], tokens[self.inside])
-        return found.view(like.shape).to(like.dtype)
+        out = slots.index_copy(0, self.slot[self.inside], tokens[self.inside])
+        return out.view(like.shape).to(like.dtype)
 
     def pass_states(self, first: Tensor, local: Tensor, decay: Tensor, reverse: bool = False) -> Tensor:
         """Compute states at chunks' starts, (K, ...): ``decay * state + local`` is the next chunk's; reverse: at their ends."""
@@ -256,8 +256,8 @@ def _outer(x: Tensor, B: Tensor) -> Tensor:
 def _by_group(C: Tensor, state: Tensor) -> Tensor:
     """Apply states to C: (K, Q, G, N), (K, H, P, N) to (K, Q, H, P)."""
     by_group = state.unflatten(1, (C.shape[2], -1)).flatten(2, 3)
-    found = _multiply(C.transpose(1, 2), by_group.mT)
-    return found.unflatten(3, (-1, state.shape[2])).transpose(1, 2).flatten(2, 3)
+    out = _multiply(C.transpose(1, 2), by_group.mT)
+    return out.unflatten(3, (-1, state.shape[2])).transpose(1, 2).flatten(2, 3)
 
 
 def _of_states(x: Tensor, state: Tensor, groups: int) -> Tensor:
@@ -276,7 +276,6 @@ def _skip(D: Tensor) -> Tensor:
 
 
 def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of ``chunked``."""
     (groups, states), heads, a = a.B.shape[2:], a.x.shape[2], a.aligned()
     chunks = Chunks(a.layout, a.offsets)
     steps = Steps.of(a, chunks)
@@ -308,8 +307,8 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         moved = (dscores * scores).tril(-1)
         of_group = dscores.unflatten(1, (groups, -1)).sum(2)
         dC[part] = (of_group @ B[part].transpose(1, 2)).transpose(1, 2) + _of_states(dseen[part], start[part], groups)
-        kept = x[part] * (size * steps.to_end)[part][..., None]
-        dB[part] = (of_group.mT @ C[part].transpose(1, 2)).transpose(1, 2) + _of_states(kept, dend[part], groups)
+        scaled = x[part] * (size * steps.to_end)[part][..., None]
+        dB[part] = (of_group.mT @ C[part].transpose(1, 2)).transpose(1, 2) + _of_states(scaled, dend[part], groups)
         seen = _by_group(C[part], start[part]) * steps.from_start[part][..., None]
         later = _by_group(B[part], dend[part]) * steps.to_end[part][..., None]
         dx[part] = _multiply((scores * decays).mT, dy[part].transpose(1, 2)).transpose(1, 2) + later
@@ -357,7 +356,7 @@ def _fake(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
     return empty_grad_like(a.x), a.A.new_empty(a.state_shape) if a.return_final_state else None, None
 
 
-def _backward(a: SsdArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
+def _backward(a: SsdArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
     dy, dfinal = grads
     dfinal = dfinal if a.return_final_state else None
     if a.layout.starts.numel() == 0:
@@ -368,4 +367,4 @@ def _backward(a: SsdArguments, kept: tuple, grads: tuple) -> tuple[Tensor | None
         return _chunked_backward(a, dy, dfinal)
 
 
-compiled = register("ssd_pack", SsdArguments, _forward, _fake, _backward, outputs=2, kept=1, gradients=9)
+compiled = register("ssd_pack", SsdArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9)

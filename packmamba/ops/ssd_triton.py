@@ -243,8 +243,8 @@ def _walk(
                     zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], in_p, 0.0).to(tl.float32)
                     out = out * zk / (1 + tl.exp(-zk))
                 tl.store(y + place, out.to(DTYPE), in_p)
-        kept = xf * (step * tl.exp(whole - total))[:, None]
-        state = state * tl.exp(whole) + _dot(tl.trans(Bk), kept, DTYPE)
+        scaled = xf * (step * tl.exp(whole - total))[:, None]
+        state = state * tl.exp(whole) + _dot(tl.trans(Bk), scaled, DTYPE)
     if FINAL:
         tl.store(final + own, state, both)
 
@@ -416,7 +416,6 @@ class Problem:
 
 
 def _dense(a: Any) -> Any:
-    """Make parameters and states contiguous."""
     return a._replace(**{name: dense(getattr(a, name)) for name in ("A", "D", "delta_bias", "initial_state")})
 
 
@@ -436,7 +435,6 @@ def forward(a: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of the nine tensors."""
     a = _dense(a)
     (groups, states), (heads, channels), of = a.B.shape[2:], a.x.shape[2:], Problem(a)
     dy = a.x.new_zeros(a.x.shape) if dy is None else dy.contiguous()

@@ -98,29 +98,29 @@ class PackedMamba2(Mixer):
         """Mix in_proj's output to (B, L, d_model); return also final states or None."""
         conv_state, ssm_state = self.initial_states(state, zxbcdt.shape[0], ssm_layout)
         z, xbc, delta = zxbcdt.split([self.d_inner, self.conv_dim, self.nheads], dim=-1)
-        found = ops.conv1d_pack(
+        out = ops.conv1d_pack(
             xbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", layout=conv_layout,
             initial_state=conv_state, return_final_state=return_state, backend=self.backend,
         )  # fmt: skip
-        xbc, conv_state = found if return_state else (found, None)
+        xbc, conv_state = out if return_state else (out, None)
         x, B, C = xbc.split([self.d_inner, *[self.ngroups * self.d_state] * 2], dim=-1)
         x, z = (t.unflatten(-1, (self.nheads, self.headdim)) for t in (x, z.to(x.dtype)))
         B, C = (t.unflatten(-1, (self.ngroups, self.d_state)) for t in (B, C))
         wide = accumulation_dtype(x.dtype)
         D = self.D.to(wide)
-        found = ops.ssd_pack(
+        out = ops.ssd_pack(
             x, delta.to(x.dtype), -torch.exp(self.A_log.to(wide)), B, C, D if len(D) == self.nheads else D.view(-1, self.headdim),
             z=z, delta_bias=self.dt_bias.to(wide), delta_softplus=True, delta_limit=self.dt_limit, layout=ssm_layout,
             initial_state=ssm_state, return_final_state=return_state, backend=self.backend,
         )  # fmt: skip
-        y, ssm_state = found if return_state else (found, None)
+        y, ssm_state = out if return_state else (out, None)
         mixed = self.out_proj(self.norm(y.flatten(-2)))
         return mixed, ((conv_state, ssm_state) if return_state else None)
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
-        found = super().from_hugging_face(config)
-        return found | {"dt_limit": tuple(found["dt_limit"])}
+        options = super().from_hugging_face(config)
+        return options | {"dt_limit": tuple(options["dt_limit"])}
 
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
