@@ -195,8 +195,8 @@ def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
 def _baseline(arm: Arm, arms: Arms) -> Arm:
     named = arm.sweep.get("baseline") or ""
     peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
-    found = [peer for peer in peers if peer.label == named] + [p for p in peers if p.title == parts_of(named)[0]]
-    return [*found, *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), *peers][0]
+    matches = [peer for peer in peers if peer.label == named] + [p for p in peers if p.title == parts_of(named)[0]]
+    return [*matches, *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), *peers][0]
 
 
 def versus(arms: Arms) -> str:
@@ -222,7 +222,7 @@ class Contrast(NamedTuple):
 
     arm: Arm
     other: Arm
-    found: Estimate
+    estimate: Estimate
     primary: bool
     same_documents: bool
     p: float
@@ -242,10 +242,10 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
             others = [one for one in arms if one.title == second and one.setting == arm.setting]
             if arm.title == first and (others or not second):
                 pairs[arm, others[0] if others else arm.baseline] = True
-    found = {(arm, other): one for arm, other in pairs if (one := difference(arm, metric, other))}
-    adjusted = holm({pair: one.p for pair, one in found.items() if pairs[pair]})
+    estimates = {(arm, other): one for arm, other in pairs if (one := difference(arm, metric, other))}
+    adjusted = holm({pair: one.p for pair, one in estimates.items() if pairs[pair]})
     made = []
-    for (arm, other), one in found.items():
+    for (arm, other), one in estimates.items():
         p, same = adjusted.get((arm, other)), _same_documents(arm, other)
         ruling = verdict(one, arm.sweep.get("margin") if same else None, p)
         made.append(Contrast(arm, other, one, pairs[arm, other], same, math.nan if p is None else p, ruling))
@@ -275,12 +275,12 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
     """Add ``items``, the path of their items (in items/ or items.zip), to evaluation records."""
     archive = Path(folder) / "items.zip"
     place: Any = zipfile.Path(archive) if archive.is_file() else Path(folder) / "items"
-    found = []
+    result = []
     for record in records:
         config = record["config"]
         path = place / f"{config.get('evaluation', {}).get('name')}-{config.get('id')}.jsonl"
-        found.append({**record, "items": path} if record["kind"] == "evaluation" and path.is_file() else record)
-    return found
+        result.append({**record, "items": path} if record["kind"] == "evaluation" and path.is_file() else record)
+    return result
 
 
 ITEM_MEASURES = {"choice_accuracy": ("correct", "one"), "accuracy": ("right", "answers"), "loss": ("nats", "targets")}

@@ -75,8 +75,8 @@ def finish(fig: Canvas, name: str, caption: str) -> Figure:
 
 
 def legend_below(fig: Canvas, columns: int = 5) -> None:
-    found = [ax.get_legend_handles_labels() for ax in fig.axes]
-    handles = {label: handle for each in found for handle, label in zip(*each)}
+    legends = [ax.get_legend_handles_labels() for ax in fig.axes]
+    handles = {label: handle for each in legends for handle, label in zip(*each)}
     for ncols in range(min(columns, max(1, len(handles))), 0, -1):
         legend = fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols)
         if ncols == 1 or legend.get_window_extent().width <= 0.98 * fig.bbox.width:
@@ -190,8 +190,8 @@ def _loss_by_position(arms: Arms) -> list[Figure]:
         if len(points := arm.points("loss_by_position")):
             line = over_seeds(points, "loss", ["start", "end"])
             losses[arm] = line.set_axis([_middle(*place) for place in line.index])
-        if found := aggregate.difference_by_position(arm):
-            differences[arm] = pd.DataFrame([one for *_, one in found], [_middle(*place) for *place, _ in found])
+        if rows := aggregate.difference_by_position(arm):
+            differences[arm] = pd.DataFrame([one for *_, one in rows], [_middle(*place) for *place, _ in rows])
     panels = [
         (axis | {"title": "Validation loss by position", "ylabel": "loss (nats)"}, losses),
         (axis | {"title": f"The same, minus {aggregate.versus(arms)}", "ylabel": "difference (nats)"}, differences),

@@ -48,12 +48,12 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
     of_groups = rng.multinomial(groups, np.full(groups, 1 / groups), draws)
     held = of_groups @ weights
-    found = ((of_seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
+    means = ((of_seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
     # Wider, so that intervals cover from five seeds on.
     few = stdtrit(seeds - 1, 0.975) / stdtrit(math.inf, 0.975) * math.sqrt(seeds / (seeds - 1))
-    found = mean + few * (found - mean)
-    low, high = np.quantile(found, [0.025, 0.975])
-    beyond = min((found <= 0).mean(), (found >= 0).mean())
+    means = mean + few * (means - mean)
+    low, high = np.quantile(means, [0.025, 0.975])
+    beyond = min((means <= 0).mean(), (means >= 0).mean())
     return Estimate(mean, float(low), float(high), seeds, float(min(1.0, 2 * max(beyond, 1 / draws))), groups)
 
 
@@ -86,18 +86,18 @@ def difference_by_group(
 
 def equivalence(values: Any, margin: float) -> float:
     """Return p of two one-sided t tests (Schuirmann 1987) that the mean lies within ± margin."""
-    found = pd.Series(values, dtype=float).dropna()
-    nearest, error = margin - abs(found.mean()), found.sem()
-    return float(stdtr(len(found) - 1, -nearest / error)) if error else float(nearest <= 0)
+    sample = pd.Series(values, dtype=float).dropna()
+    nearest, error = margin - abs(sample.mean()), sample.sem()
+    return float(stdtr(len(sample) - 1, -nearest / error)) if error else float(nearest <= 0)
 
 
-def verdict(found: Estimate | None, margin: float | None, p: float | None = None) -> str:
+def verdict(estimate: Estimate | None, margin: float | None, p: float | None = None) -> str:
     """Return equivalent if within ± margin, different if the interval excludes zero and p <= 0.05, else open."""
-    if found is None or math.isnan(found.low):
+    if estimate is None or math.isnan(estimate.low):
         return "open"
-    if margin is not None and -margin < found.low and found.high < margin:
+    if margin is not None and -margin < estimate.low and estimate.high < margin:
         return "equivalent"
-    return "different" if (found.low > 0 or found.high < 0) and (p is None or not p > 0.05) else "open"
+    return "different" if (estimate.low > 0 or estimate.high < 0) and (p is None or not p > 0.05) else "open"
 
 
 def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000) -> float:
@@ -113,12 +113,12 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000
         return float((abs(drawn.mean(axis=1)) + half < margin).mean())
     centre, groups = pilot.mean(axis=0), len(weights)
     centre = centre - centre.sum() / weights.sum() * weights
-    found = []
+    verdicts = []
     for _ in range(draws // 10):
         rows, columns = rng.integers(len(pilot), size=(seeds, 1)), rng.integers(groups, size=groups)
         sums = (centre + deviations)[rows, columns]
-        found.append(verdict(bootstrap(sums, weights[columns], 400), margin) == "equivalent")
-    return float(np.mean(found))
+        verdicts.append(verdict(bootstrap(sums, weights[columns], 400), margin) == "equivalent")
+    return float(np.mean(verdicts))
 
 
 def seeds_for(pilot: Any, weights: Any, margin: float) -> int | None:

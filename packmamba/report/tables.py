@@ -44,9 +44,9 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def shown(self) -> Table:
-        kept = [not self.rows or any(row[i].text != "-" for row in self.rows) for i in range(len(self.columns))]
-        rows = [[*compress(row, kept)] for row in self.rows]
-        return replace(self, columns=[*compress(self.columns, kept)], rows=rows)
+        filled = [not self.rows or any(row[i].text != "-" for row in self.rows) for i in range(len(self.columns))]
+        rows = [[*compress(row, filled)] for row in self.rows]
+        return replace(self, columns=[*compress(self.columns, filled)], rows=rows)
 
 
 def write_table(table: Table, form: str) -> str:
@@ -117,14 +117,14 @@ def mean_sd(values: pd.Series) -> Cell:
     return Cell("-" if pd.isna(mean) else f"{mean:{digits}}{spread}", (mean, sd))
 
 
-def difference_cell(found: Any) -> Cell:
-    if found is None:
+def difference_cell(estimate: Any) -> Cell:
+    if estimate is None:
         return Cell("-", (None,) * 4)
     # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
-    values = pd.Series(found[:3], dtype=float).dropna()
+    values = pd.Series(estimate[:3], dtype=float).dropna()
     form = "+.4f" if values.abs().max() >= 1e-4 else "+.1e"
     mean, *bounds = (f"{value:{form}}" for value in values)
-    return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else mean, tuple(found[:4]))
+    return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else mean, tuple(estimate[:4]))
 
 
 TITLES = {
@@ -184,12 +184,12 @@ def difference_column(metric: str, arms: Arms, heading: str = "", *names: str) -
 
 
 def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
-    found: dict[str, list[str]] = {}
+    keys: dict[str, list[str]] = {}
     for metric in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
         name, _, own = metric.partition(".")
         if name not in ("config", "curves"):
-            found.setdefault(name, []).append(own)
-    return {name: main_first(metrics) for name, metrics in found.items()}
+            keys.setdefault(name, []).append(own)
+    return {name: main_first(metrics) for name, metrics in keys.items()}
 
 
 def main_first(metrics: Sequence[str]) -> list[str]:
@@ -218,14 +218,14 @@ def training_tables(records: Records) -> list[Table]:
     for metric in metrics:
         names = f"{metric}_difference", f"{metric}_difference_pairs"
         columns += [metric_column(metric, arms), difference_column(metric, arms, "", *names)]
-    found = aggregate.contrasts(arms, metrics[0])
+    contrasts = aggregate.contrasts(arms, metrics[0])
     ruled = any(arm.sweep.get("margin") or arm.sweep.get("primary") for arm in arms)
     if ruled:
-        says = {one.arm: one.verdict for one in found if one.other is one.arm.baseline}
+        says = {one.arm: one.verdict for one in contrasts if one.other is one.arm.baseline}
         columns.append((Column("verdict", ("verdict",), False), lambda arm: word(says.get(arm, "-"))))
     columns += [metric_column(metric, arms) for metric in further]
     tables = [arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))]
-    tables += [_verdicts(found, metrics[0])] * ruled
+    tables += [_verdicts(contrasts, metrics[0])] * ruled
     both = ("val_loss", "val_loss_start")
     columns = [(make_columns("!minus = baseline")[0], lambda arm: word(arm.baseline.label))]
     columns += [difference_column(metric, arms, title(metric), metric) for metric in both]
@@ -236,29 +236,29 @@ def training_tables(records: Records) -> list[Table]:
     tables += [arms_table("differences", heading, differing, columns, note), _positions(arms)]
     for name, own in evaluations.items():
         main = f"{name}.{own[0]}"
-        asked = [arm for arm in arms if arm[main].notna().any()]
-        if asked:
-            first, *others = (metric_column(metric, asked, f"{name}.") for metric in own)
-            columns = [seeds_column(asked, main), first, difference_column(main, asked), *others]
-            groups = {one.groups for arm in asked if (one := aggregate.difference(arm, main))} - {1}
+        evaluated = [arm for arm in arms if arm[main].notna().any()]
+        if evaluated:
+            first, *others = (metric_column(metric, evaluated, f"{name}.") for metric in own)
+            columns = [seeds_column(evaluated, main), first, difference_column(main, evaluated), *others]
+            groups = {one.groups for arm in evaluated if (one := aggregate.difference(arm, main))} - {1}
             notes = [f"Intervals are over seeds and {max(groups)} groups of documents."] if groups else []
-            tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", asked, columns, *notes))
+            tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", evaluated, columns, *notes))
     return [table for table in tables if table.rows]
 
 
-def _verdicts(found: Sequence[aggregate.Contrast], metric: str) -> Table:
+def _verdicts(contrasts: Sequence[aggregate.Contrast], metric: str) -> Table:
     others = make_columns("groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed")
     columns = [*make_columns("!contrast | !primary"), interval_column("difference"), *others]
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
-    for one in found:
-        margin, p, same, groups = one.arm.sweep.get("margin"), one.p, one.same_documents, one.found.groups
+    for one in contrasts:
+        margin, p, same, groups = one.arm.sweep.get("margin"), one.p, one.same_documents, one.estimate.groups
         needed = seeds_for(*aggregate.paired(one.arm, one.other, metric), margin) if margin and same else None
         names = word(one.name), word("primary" if one.primary else "exploratory")
         adjusted = Cell("< 0.001", (p,)) if p < 0.001 else number(p, ".3f")
         ruling = word(one.verdict + ", other documents" * (not same))
         counts = number(groups if groups > 1 else None, ",d"), number(needed, "d")
-        table.rows.append([*names, difference_cell(one.found), counts[0], adjusted, ruling, counts[1]])
-    known = {margin for one in found if (margin := one.arm.sweep.get("margin"))}
+        table.rows.append([*names, difference_cell(one.estimate), counts[0], adjusted, ruling, counts[1]])
+    known = {margin for one in contrasts if (margin := one.arm.sweep.get("margin"))}
     margins = [f" Equivalent: the 95 % interval lies within ± {margin:g}." for margin in sorted(known)]
     table.notes = [
         "Paired over seeds, and over groups of documents where there are any. Different: the interval excludes zero, of primary "
@@ -274,11 +274,13 @@ def sentence(records: Records) -> str:
     metric = table_keys(arms)[0][0]
     for one in aggregate.contrasts(arms, metric):
         beside = one.other is one.arm.baseline
-        if not (beside or one.primary) or pd.isna(one.found.mean):
+        if not (beside or one.primary) or pd.isna(one.estimate.mean):
             continue
         speed = one.arm["speedup"].mean() if beside else math.nan
-        cell = difference_cell(one.found).text + " nats" * ("loss" in metric)
-        says = f"is {one.verdict} ({cell}, {one.found.seeds} seeds)" if one.found.seeds > 1 else f"{cell} (one seed)"
+        cell = difference_cell(one.estimate).text + " nats" * ("loss" in metric)
+        says = (
+            f"is {one.verdict} ({cell}, {one.estimate.seeds} seeds)" if one.estimate.seeds > 1 else f"{cell} (one seed)"
+        )
         says += ", other documents" * (not one.same_documents) + ("" if pd.isna(speed) else f", {speed:.2f}x as fast")
         parts.append(f"{one.arm.label if beside else one.name} {says}")
     return f"In {title(metric)}, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
@@ -306,11 +308,11 @@ def _positions(arms: Arms) -> Table:
     columns = make_columns("!arm | from token = start | to token = end")
     columns.append(interval_column(f"minus {aggregate.versus(arms)}"))
     table = Table("loss-by-position", "Loss by position in the document, in nats per target", columns)
-    found = [(arm, *one) for arm in arms for one in aggregate.difference_by_position(arm) if one[-1].seeds > 1]
-    for arm, start, end, one in found:
+    rows = [(arm, *one) for arm in arms for one in aggregate.difference_by_position(arm) if one[-1].seeds > 1]
+    for arm, start, end, one in rows:
         last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
         table.rows.append([word(arm.label), number(start, ",.0f"), last, difference_cell(one)])
-    share = f"{sum(one.low > 0 or one.high < 0 for *_, one in found)} of {len(found)} intervals"
+    share = f"{sum(one.low > 0 or one.high < 0 for *_, one in rows)} of {len(rows)} intervals"
     table.notes = [f"Paired over seeds. {share} exclude zero; one in twenty would by chance."]
     return table
 
@@ -327,13 +329,13 @@ def throughput_tables(records: Records) -> list[Table]:
 
 def evaluation_tables(records: Records) -> list[Table]:
     """Tabulate models by evaluation, with differences from the first."""
-    asked: dict[str, list[aggregate.Record]] = {}
+    tasks: dict[str, list[aggregate.Record]] = {}
     for record in aggregate.of_kind(records, "evaluation"):
         one = record["config"]["evaluation"]
         options = "".join(f", {key}={value}" for key, value in sorted((one.get("options") or {}).items()))
-        asked.setdefault(one["name"] + options, []).append(record)
+        tasks.setdefault(one["name"] + options, []).append(record)
     tables = []
-    for heading, some in asked.items():
+    for heading, some in tasks.items():
         models = [
             Arm(str(name), (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
             for name, runs in aggregate.frame(some, "evaluation").groupby("arm", sort=False)
@@ -350,7 +352,7 @@ def evaluation_tables(records: Records) -> list[Table]:
             minus = interval_column(f"minus {first.name}")
             columns.append((minus, lambda arm, cells=cells: cells.get(arm, difference_cell(None))))  # type: ignore[misc]
             notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
-        name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", heading)) * (len(asked) > 1)
+        name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", heading)) * (len(tasks) > 1)
         tables.append(arms_table(name, f"Evaluation: {heading}", models, columns, *notes))
     return tables
 
