@@ -145,17 +145,17 @@ def evaluate(words: list[str]) -> None:
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
             settings = {"name": name, "options": contexts[name].options, **decisive}
             digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
-            found = [r for r in records_of(output, "evaluation") if r["config"].get("id") == digest]
-            if not found:
+            records = [r for r in records_of(output, "evaluation") if r["config"].get("id") == digest]
+            if not records:
                 begun = time.perf_counter()
                 known = name in EVALUATIONS
                 result = run(name, model.model, contexts[name]) if known else harness(name, model, max_slots)
                 write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
                 what = {"id": digest, "evaluation": settings, "model": model.model.config}
                 numbers: Any = (result.corpus_hash, result.metrics, time.perf_counter() - begun, result.curves)
-                found = [make_record("evaluation", model.name, model.name, what, model.config.seed, *numbers)]
-                append_record(output / "records.jsonl", found[0])
-            print(f"\n{format_table(found)}")
+                records = [make_record("evaluation", model.name, model.name, what, model.config.seed, *numbers)]
+                append_record(output / "records.jsonl", records[0])
+            print(f"\n{format_table(records)}")
     print(f"\nRecords and items: {output}")
 
 
@@ -178,11 +178,11 @@ def _harness(names: list[str], config: EvalConfig, known: Any) -> Any:
 
     def run(name: str, model: Any, max_slots: int) -> EvalResult:
         adapter = PackMambaLM(model.model, str(model.folder), max_slots)
-        found = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
-        metrics = {k.partition(",")[0]: v for k, v in found["results"][name].items() if isinstance(v, (int, float))}
+        results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
+        metrics = {k.partition(",")[0]: v for k, v in results["results"][name].items() if isinstance(v, (int, float))}
         items = [
             {"doc_id": one["doc_id"], "responses": one["filtered_resps"]} | {m: one[m] for m in one["metrics"]}
-            for one in found["samples"][name]
+            for one in results["samples"][name]
         ]
         return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
 
@@ -284,9 +284,9 @@ def report(words: list[str]) -> None:
         if folder is None:
             raise ConfigError(f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}")
         run = folder / CONFIGURATION
-        found: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
-        need(None not in found, folder, "a finished run", "one without a record")
-        records += with_items(folder, found)
+        loaded: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
+        need(None not in loaded, folder, "a finished run", "one without a record")
+        records += with_items(folder, loaded)
     kinds = kinds_of(folder, records)
     if len(folders) > 1 or config.baseline is not None:
         arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}

@@ -153,13 +153,13 @@ class Schedule:
         return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size
 
     def _tokens(self, first: int, last: int) -> Pieces:
-        found = []
+        pieces = []
         while first < last:
             number = self._locate(first)
             begin, end = self._firsts[number : number + 2]
-            found.append(self._window(number)[1].between(first - begin, min(last, end) - begin))
+            pieces.append(self._window(number)[1].between(first - begin, min(last, end) - begin))
             first = end
-        return _join(found)
+        return _join(pieces)
 
     def _locate(self, place: int) -> int:
         """Return the window of a step, or of a token where steps are exact."""

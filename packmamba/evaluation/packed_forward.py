@@ -105,21 +105,21 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[
     tokens[0, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
     starts = [segment.start for segment in segments]
     states = None if all(start is None for start in starts) else InitialStates(model, starts)
-    kept = [number for number, segment in enumerate(segments) if segment.keeps(max_slots)]
-    options: Any = {"states": states, "return_states": bool(kept), "return_hidden": True}
+    carried = [number for number, segment in enumerate(segments) if segment.keeps(max_slots)]
+    options: Any = {"states": states, "return_states": bool(carried), "return_hidden": True}
     with torch.inference_mode():
         out = model(to_device(tokens, device), layout=layout, **options)
-        hidden, finals = out if kept else (out, [])
-        index = to_device(torch.tensor(kept, dtype=torch.int64), device)
+        hidden, finals = out if carried else (out, [])
+        index = to_device(torch.tensor(carried, dtype=torch.int64), device)
         pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
     pieces, following = [], []
     for number, (segment, part) in enumerate(zip(segments, hidden[0, : len(ids)].split(lengths))):
         pieces.append((segment.owner, segment.first, part))
         end = segment.first + len(part)
         if end < len(segment.tokens):
-            following.append(replace(segment, start=(pool, kept.index(number)), first=end))
+            following.append(replace(segment, start=(pool, carried.index(number)), first=end))
         elif segment.finish:
-            following += segment.finish((pool, kept.index(number))) or []
+            following += segment.finish((pool, carried.index(number))) or []
     return pieces, following
 
 
@@ -204,8 +204,8 @@ Predictions = list[tuple[Tensor, Tensor]]
 
 def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any]]]) -> None:
     """Append predictions to each pass's (predictions, activations, targets)."""
-    for asked in filter(None, passes):
-        owners, parts, wanted = zip(*asked)
+    for pieces in filter(None, passes):
+        owners, parts, wanted = zip(*pieces)
         hidden = torch.cat(parts)
         targets = to_device(torch.from_numpy(np.concatenate(wanted).astype(np.int64)), hidden.device)
         values, best = [hidden.new_zeros(0, dtype=torch.float64)], [targets[:0]]

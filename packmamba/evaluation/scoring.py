@@ -57,7 +57,7 @@ def score(
 
         return Segment(owner, context, finish=branch if longer else None)
 
-    def asked(pieces: Pass) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
+    def with_targets(pieces: Pass) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
         for (context, continuations, offset), first, hidden in pieces:
             start = max(offset, first)
             for c in continuations:
@@ -67,7 +67,7 @@ def score(
                     yield by_context[context][c], part, c[start - offset : end - offset]
 
     segments = [segment(context, list(continuations)) for context, continuations in by_context.items()]
-    predict(model, (list(asked(pieces)) for pieces in packed_forward(model, segments, max_slots)))
+    predict(model, (list(with_targets(pieces)) for pieces in packed_forward(model, segments, max_slots)))
     scores = []
     for context, continuation in checked:
         values, best = (torch.cat(parts).tolist() for parts in zip(*by_context[context][continuation]))

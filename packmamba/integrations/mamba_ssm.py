@@ -111,12 +111,12 @@ class Mamba(PackedMamba):
 
     def _get_states_from_cache(self, inference_params: Any, batch_size: int) -> tuple[Tensor, Tensor]:
         expect(self.layer_idx is not None, "layer_idx", "a number beside inference_params", None)
-        kept = inference_params.key_value_memory_dict
-        if self.layer_idx not in kept:
-            kept[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
-        rows = kept[self.layer_idx][0].shape[0]
+        cache = inference_params.key_value_memory_dict
+        if self.layer_idx not in cache:
+            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
+        rows = cache[self.layer_idx][0].shape[0]
         expect(rows == batch_size, "hidden_states", f"{rows} rows, as inference_params holds", batch_size)
-        return kept[self.layer_idx]
+        return cache[self.layer_idx]
 
 
 def replace(model: nn.Module) -> nn.Module:
@@ -126,15 +126,15 @@ def replace(model: nn.Module) -> nn.Module:
     layers: ``model(input_ids, seq_idx=...)`` packs. Raises TypeError, or ValueError without such a layer or with another.
     """
     expect(isinstance(model, nn.Module), "model", "a module", type(model).__name__, TypeError)
-    found = [
+    layers = [
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
         if type(child).__name__ in ("Mamba", "Mamba2", "Mamba3", "Mamba2Simple") and not isinstance(child, Mamba)
     ]
-    expect(found, "model", "layers of mamba_ssm's class Mamba", f"{type(model).__name__} without any")
-    made = {id(child): _of(child) for _, _, child in found}  # all before the first is exchanged
-    for parent, name, child in found:
+    expect(layers, "model", "layers of mamba_ssm's class Mamba", f"{type(model).__name__} without any")
+    made = {id(child): _of(child) for _, _, child in layers}  # all before the first is exchanged
+    for parent, name, child in layers:
         setattr(parent, name, made[id(child)])
     return model
 

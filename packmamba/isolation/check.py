@@ -23,7 +23,7 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torc
 
 @dataclass
 class LeakCheckResult:
-    """Hold what ``leakcheck`` found, in sentences by ``str``. None: not seen.
+    """Hold results of ``leakcheck``, in sentences by ``str``. None: not seen.
 
     Attributes:
         boundaries: the argument that marked documents; layout of a MambaLM, lengths of a callable.
@@ -209,11 +209,11 @@ def _limits(base: Tensor, model: CheckedCallable) -> tuple[float, float]:
 
 def _moves(logits: Tensor, base: Tensor) -> Tensor:
     """Return each token's largest change of a logit, (L,); infinite to or from NaN."""
-    found = []
+    changes = []
     for some, others in zip(logits.split(1024), base.split(1024)):  # for memory
         by = torch.where(moved(some, others), (some - others).abs().nan_to_num(nan=torch.inf), 0.0)
-        found.append(by.amax(-1).double())
-    return torch.cat(found)
+        changes.append(by.amax(-1).double())
+    return torch.cat(changes)
 
 
 def _from_alone(documents: Documents, base: Tensor) -> float:

@@ -137,7 +137,7 @@ class Entries(TorchFunctionMode):
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
-        self.found: list[Tensor] = []
+        self.leaves: list[Tensor] = []
         self._whole = {id(tokens): tokens}  # computed from tokens, and integers yet
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -148,7 +148,7 @@ class Entries(TorchFunctionMode):
             return self._whole.setdefault(id(result), result)
         if not result.requires_grad:
             result = result.detach().requires_grad_()
-        self.found.append(result)
+        self.leaves.append(result)
         return result.clone()  # may be written to
 
 
@@ -160,7 +160,7 @@ def crossing_gradients(documents: Documents) -> bool | None:
     with torch.enable_grad(), eager():
         with Entries(tokens) as entries:
             logits = documents.call(tokens)[0]
-        if not logits.requires_grad or not entries.found:
+        if not logits.requires_grad or not entries.leaves:
             return None
         crossed, reached = False, False
         for number in {(count - 1) // 2, count - 1}:
@@ -169,7 +169,7 @@ def crossing_gradients(documents: Documents) -> bool | None:
             weights = torch.randn(part.shape, generator=torch.Generator().manual_seed(SEED)).to(part)
             loss = torch.where(part.isfinite(), part * weights, 0.0).sum()
             try:
-                gradients = torch.autograd.grad(loss, entries.found, retain_graph=True, allow_unused=True)
+                gradients = torch.autograd.grad(loss, entries.leaves, retain_graph=True, allow_unused=True)
             except RuntimeError as error:  # reentrant checkpointing takes backward() alone
                 if "heckpoint" not in str(error):
                     raise
@@ -186,23 +186,22 @@ class Routing(TorchDispatchMode):
     """Detect routing: some tokens decide the shapes of products of others."""
 
     NAMES = ("topk", "sort", "argsort", "argmax", "bincount", "histc", "_grouped_mm")
-    found = False
+    routed = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found = self.found or func.overloadpacket.__name__ in self.NAMES
+        self.routed = self.routed or func.overloadpacket.__name__ in self.NAMES
         return func(*args, **(kwargs or {}))
 
 
 def routes(documents: Documents) -> bool:
-    """Return whether the model routes tokens by content."""
     with torch.no_grad(), eager(), Routing() as routing:
         documents.logits()
-    return routing.found
+    return routing.routed
 
 
 def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str | None:
     """Name the first module whose output at watched slots differs with these tokens while its input does not."""
-    marks, found = documents.in_rows(watched), list[str]()
+    marks, titles = documents.in_rows(watched), list[str]()
     calls: dict[tuple[str, int], list[list[Tensor]]] = {}
     counts: Counter[str] = Counter()
 
@@ -217,7 +216,7 @@ def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str |
         now = [[v.clone() for v in tree_leaves(of) if isinstance(v, Tensor)] for of in ((args, kwargs), outputs)]
         before = calls.setdefault((title, counts[title]), now)
         if before is not now and differ(before[1], now[1]) and not differ(before[0], now[0]):
-            found.append(title)
+            titles.append(title)
 
     handles = []
     for name, module in (pair for root in documents.model.modules for pair in root.named_modules()):
@@ -231,4 +230,4 @@ def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str |
     finally:
         for handle in handles:
             handle.remove()
-    return found[0] if found else None
+    return titles[0] if titles else None

@@ -174,8 +174,8 @@ def open_huggingface(data: DataConfig) -> Source:
         load = functools.partial(extra("datasets").load_dataset, builder.repo_id or name, data.subset, **options)
 
     def rows() -> Iterator[Any]:
-        found = load()
-        table = found[data.split] if isinstance(found, dict) else found
+        loaded = load()
+        table = loaded[data.split] if isinstance(loaded, dict) else loaded
         for batch in table.select_columns([data.text_key]).with_format("arrow").iter(ROWS):
             yield from batch.column(0).to_pylist()
 

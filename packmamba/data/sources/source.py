@@ -53,11 +53,11 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
     """Return a folder and the names in it that ``data.path`` means: a file, a folder's files, or a pattern's."""
     path, names = Path(data.path or "*"), set()
     if path.exists():
-        found, root = [path], path if path.is_dir() else path.parent
+        paths, root = [path], path if path.is_dir() else path.parent
     else:
-        found = [Path(name) for name in glob.glob(data.path or "", recursive=True)]
+        paths = [Path(name) for name in glob.glob(data.path or "", recursive=True)]
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-    for one in found:
+    for one in paths:
         inside = list_files(one, suffixes) if one.is_dir() else [""]
         names |= {(one / name).relative_to(root).as_posix() for name in inside}
     if not names:
@@ -68,12 +68,12 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
 
 def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
     """Return relative names of the visible files below a folder, sorted; follow no links to folders."""
-    found = []
+    files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
         visible = [name for name in names if not name.startswith(".") and name.endswith(suffixes)]
-        found += [(Path(folder) / name).relative_to(root).as_posix() for name in visible]
-    return sorted(found)
+        files += [(Path(folder) / name).relative_to(root).as_posix() for name in visible]
+    return sorted(files)
 
 
 def hash_files(root: Path, files: list[str]) -> str:

@@ -46,9 +46,9 @@ def find(
     rows = torch.where(real, 1, torch.where(before, 0, -1))  # ids of what a mask alone tells apart
     layout, source = None, ""
     for name, value in given.items():
-        found = _layout(name, value, rows, real & (count == 1), len(given) > 1)
-        expect(layout is None or found == layout, name, f"the documents of {source}", "others")
-        layout, source = found, name
+        parsed = _layout(name, value, rows, real & (count == 1), len(given) > 1)
+        expect(layout is None or parsed == layout, name, f"the documents of {source}", "others")
+        layout, source = parsed, name
     layout = SequenceLayout.from_seq_idx(rows) if layout is None else layout
     packed = layout.num_documents > int(before.any(1).sum() + real.any(1).sum())
     if not packed and bool(real.all()):

@@ -41,14 +41,14 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         options: dict[str, Any] = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
         state = None
         if heads:
-            found = []
+            outputs = []
             for h, (u, gate) in enumerate(zip(x.chunk(len(A), -1), z.chunk(len(A), -1))):
                 low, B, C = _split(mixer, F.linear(u, mixer.x_proj_weight[h]))
                 delta, bias = F.linear(low, mixer.dt_proj_weight[h]), mixer.dt_proj_bias[h].to(wide)
-                found.append(ops.ssm_pack(u, delta, A[h], B, C, D[h], z=gate, delta_bias=bias, **options))
+                outputs.append(ops.ssm_pack(u, delta, A[h], B, C, D[h], z=gate, delta_bias=bias, **options))
             if keeps:
-                state = torch.stack([last for _, last in found], 1)
-            y = torch.cat([y for y, _ in found] if keeps else found, -1)
+                state = torch.stack([last for _, last in outputs], 1)
+            y = torch.cat([y for y, _ in outputs] if keeps else outputs, -1)
         else:
             low, B, C = _split(mixer, mixer.x_proj(x))
             if hasattr(mixer, "dt_layernorm"):

@@ -119,12 +119,12 @@ def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
     """Mask labels at a document's first token, which has no loss alone."""
     assert packing.layout is not None
     starts = packing.layout.position_indices == 0
-    found = {}
+    masked = {}
     for name, targets in (("labels", starts), ("shift_labels", starts.roll(-1, dims=1))):
         labels = kwargs.get(name)
         if isinstance(labels, Tensor) and labels.shape == starts.shape:
-            found[name] = labels.masked_fill(targets.to(labels.device), -100)
-    return found
+            masked[name] = labels.masked_fill(targets.to(labels.device), -100)
+    return masked
 
 
 def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, Any]:
@@ -158,8 +158,8 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
             if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
                 raise ValueError(f"{name}: expected {axes} axes and at least one slot, got {tuple(tokens.shape)}")
         arranged = "packing" in kwargs or isinstance(kwargs.get("attention_mask"), Packing)
-        asked = self.require_boundaries or any(value is not None and name in ASKS for name, value in kwargs.items())
-        if asked and not arranged:
+        needed = self.require_boundaries or any(value is not None and name in ASKS for name, value in kwargs.items())
+        if needed and not arranged:
             position = kwargs.get("position_ids")
             kwargs = _arrange(self, kwargs, self.require_boundaries)
             if "position_ids" in names and not getattr(kwargs.get("packing"), "packed", False):
