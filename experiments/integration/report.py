@@ -56,6 +56,8 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
         models.setdefault(record["config"]["model"], {})[record["arm"]] = _after_first_turn(record)
     first = next(iter(next(iter(models.values())).values()))
     config, rows, every = first["config"], [], []
+    rounds = {record["config"]["rounds"] for arms in models.values() for record in arms.values()}
+    turns = " or ".join(str(many - 1) for many in sorted(rounds) if many > 1)
     for model, arms in models.items():
         row: dict[str, Any] = {"model": model, "parameters": next(iter(arms.values()))["config"]["parameters"] / 1e6}
         for arm, record in arms.items():
@@ -67,7 +69,7 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
         rows.append(row)
     where = (
         f"{hardware(first)}; {config['precision']}; transformers "
-        f"{config['transformers']}; medians of {config['rounds'] - 1} interleaved turns of {config['steps']} "
+        f"{config['transformers']}; medians of {turns} interleaved turns of {config['steps']} "
         f"steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), behind a first one in "
         "which kernels are compiled and tuned (of arms with one turn: it)"
     )

@@ -20,7 +20,7 @@ HEADLINES = [
     *(Headline(name.format(arm), "integration", {"arm": arm}, column) for name, arm, column in ROWS),
     *(
         Headline(f"{model}: packed over {arm}", "trainer", {"model": model}, f"over_{arm}")
-        for model in ("mamba", "falcon_mamba", "zamba", "mamba2", "bamba")
+        for model in ("mamba", "falcon_mamba", "zamba", "mamba2", "bamba", "granitemoehybrid", "nemotron_h", "zamba2")
         for arm in ("padded", "grouped")
     ),
 ]
