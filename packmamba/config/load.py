@@ -98,8 +98,8 @@ def validate(config: Schema) -> Schema:
     for prefix, section in sections_of(config):
         for key in dataclasses.fields(section):
             _, null, meaning = key.metadata.get("help", "").rstrip(".").partition("; null")
-            hint = f"; set null{meaning}" if null else ""
-            _check(prefix + key.name, getattr(section, key.name), hint, **key.metadata.get("limits", {}))
+            remedy = f"; set null{meaning}" if null else ""
+            _check(prefix + key.name, getattr(section, key.name), remedy, **key.metadata.get("limits", {}))
     if isinstance(config, Config):
         _check_rules(config)
     return config
@@ -115,7 +115,7 @@ def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     yield prefix, config
 
 
-def _check(name: str, value: Any, null: str, choices: Any = (), check: Any = None, **bounds: Any) -> None:
+def _check(name: str, value: Any, remedy: str, choices: Any = (), check: Any = None, **bounds: Any) -> None:
     expected = " and ".join(f"{BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items())
     for one in [] if value is None else value if isinstance(value, list) else [value]:
         if choices and one not in (names := registry(choices)):
@@ -123,7 +123,7 @@ def _check(name: str, value: Any, null: str, choices: Any = (), check: Any = Non
             hint = f"; it is {renamed} now" if renamed else suggest(one, names).partition("; known")[0]
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}")
         for bound, limit in bounds.items():
-            need(one < float("inf") and BOUNDS[bound][1](one, limit), name, expected, shown(one) + null)
+            need(one < float("inf") and BOUNDS[bound][1](one, limit), name, expected, shown(one) + remedy)
     if value is not None and check is not None:
         need(check[1](value), name, check[0], shown(value))
 

@@ -180,7 +180,7 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     items = texts.items(which, windows=windows, gain=[one - other for one, other in zip(short, full)])
     curve = []
     for k in dict.fromkeys(windows):
-        at = [place for place, other in enumerate(windows) if other == k]
+        at = [place for place, count in enumerate(windows) if count == k]
         point = {"windows": k, "gain": float(np.mean([items[i]["gain"] for i in at]))}
         point |= {"loss": float(np.mean([full[i] for i in at])), "documents": len(at)}
         curve.append(point | {"groups": len({groups[which[i]] for i in at})})

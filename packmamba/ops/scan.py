@@ -104,6 +104,7 @@ def _fake(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
 def allocate_scan(
     u: Tensor, A: Tensor, starts: Tensor, return_final_state: bool, keep: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Allocate y, final states and saved states."""
     channels, states = A.shape
     y = empty_grad_like(u)
     final = A.new_empty((starts.shape[0], channels, states)) if return_final_state else None
