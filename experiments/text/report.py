@@ -253,7 +253,8 @@ def pilot(arms: Arms) -> list[Table]:
                 continue
             row["error"] = pd.Series(sums.sum(axis=1) / targets.sum()).sem()
             row |= {"harm": found, "half": found.mean / 2}
-            if found.mean > 0 and len(targets) > 1:  # as if pairs of reset and padded spread as these do
+            # As if pairs of reset and padded spread as these do; two seeds of a rate's trial do not say.
+            if found.mean > 0 and len(targets) > 1 and found.seeds > 2:
                 row["power"] = power(sums, targets, found.mean / 2, 16)
             harms.append(row)
     return [

@@ -72,7 +72,7 @@ OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
     "long_context": {"window": (None, 2), "most": (64, 2), "context": (0, 0), "documents": (1, 1), "groups": (1, 1)},
     "remembrance": {"length": (None, 4)},
 }
-"""Integer options of evaluations: default (None: the row length) and minimum."""
+"""Integer options: default (None: the row length) and minimum."""
 
 
 def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
@@ -215,5 +215,8 @@ def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
 
 
 EVALUATIONS: dict[str, Callable[[MambaLM, EvalContext], EvalResult]] = {
-    function.__name__: function for function in (perplexity, positions, long_context, remembrance)
+    "perplexity": perplexity,
+    "positions": positions,
+    "long_context": long_context,
+    "remembrance": remembrance,
 }
