@@ -82,8 +82,8 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
     rows, width = hidden.shape[:2]
     fits = name == "cu_seqlens" or value.shape == (rows, width)
     expect(fits, name, f"shape {(rows, width)} like the hidden states", tuple(value.shape))
-    # Every layer is given the same tensor: it is read once, which waits for a GPU. A tensor of inference mode has no version,
-    # and memory on the host may be written to by others, such as NumPy.
+    # All layers have one tensor: it is read once, as that waits for a GPU. In inference mode it has no version;
+    # memory on the host may be written to by others (NumPy).
     version = None if value.is_inference() else value._version
     key = (version, torch.is_inference_mode_enabled(), (rows, width), hidden.device)
     known, cached, copy = getattr(value, "_packmamba_layout", (None, None, None))

@@ -21,16 +21,16 @@ from packmamba.report.aggregate import Arm, Arms, Records
 from packmamba.report.tables import table_keys, title
 
 INK, MUTED = "#24292f", "#5c6370"
-_DASHED = (0, (4, 1.5))
-# Okabe and Ito's colours. Later lines are thinner: arms that coincide stay visible as stripes.
+_LEAK = {"linewidth": 1.8, "linestyle": (0, (4, 1.5))}
+# Okabe and Ito's colours; thinner later lines keep arms that coincide visible.
 STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8", "linewidth": 6.0},
     "padded": {"color": "#E69F00", "linewidth": 3.6},
     "padded-sorted": {"color": "#8C6D1F", "linewidth": 2.4},
     "packed-reset": {"color": "#0072B2", "linewidth": 1.6},
-    "packed-leak": {"color": "#D55E00", "linewidth": 1.8, "linestyle": _DASHED},
-    "packed-leak-conv": {"color": "#CC79A7", "linewidth": 1.8, "linestyle": _DASHED},
-    "packed-leak-scan": {"color": "#7A4B9A", "linewidth": 1.8, "linestyle": _DASHED},
+    "packed-leak": {"color": "#D55E00", **_LEAK},
+    "packed-leak-conv": {"color": "#CC79A7", **_LEAK},
+    "packed-leak-scan": {"color": "#7A4B9A", **_LEAK},
     "packed-carry": {"color": "#009E73", "linewidth": 1.8, "linestyle": (0, (7, 1.5, 1, 1.5))},
 }
 OTHERS = ("#56B4E9", "#882255", "#B2182B", "#1B7837", "#4D4D4D")

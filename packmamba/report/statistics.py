@@ -1,5 +1,6 @@
 """Statistics of paired differences, by seed and perhaps by group of documents."""
 
+import functools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
@@ -31,7 +32,7 @@ def interval(values: Any) -> Estimate | None:
     n, mean, error = len(values), values.mean(), values.sem()
     if n < 2:
         return Estimate(mean, math.nan, math.nan, n) if n else None
-    # The quantile to three decimals, so that intervals published before scipy made them stay.
+    # Three decimals, as in intervals from before scipy made them.
     half = round(stdtrit(n - 1, 0.975), 3) * error
     p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, n, p)
@@ -44,9 +45,7 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     mean = float(sums.mean(axis=0).sum() / weights.sum()) if seeds and weights.sum() else math.nan
     if seeds < 2 or groups < 2 or math.isnan(mean):
         return Estimate(mean, math.nan, math.nan, seeds, math.nan, groups)
-    rng = np.random.default_rng(0)
-    of_seeds = rng.multinomial(seeds, np.full(seeds, 1 / seeds), draws) / seeds
-    of_groups = rng.multinomial(groups, np.full(groups, 1 / groups), draws)
+    of_seeds, of_groups = _draws(seeds, groups, draws)
     held = of_groups @ weights
     means = ((of_seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
     # Wider, so that intervals cover from five seeds on.
@@ -55,6 +54,14 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     low, high = np.quantile(means, [0.025, 0.975])
     beyond = min((means <= 0).mean(), (means >= 0).mean())
     return Estimate(mean, float(low), float(high), seeds, float(min(1.0, 2 * max(beyond, 1 / draws))), groups)
+
+
+@functools.lru_cache(maxsize=2)
+def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.float64], ...]:
+    """Draw (draws, seeds) shares and (draws, groups) counts."""
+    rng = np.random.default_rng(0)
+    of_seeds, of_groups = (rng.multinomial(n, np.full(n, 1 / n), draws).astype(float) for n in (seeds, groups))
+    return of_seeds / seeds, of_groups
 
 
 def over_items(sums: Any, weights: Any) -> Estimate:
