@@ -17,7 +17,7 @@ from packmamba.training import launch
 from packmamba.training.boundary import BOUNDARIES
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.launch import Job, device_slots, train
-from packmamba.training.run_id import run_folder
+from packmamba.training.run_id import RunLock, run_folder
 from packmamba.training.sweep import load_sweep, run_sweep
 from processes import fork, hold, statuses
 
@@ -106,7 +106,9 @@ def test_a_sweep_that_is_killed_twice_has_each_record_once(tmp_path):
     process = start(0)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    time.sleep(1)
+    for config in configs:  # whose workers hold locks until they are dead and process 1 has waited for them
+        with RunLock(run_folder(config), 70):
+            pass
     before = steps()
     time.sleep(0.5)
     assert 0 < sum(before) < 96 and steps() == before, "its workers died with it"
