@@ -49,7 +49,7 @@ class Corpus:
         self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
 
     def _map(self, name: str, dtype: Any, size: int) -> np.ndarray:
-        # A plain view: slicing a memmap object costs several times as much.
+        # A plain view: slicing a memmap is several times slower.
         return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
 
     def document(self, index: int) -> np.ndarray:

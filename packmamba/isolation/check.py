@@ -201,7 +201,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
 
 
 def _limits(base: Tensor, model: CheckedCallable) -> tuple[float, float]:
-    """Return the relative tolerance and the absolute rounding of the coarsest dtype: many models widen their logits."""
+    """Return relative tolerance and absolute rounding of the coarsest dtype (logits may be wider)."""
     parameters = {parameter.dtype for module in model.modules for parameter in module.parameters()}
     dtype = max((parameters & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__)
     return TOLERANCES[dtype], ROUNDING[dtype] * float(base[base.isfinite()].abs().max())

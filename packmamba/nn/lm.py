@@ -21,8 +21,8 @@ class MambaLM(nn.Module):
 
     Args:
         vocab_size, d_model, n_layer: rows of the embedding, width of the residual stream, blocks.
-        recompute: activations that the backward recomputes: "none"; "inner", the convolution's output and delta (as mamba-ssm
-            does; compiled kernels only); "block", all but each block's input (activation checkpointing).
+        recompute: activations that the backward recomputes: "none"; "inner", the convolution's output and delta (compiled
+            kernels only); "block", all but each block's input (activation checkpointing).
         mixer: a name in ``packmamba.nn.mixers.MIXERS``; options: its own.
 
     Raises TypeError or ValueError.

@@ -134,7 +134,7 @@ def is_tracing() -> bool:
 
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
-    """Return a cached layout of one document per row, one per stream: another stream could read it before it is written."""
+    """Return a cached layout of one document per row; one per stream, as another could read it too early."""
     if is_tracing() or (like.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return SequenceLayout.from_rows(rows, row_length, like.device)
     stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0

@@ -21,7 +21,7 @@ from packmamba.ops.ssd import SsdArguments
 
 @functools.cache
 def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
-    """Import a function of a submodule without running the package's ``__init__``, which imports far more."""
+    """Import a submodule's function without the package's ``__init__``."""
     if package not in sys.modules:
         if (spec := importlib.util.find_spec(package)) is None:
             raise ValueError(f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed")
@@ -36,7 +36,7 @@ def _real(layout: SequenceLayout) -> Tensor:
 
 
 def _blank(a: ScanArguments | SsdArguments, real: Tensor, *tensors: Tensor | None) -> Any:
-    """Zero padding of the tensors, and the step size there, which leaves the state as it is; return delta and them."""
+    """Zero the tensors and step sizes at padding, which keeps the state; return delta and them."""
     if a.layout.num_tokens == a.layout.num_slots:
         return a.delta, *tensors
     delta = torch.where(real, a.delta, -1e4 if a.delta_softplus else 0)

@@ -140,7 +140,7 @@ def _dot(a, b, DTYPE: tl.constexpr):
 
 @triton.jit
 def _dot_of_state(C, state, OUT: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply C by the state; for outputs in bfloat16 the state in two parts, so that its rounding does not show."""
+    """Multiply C by the state; for bfloat16 outputs the state in two parts, to hide its rounding."""
     out = _dot(C, state, DTYPE)
     if OUT and DTYPE == tl.bfloat16:
         out += _dot(C, state - state.to(DTYPE).to(tl.float32), DTYPE)

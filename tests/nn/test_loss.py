@@ -34,7 +34,7 @@ def plain_loss(hidden, weight, targets, mask):
 def test_the_loss_is_cross_entropy(dtype, tolerances, chunk, slots, monkeypatch):
     hidden, weight, targets, mask = head_case(dtype)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk * len(weight))
-    shares = None if chunk == 5 else torch.rand(mask.shape)
+    shares = None if chunk == 5 else torch.rand(mask.shape, generator=torch.Generator().manual_seed(0))
     total, losses = linear_cross_entropy(hidden, weight, targets, mask, slots, shares=shares)
     expected, each = plain_loss(hidden, weight, targets, mask)
     expected = expected if shares is None else (each * shares).sum()
@@ -47,6 +47,20 @@ def test_the_loss_is_cross_entropy(dtype, tolerances, chunk, slots, monkeypatch)
         assert relative_error(gradient, wanted.double()) <= tolerances[1]
     with torch.no_grad():
         assert torch.equal(linear_cross_entropy(hidden, weight, targets, mask, slots)[1], losses)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_document_s_bits_whatever_stands_beside_it(dtype, monkeypatch):
+    """Of losses and the hidden states' gradient, at one shape of chunks; other documents have NaN and other targets."""
+    hidden, weight, targets, mask = head_case(dtype)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 5 * len(weight))
+    results, own = [], LAYOUT.documents == 1
+    for other in (hidden, torch.where(own[..., None], hidden, torch.nan)):
+        there = other.detach().requires_grad_()
+        total, losses = linear_cross_entropy(there, weight, torch.where(own, targets, len(results)), mask)
+        results.append((losses[own], torch.autograd.grad(total, there)[0][own]))
+    for one, two in zip(*results):
+        assert one.isfinite().all() and one.count_nonzero() and torch.equal(one, two)
 
 
 def test_the_loss_sums_the_weight_s_gradient_in_float32_beside_bfloat16_activations(monkeypatch):

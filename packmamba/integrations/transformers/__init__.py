@@ -20,8 +20,8 @@ def patch(model: Model, require_boundaries: bool = False) -> Model:
     logits and gradients that it has alone; labels at its first token count as -100.
 
     Args:
-        require_boundaries: raise ValueError at a batch without a cache and without boundaries. A mask is none: TRL sends one with
-            rows that are cut from one text (``wrapped``).
+        require_boundaries: raise ValueError at a batch without a cache and without boundaries. A mask is none: TRL's
+            ``wrapped`` has one.
 
     Raises:
         TypeError: no such model is inside.

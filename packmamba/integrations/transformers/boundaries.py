@@ -10,9 +10,8 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, check_all, integer_tensor
 
 KNOWN = "5.17 to 5.24"
-"""Versions of transformers that the patch was written for."""
+"""Versions of transformers that are known."""
 BOUNDARIES = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
-"""Boundary arguments."""
 
 
 class Packing(NamedTuple):

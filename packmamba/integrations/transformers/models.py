@@ -41,7 +41,7 @@ MIXER_TAKES = ["self", "hidden_states", "attention_mask"]
 CACHES = ("cache", "cache_params", "past_key_values")
 """Names of the cache argument, in transformers' order."""
 OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids", "position_id")
-"""Other libraries' boundary arguments, which transformers would ignore silently."""
+"""Other libraries' boundary arguments, which transformers ignores."""
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 
@@ -83,9 +83,8 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
 
     What follows cached states, or is padded behind its tokens beside a cache, stays transformers' own.
     """
-    for name, value in kwargs.items():
-        if value is not None and name in OTHER_NAMES:
-            raise TypeError(f"{name}: expected boundaries as position_ids, seq_idx or cu_seq_lens_q, got {name}")
+    for name in OTHER_NAMES:
+        expect(kwargs.get(name) is None, name, "position_ids, seq_idx or cu_seq_lens_q", name, TypeError)
     kwargs = dict(kwargs)
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
     tokens, cache, mask = _first(kwargs, INPUTS), _first(kwargs, CACHES), kwargs.get("attention_mask")
@@ -128,7 +127,7 @@ def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
 
 
 def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, Any]:
-    """Return masks of a hybrid's two kinds of layers: attention inside documents alone, and the packing."""
+    """Return masks of a hybrid's two kinds of layers: for attention inside documents, and the packing."""
     shape = _first(kwargs, INPUTS).shape[:2]
     arguments = {"config": model.config, "inputs_embeds": model.get_input_embeddings().weight.new_empty(*shape, 0)}
     cache = next(name for name in CACHES if name in inspect.signature(create_causal_mask).parameters)
@@ -138,7 +137,11 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
         documents, kernel = packing.layout.documents, model.config._attn_implementation
         fits = "flash" not in kernel or shape[0] == 1
         expect(fits, "attn_implementation", "sdpa or eager for several packed rows", repr(kernel))
-        kwargs["position_ids"] = packing.layout.position_indices.clamp(min=0).long()
+        kwargs["position_ids"] = position = packing.layout.position_indices.clamp(min=0).long()
+        if "flash" in kernel:  # attention of Zamba and Granite is given no positions
+            ends = torch.cat([(position[0] == 0).nonzero()[:, 0], position.new_tensor([shape[1]])]).int()
+            kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
+            kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), int(ends.diff().max()))
         arguments["attention_mask"] = None
         arguments["and_mask_function"] = lambda row, _, query, key: documents[row, query] == documents[row, key]
     return {"full_attention": create_causal_mask(**arguments), "linear_attention": packing}
@@ -158,7 +161,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
             if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
                 raise ValueError(f"{name}: expected {axes} axes and at least one slot, got {tuple(tokens.shape)}")
         arranged = "packing" in kwargs or isinstance(kwargs.get("attention_mask"), Packing)
-        needed = self.require_boundaries or any(value is not None and name in ASKS for name, value in kwargs.items())
+        needed = self.require_boundaries or any(kwargs.get(name) is not None for name in ASKS)
         if needed and not arranged:
             position = kwargs.get("position_ids")
             kwargs = _arrange(self, kwargs, self.require_boundaries)
@@ -192,13 +195,10 @@ def _generates(original: Any) -> Callable:
     return prepare
 
 
-def _saves(original: Any) -> Callable:
-    @functools.wraps(original.save_pretrained)
-    def save_pretrained(self: Any, *args: Any, **kwargs: Any) -> Any:
-        warnings.warn("save_pretrained: the folder loads unpatched, and leaks; call enable() or patch()", stacklevel=2)
-        return original.save_pretrained(self, *args, **kwargs)
-
-    return save_pretrained
+@functools.wraps(transformers.PreTrainedModel.save_pretrained)
+def _saves(self: Any, *args: Any, **kwargs: Any) -> Any:
+    warnings.warn("save_pretrained: the folder loads unpatched, and leaks; call enable() or patch()", stacklevel=2)
+    return transformers.PreTrainedModel.save_pretrained(self, *args, **kwargs)
 
 
 def _mixes(original: Any) -> Callable:
@@ -223,8 +223,9 @@ def _made(original: type, init: Callable, require_boundaries: bool = False) -> C
     @functools.wraps(init)
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
-        if type(self) in (original, CLASSES[original]):
-            exchange(self, require_boundaries)
+        ours = type(self) in (original, CLASSES[original])
+        expect(ours, "model", f"{original.__name__} of transformers", type(self).__name__, TypeError)
+        exchange(self, require_boundaries)
 
     return made
 
@@ -252,7 +253,7 @@ for folder, family, suffix, holds, way in FAMILIES:
     _subclass(backbone, forward=_packs(backbone, way, whole=False))
     _subclass(
         whole, __init__=_made(whole, whole.__init__), forward=_packs(whole, way, whole=True),
-        prepare_inputs_for_generation=_generates(whole), save_pretrained=_saves(whole),
+        prepare_inputs_for_generation=_generates(whole), save_pretrained=_saves,
     )  # fmt: skip
 
 
