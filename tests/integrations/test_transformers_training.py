@@ -148,11 +148,8 @@ def sft(model, folder, way):
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize(
-    ("family", "way"),
-    [*((family, "bfd") for family in FAMILIES)]
-    + [(family, way) for family in ("Mamba", "Mamba2", "GraniteMoeHybrid") for way in ("bfd_split", "padding_free")],
-)
+@every_family
+@pytest.mark.parametrize("way", ["bfd", "bfd_split", "padding_free"])
 def test_trl_s_sft_trainer(family, way, tmp_path):
     model, packed = both(family, vocab_size=300)
     losses, trainer = sft(packed, tmp_path, way)
@@ -167,16 +164,17 @@ def test_trl_s_sft_trainer(family, way, tmp_path):
 
 
 @pytest.mark.extras
+@every_family
 @pytest.mark.parametrize("length", [23, 40])
-def test_trl_s_wrapped_documents_are_refused(length, tmp_path, monkeypatch):
+def test_trl_s_wrapped_documents_are_refused(family, length, tmp_path, monkeypatch):
     """They are one text without boundaries, in full rows or beside a padded one."""
     monkeypatch.setitem(WAYS["wrapped"], "max_length", length)
     with pytest.raises(ValueError, match="^position_ids: expected "):
-        sft(patch(build("Mamba", vocab_size=300), require_boundaries=True), tmp_path, "wrapped")
+        sft(patch(build(family, vocab_size=300), require_boundaries=True), tmp_path, "wrapped")
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize("family", ["Mamba", "Mamba2", "FalconH1"])
+@every_family
 def test_trl_s_trainer_of_a_folder(family, tmp_path):
     build(family, vocab_size=300).save_pretrained(tmp_path / "model")
     enable()
