@@ -19,7 +19,6 @@ from packmamba.records import check_writable, read_records
 from packmamba.report.aggregate import with_items
 from packmamba.report.html import table_files, write_report
 from packmamba.report.tables import Table, make_columns, number, word, write_table
-from packmamba.training.sweep import load_sweep, run_sweep
 
 DONE = "done.json"  # the steps that ``reproduce`` has finished in a folder
 
@@ -138,6 +137,8 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
     steps = [step for step in declared.STEPS if name in ("", Path(step.file).stem) and (step.small or not small)]
     output = Path(own.get("output", f"runs/reproduce/{question}{'-small' if small else ''}"))
     check_writable(output, "output")
+    from packmamba.training import sweep
+
     output.mkdir(parents=True, exist_ok=True)
     done = finished(output) or [f"{question}/"]
     for n, step in enumerate(steps, start=1):
@@ -148,7 +149,7 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
         print(f"[{n}/{len(steps)}] {title}{state}", flush=True)
         if not state:
             given = [*(override.replace("{output}", str(output)) for override in given), f"output={output}"]
-            run_bench(path, given) if is_bench else run_sweep(*load_sweep(path, given))
+            run_bench(path, given) if is_bench else sweep.run_sweep(*sweep.load_sweep(path, given))
             done.append(title)
             (output / DONE).write_text(json.dumps(done, indent=1))
     if len(done) == 1:

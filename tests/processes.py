@@ -84,10 +84,18 @@ def statuses(*processes: multiprocessing.Process, timeout: float = 300) -> list[
     return [process.exitcode for process in processes]
 
 
-def hold(folder: Path) -> subprocess.Popen:
-    """Start a process that locks a run's folder until it ends: ``communicate`` lets it."""
-    code = "import sys; from pathlib import Path; from packmamba.training.run_id import RunLock\n"
-    code += "with RunLock(Path(sys.argv[1])): print(flush=True); sys.stdin.read()"
-    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert process.stdout is not None and process.stdout.readline() == b"\n"
+def hold(folder: Path) -> multiprocessing.Process:
+    """Start a process that locks a run's folder until it is killed."""
+    locked = FORKS.Event()
+    process = FORKS.Process(target=_hold, args=(folder, locked))
+    process.start()
+    assert locked.wait(60)
     return process
+
+
+def _hold(folder: Path, locked: Any) -> None:
+    from packmamba.training.run_id import RunLock
+
+    with RunLock(folder):
+        locked.set()
+        signal.pause()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -103,7 +103,11 @@ class Arm:
         points = replace(self, runs=self.runs[self.runs["val_loss"].notna()]).points("perplexity.by_group")
         return points if len(points) else pd.DataFrame([], columns=["seed", "group", "start", "nats", "targets"])
 
-    def losses(self, low: float, high: float) -> tuple[pd.DataFrame, pd.Series]:
+    @functools.cached_property
+    def losses(self) -> Callable[[float, float], tuple[pd.DataFrame, pd.Series]]:
+        return functools.cache(self._losses)
+
+    def _losses(self, low: float, high: float) -> tuple[pd.DataFrame, pd.Series]:
         """Sum nats (seeds, packages) at places from low up to high, and targets (packages,)."""
         here = self.places[self.places["start"].between(low, high, inclusive="left")]
         sums = here.groupby(["seed", "group"])[["nats", "targets"]].sum()

@@ -129,7 +129,8 @@ def test_a_locked_run_is_left_to_its_process(tmp_path):
     with pytest.raises(Unfinished, match="1 of 2 runs are done, other processes train 1") as caught:
         run_sweep(sweep, configs)
     assert caught.value.status == 3
-    holder.communicate()
+    holder.kill()
+    holder.join()
     run_sweep(sweep, configs)
     assert len(read_records(sweep.output)) == 2
 

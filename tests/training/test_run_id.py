@@ -90,6 +90,6 @@ def test_a_folder_is_locked_to_one_process_and_free_once_that_is_killed(tmp_path
     with pytest.raises(Locked, match="in use by another process"), RunLock(tmp_path):
         pass
     holder.kill()
-    holder.wait()
+    holder.join()
     with RunLock(tmp_path) as lock:
         lock.check()
