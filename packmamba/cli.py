@@ -376,14 +376,15 @@ def print_help(command: str, prog: str) -> None:
     function, usage, schema = COMMANDS[command]
     print(f"usage: {prog} {command} {usage}\n\n{function.__doc__}")
     config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
-    groups: dict[str, list[str]] = {"the first keys to set": [], "general": []}
+    own = "the first keys to set"
+    groups: dict[str, list[str]] = {own: [], "general": []}
     for prefix, section in sections_of(config) if config else ():
         for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
             choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
             line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
             first = schema is Config and prefix + field.name in FIRST
-            heading = "the first keys to set" if first else prefix.rstrip(".") or "general"
+            heading = own if first else prefix.rstrip(".") or "general"
             wrapped = textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
             groups.setdefault(heading, []).append(wrapped)
     for heading, lines in groups.items():

@@ -68,7 +68,9 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
             config = OmegaConf.unsafe_merge(config, update)
         except ConfigKeyError as error:
             key = str(error.full_key)
-            raise ConfigError(f"unknown key '{key}' in {origin}{_instead(key, schema())}") from None
+            old = origin.endswith(CONFIGURATION) and key not in OLD_KEYS
+            hint = "; an older version's key: remove it" if old else _instead(key, schema())
+            raise ConfigError(f"unknown key '{key}' in {origin}{hint}") from None
         except (OmegaConfBaseException, TypeError) as error:
             key = getattr(error, "full_key", None) or next(iter(update))
             expected = next(kind for word, kind in TYPES.items() if word in str(error).splitlines()[0])

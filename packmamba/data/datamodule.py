@@ -89,7 +89,7 @@ class PackedDataModule(lightning.LightningDataModule):
         groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=world_size)
         evaluations = [(rows, groups[rank::world_size])]
         if getattr(self.boundary, "as_trained", False):
-            # On every rank all of it: carried states must meet their rows, and sums over ranks cancel in the mean.
+            # All of it on every rank: carried states must meet their rows; sums over ranks cancel in the mean.
             evaluations.append(arrange_as_trained(corpus, documents, data, self.boundary.continues))
         return evaluations
 
@@ -115,7 +115,7 @@ class PackedDataModule(lightning.LightningDataModule):
     def _loader(self, dataset: Any, sampler: StepSampler, make: Callable[[Any], Any] | None = None) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu, "collate_fn": make}
-        # Its own generator: a loader that is made again on resuming must not move the global one.
+        # Its own generator: a loader made on resuming must not move the global one.
         options |= {"worker_init_fn": partial(_start_worker, self.plugins), "generator": torch.Generator()}
         return DataLoader(dataset, batch_size=None, sampler=sampler, **options)
 
@@ -148,7 +148,7 @@ class StepSampler(DistributedSampler):
 
 
 def _start_worker(plugins: list[str], worker: int) -> None:
-    # Signals reach workers too; the training process needs them for up to 20 seconds, to end its step.
+    # Signals reach workers too; training needs them for up to 20 seconds to end its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(20))
     import_plugins(plugins)  # a worker that is not forked has imported nothing

@@ -146,7 +146,7 @@ def _enumerate(parts: Integers) -> tuple[Integers, Integers]:
 
 def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Integers, Integers, Integers, Integers]:
     """Concatenate the documents of each stream and split them at the ends of rows."""
-    # Keys are tokens * streams + stream: the stream with the fewest tokens, of equals the first.
+    # Keys are tokens * streams + stream: fewest tokens, then the first stream.
     heap = list(range(streams))
     keys = [heapreplace(heap, heap[0] + tokens) for tokens in (lengths * streams).tolist()]
     begins, stream = np.divmod(np.array(keys, np.int64), streams)
@@ -229,7 +229,7 @@ STRATEGIES = {
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
     "best_fit_decreasing": Strategy(lambda n, room, _: _decreasing(n, room, LONGEST), False),
-    # Shortest-pack-first (arXiv 2107.02027), but equal documents share a new row, as if placed one by one.
+    # Shortest-pack-first (arXiv 2107.02027), but equal documents share a new row.
     "spfhp": Strategy(lambda n, room, _: _decreasing(n, room, LONGEST, emptiest=True), False),
     "concat_split": Strategy(_concat_split, splits_documents=True),
 }

@@ -76,7 +76,7 @@ def arrange_as_trained(
     pieces = Pieces.of(corpus, documents).cut(data.cut_documents)
     streams = data.batch_rows if data.takes_turns else data.streams
     if carry:
-        # No more than the tokens fill: an empty row costs as much as any. Two, as a state may come from another row.
+        # No more than the tokens fill; at least two, as a state may come from another row.
         streams = min(streams, max(2, int(pieces.length.sum()) // int(pieces.length.max())))
     data = replace(data, streams=streams, stagger=False)
     rows = arrange(corpus, pieces, data)

@@ -167,7 +167,7 @@ class _SplitWriter:
 def _encoded(
     documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
 ) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
-    # The package tokenizers encodes without Python's lock; bytes and ids hold it.
+    # The package tokenizers encodes without Python's lock.
     threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
     chunks = _chunks(documents)
     with ThreadPoolExecutor(threads) as pool:

@@ -113,7 +113,7 @@ def allocate_scan(
         return y, final, None
     if u.is_cuda:  # 16 bits a number, or 32 bits at half as many tokens
         return y, final, A.new_empty((intervals, channels, states), dtype=torch.bfloat16)
-    # A document's states begin at its number + its start // SAVED_TOKENS: none overlap, without sums over lengths.
+    # A document's states begin at its number + its start // SAVED_TOKENS: none overlap.
     padded = -(-channels // SAVED_CHANNELS) * SAVED_CHANNELS
     return y, final, A.new_empty((starts.shape[0] + intervals, padded, states))
 

@@ -120,7 +120,7 @@ def mean_sd(values: pd.Series) -> Cell:
 def difference_cell(estimate: Any) -> Cell:
     if estimate is None:
         return Cell("-", (None,) * 4)
-    # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
+    # Arms that compute the same differ by rounding, which 0.0000 would hide.
     values = pd.Series(estimate[:3], dtype=float).dropna()
     form = "+.4f" if values.abs().max() >= 1e-4 else "+.1e"
     mean, *bounds = (f"{value:{form}}" for value in values)

@@ -231,8 +231,10 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
     wrong = trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed"  # bfloat16 to Lightning
     need(not wrong, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
     # Lightning's signal handlers, and its broadcast at each step (its issue 20806).
-    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
-    connector.register_signal_handlers = loop._broadcast_sigterm_tensor = lambda: None  # type: ignore[method-assign]
+    loop = trainer.fit_loop.epoch_loop
+    for part, name in ((trainer._signal_connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
+        assert hasattr(part, name), name
+        setattr(part, name, lambda: None)
     return trainer
 
 

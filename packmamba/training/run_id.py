@@ -16,7 +16,7 @@ from packmamba.records import LATER_KEYS, has_records, read_records
 
 SCHEMA_VERSION = 2  # raise it when a key's default changes
 SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
-# Keys that records leave out, and that decide no result (threads do under trainer.deterministic).
+# Keys that records leave out, and others that decide no result.
 PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every", "trainer.loggers")
 EXCLUDED = (*PLACES, "data.num_workers", "trainer.log_every", "trainer.checkpoint_every", "trainer.threads")
 LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost

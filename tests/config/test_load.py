@@ -158,3 +158,14 @@ def test_a_configuration_built_in_code_is_checked():
     config.trainer.max_steps = 0
     with pytest.raises(ConfigError, match="^trainer.max_steps: "):
         validate(config)
+
+
+@pytest.mark.parametrize(
+    ("keys", "says"),
+    [("streaming: 1", "'data.streaming' .*: remove it$"), ("mode: x", "'data.mode' .* to data.batching$")],
+)
+def test_a_run_of_an_older_version_names_its_old_keys(keys, says, tmp_path):
+    path = tmp_path / "configuration.yaml"
+    path.write_text(f"data: {{{keys}}}\n")
+    with pytest.raises(ConfigError, match=f"^unknown key {says}"):
+        load_config(path)

@@ -113,3 +113,10 @@ def test_weights_that_cannot_be_are_refused(tmp_path, source):
     with pytest.raises(ConfigError, match=r"trainer\.init_from") as refused:
         fit(config, progress=False)
     assert "\n" not in str(refused.value)
+
+
+def test_what_is_overridden_of_lightning_exists(tmp_path, monkeypatch):
+    """A private name that a later version drops would stay overridden for nothing."""
+    monkeypatch.delattr(lightning.pytorch.loops._TrainingEpochLoop, "_broadcast_sigterm_tensor")
+    with pytest.raises(AssertionError, match="_broadcast_sigterm_tensor"):
+        fit(tiny_config(tmp_path), progress=False)
