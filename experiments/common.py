@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+from scipy.special import stdtr
 
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.html import Kind
@@ -21,6 +22,13 @@ from packmamba.report.tables import Cell, Table, gibibytes, mean_sd, number, per
 from packmamba.report.tables import make_columns as make_columns
 
 SMALL = "+.1e"  # of intervals whose numbers are all below 1e-4
+
+
+def equivalence(values: Any, margin: float) -> float:
+    """Return p of two one-sided t tests (Schuirmann 1987) that the mean lies within ± margin."""
+    sample = pd.Series(values, dtype=float).dropna()
+    nearest, error = margin - abs(sample.mean()), sample.sem()
+    return float(stdtr(len(sample) - 1, -nearest / error)) if error else float(nearest <= 0)
 
 
 def steps_of(count: int) -> tuple[str, ...]:

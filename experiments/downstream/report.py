@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from math import nan
 
-from experiments.common import make_table, without_speeds
+from experiments.common import equivalence, make_table, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
-from packmamba.report.statistics import Estimate, equivalence, holm, interval, verdict
+from packmamba.report.statistics import Estimate, holm, interval, verdict
 from packmamba.report.tables import Cell, Table, number
 
 MARGIN = 0.02  # nats an answer, named before the runs

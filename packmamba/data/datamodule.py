@@ -89,7 +89,7 @@ class PackedDataModule(lightning.LightningDataModule):
         groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=world_size)
         evaluations = [(rows, groups[rank::world_size])]
         if getattr(self.boundary, "as_trained", False):
-            # All of it on every rank: carried states must meet their rows; sums over ranks cancel in the mean.
+            # All of it on every rank: carried states must meet their rows; the mean cancels.
             evaluations.append(arrange_as_trained(corpus, documents, data, self.boundary.continues))
         return evaluations
 
@@ -148,7 +148,7 @@ class StepSampler(DistributedSampler):
 
 
 def _start_worker(plugins: list[str], worker: int) -> None:
-    # Signals reach workers too; training needs them for up to 20 seconds to end its step.
+    # Signals reach workers too, which training needs to end its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(20))
     import_plugins(plugins)  # a worker that is not forked has imported nothing

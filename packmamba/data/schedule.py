@@ -76,7 +76,7 @@ def arrange_as_trained(
     pieces = Pieces.of(corpus, documents).cut(data.cut_documents)
     streams = data.batch_rows if data.takes_turns else data.streams
     if carry:
-        # No more than the tokens fill; at least two, as a state may come from another row.
+        # At most what tokens fill; at least two, as a state may come from another row.
         streams = min(streams, max(2, int(pieces.length.sum()) // int(pieces.length.max())))
     data = replace(data, streams=streams, stagger=False)
     rows = arrange(corpus, pieces, data)
@@ -93,9 +93,10 @@ def micro_batches(
         edges = list(range(rows_per_batch, len(numbers), rows_per_batch))
     else:
         edges, first, longest = [], 0, 0
+        share = len(numbers) if carry else -(-len(numbers) // world_size)  # no rank is idle
         for i, slots in enumerate(rows.slots[numbers].tolist()):
             longest = max(longest, slots)
-            if i > first and longest * (i - first + 1) > data.max_tokens_per_batch:
+            if i > first and (i - first == share or longest * (i - first + 1) > data.max_tokens_per_batch):
                 edges.append(i)
                 first, longest = i, slots
     batches = np.split(numbers, edges)

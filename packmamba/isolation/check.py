@@ -31,7 +31,7 @@ class LeakCheckResult:
         isolated_backward: a document's loss has no gradient at other documents' tokens.
         same_as_alone: packed logits are those of documents alone, within the tolerance.
         largest: largest change of another document's logits.
-        reach: tokens behind a document that its last token reaches; ``endless``: up to the row's end.
+        reach: tokens that a document's last token reaches behind it; ``endless``: all of the row.
         module: the first whose output another document changes.
         difference: largest relative difference between packed and alone.
         ignored: the boundary argument changes no bit.

@@ -385,7 +385,7 @@ TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: 
 
 
 class Problem:
-    """Hold what the kernels are launched with: step sizes, strides, constants."""
+    """Hold what the kernels are launched with."""
 
     def __init__(self, a: Any) -> None:
         (rows, length, heads, channels), (groups, states) = a.x.shape, a.B.shape[2:]

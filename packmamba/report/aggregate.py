@@ -21,6 +21,7 @@ Record = Mapping[str, Any]
 Records = Sequence[Record]
 
 SCHEMES = "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry".split()
+FEW_SEEDS = 5  # below: no claim of parity
 BASELINES = ("padded", "single", "packed-reset")  # by preference
 OPEN_END = 2**31 - 1  # of a range of positions
 SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
@@ -235,24 +236,33 @@ class Contrast(NamedTuple):
 
 def contrasts(arms: Arms, metric: str) -> list[Contrast]:
     """Return each arm minus its baseline, and the primary contrasts ``arm - other`` of sweeps."""
-    pairs = {(arm, arm.baseline): False for arm in arms}
-    for arm in arms:
-        for name in arm.sweep.get("primary", ()):
-            first, _, second = name.partition(" - ")
-            others = [one for one in arms if one.title == second and one.setting == arm.setting]
-            if arm.title == first and (others or not second):
-                pairs[arm, others[0] if others else arm.baseline] = True
-    estimates = {(arm, other): one for arm, other in pairs if (one := difference(arm, metric, other))}
-    adjusted = holm({pair: one.p for pair, one in estimates.items() if pairs[pair]})
+    pairs, absent = {(arm, arm.baseline): False for arm in arms}, {}
+    for setting, name in dict.fromkeys((arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())):
+        first, _, second = name.partition(" - ")
+        found = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
+        if first in found and (second in found or not second):
+            pairs[found[first], found.get(second, found[first].baseline)] = True
+        else:
+            absent[setting, name] = math.nan
+    none = Estimate(math.nan, math.nan, math.nan, 0)  # Holm counts it
+    estimates = {(a, b): one for (a, b), named in pairs.items() if (one := difference(a, metric, b) or named and none)}
+    adjusted = holm({**absent, **{pair: one.p for pair, one in estimates.items() if pairs[pair]}})
     made = []
     for (arm, other), one in estimates.items():
-        p, same = adjusted.get((arm, other)), _same_documents(arm, other)
+        p, same = adjusted.get((arm, other)), same_documents(arm, other)
         ruling = verdict(one, arm.sweep.get("margin") if same else None, p)
         made.append(Contrast(arm, other, one, pairs[arm, other], same, math.nan if p is None else p, ruling))
+    leaks = {one.arm: one.verdict for one in made if one.arm.says("trainer.boundary", "reset") == "leak"}
+    passing = {arm.setting for arm, ruling in leaks.items() if ruling == "equivalent"}
+    for i, one in enumerate(made):
+        if one.verdict == "equivalent":
+            leak = one.arm not in leaks and one.arm.setting in passing
+            ruling = "equivalent" + ", few seeds" * (one.estimate.seeds < FEW_SEEDS) + ", as is a leak" * leak
+            made[i] = one._replace(verdict=ruling)
     return made
 
 
-def _same_documents(arm: Arm, other: Arm) -> bool:
+def same_documents(arm: Arm, other: Arm) -> bool:
     """Tell from configurations if the steps of two arms hold the same documents."""
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
     if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {"matched"}:

@@ -32,7 +32,6 @@ def interval(values: Any) -> Estimate | None:
     n, mean, error = len(values), values.mean(), values.sem()
     if n < 2:
         return Estimate(mean, math.nan, math.nan, n) if n else None
-    # Three decimals, as in intervals from before scipy made them.
     half = round(stdtrit(n - 1, 0.975), 3) * error
     p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, n, p)
@@ -91,13 +90,6 @@ def difference_by_group(
     return both.to_numpy(float), weights.to_numpy(float)[:1].ravel()
 
 
-def equivalence(values: Any, margin: float) -> float:
-    """Return p of two one-sided t tests (Schuirmann 1987) that the mean lies within ± margin."""
-    sample = pd.Series(values, dtype=float).dropna()
-    nearest, error = margin - abs(sample.mean()), sample.sem()
-    return float(stdtr(len(sample) - 1, -nearest / error)) if error else float(nearest <= 0)
-
-
 def verdict(estimate: Estimate | None, margin: float | None, p: float | None = None) -> str:
     """Return equivalent if within ± margin, different if the interval excludes zero and p <= 0.05, else open."""
     if estimate is None or math.isnan(estimate.low):
@@ -139,20 +131,3 @@ def holm(p_values: Mapping[Any, float]) -> dict[Any, float]:
     ranked = pd.Series([*p_values.values()], dtype=float).sort_values()
     adjusted = (ranked * np.arange(len(ranked), 0, -1)).clip(upper=1).cummax()
     return dict(zip(p_values, adjusted.sort_index().tolist()))
-
-
-def seeds_needed(deviation: float, effect: float) -> int:
-    """Return the seeds with which a paired t test at 5 % finds ``effect`` with 80 % power."""
-    return _enough(deviation / effect, 0.975, 0.8)
-
-
-def seeds_for_equivalence(deviation: float, margin: float) -> int:
-    """Return the seeds with which ``equivalence`` at 5 % has 80 % power."""
-    return _enough(deviation / margin, 0.95, 0.9)
-
-
-def _enough(ratio: float, quantile: float, power: float) -> int:
-    n = 2
-    while n < 10_000 and n < (ratio * (stdtrit(n - 1, quantile) + stdtrit(n - 1, power))) ** 2:
-        n += 1
-    return n

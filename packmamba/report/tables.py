@@ -118,7 +118,7 @@ def mean_sd(values: pd.Series) -> Cell:
 
 
 def difference_cell(estimate: Any) -> Cell:
-    if estimate is None:
+    if estimate is None or not estimate.seeds:
         return Cell("-", (None,) * 4)
     # Arms that compute the same differ by rounding, which 0.0000 would hide.
     values = pd.Series(estimate[:3], dtype=float).dropna()
@@ -247,7 +247,7 @@ def training_tables(records: Records) -> list[Table]:
 
 
 def _verdicts(contrasts: Sequence[aggregate.Contrast], metric: str) -> Table:
-    others = make_columns("groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed")
+    others = make_columns("seeds | groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed")
     columns = [*make_columns("!contrast | !primary"), interval_column("difference"), *others]
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
     for one in contrasts:
@@ -256,14 +256,14 @@ def _verdicts(contrasts: Sequence[aggregate.Contrast], metric: str) -> Table:
         names = word(one.name), word("primary" if one.primary else "exploratory")
         adjusted = Cell("< 0.001", (p,)) if p < 0.001 else number(p, ".3f")
         ruling = word(one.verdict + ", other documents" * (not same))
-        counts = number(groups if groups > 1 else None, ",d"), number(needed, "d")
-        table.rows.append([*names, difference_cell(one.estimate), counts[0], adjusted, ruling, counts[1]])
+        counts = number(one.estimate.seeds, "d"), number(groups if groups > 1 else None, ",d")
+        table.rows.append([*names, difference_cell(one.estimate), *counts, adjusted, ruling, number(needed, "d")])
     known = {margin for one in contrasts if (margin := one.arm.sweep.get("margin"))}
     margins = [f" Equivalent: the 95 % interval lies within ± {margin:g}." for margin in sorted(known)]
     table.notes = [
-        "Paired over seeds, and over groups of documents where there are any. Different: the interval excludes zero, of primary "
-        f"contrasts with p <= 0.05 after Holm.{''.join(margins)} Other documents: steps hold others, never called equivalent. "
-        "Seeds for 80 % power: to be equivalent at no difference, by resampling these under the same rule; a dash: above 100."
+        "Paired over seeds, and groups of documents if there are any. Different: the interval excludes zero, of primaries with "
+        f"p <= 0.05 after Holm.{''.join(margins)} Other documents: never equivalent. As is a leak: the test could not have "
+        "failed. Seeds for 80 % power: to be equivalent at no difference, by resampling; a dash: above 100."
     ]
     return table
 
@@ -290,9 +290,11 @@ def _notes(arms: Arms) -> list[str]:
     notes = ["Losses are nats per real target, of documents one at a time from zero state in every arm."]
     if others := ", ".join(arm.label for arm in arms if arm.timing is None):
         notes.append(f"Speed is no comparison where arms were not timed together: {others}.")
+    if others := ", ".join(arm.label for arm in arms if not aggregate.same_documents(arm, arm.baseline)):
+        notes.append(f"Steps hold other documents than the baseline's: {others}.")
     fewest = min(len(arm.runs) for arm in arms)
-    if fewest < 5 and len(arms) > 1:
-        notes.append(f"Seeds: {fewest}. Claims of parity need at least 5.")
+    if fewest < aggregate.FEW_SEEDS and len(arms) > 1:
+        notes.append(f"Seeds: {fewest}. Claims of parity need at least {aggregate.FEW_SEEDS}.")
     targets = sum(point["count"] for point in next(iter(arms[0].runs.get("curves.loss_by_position", ())), None) or ())
     documents = arms[0]["validation_documents"].mean()
     if targets and not pd.isna(documents):

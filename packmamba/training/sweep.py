@@ -105,7 +105,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     """Load a sweep and its runs; overrides are of its own keys, or of every run's."""
     of_runs = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
     own = [override for override in overrides if re.split(r"[.=]", override)[0] not in of_runs]
-    # A key of a grid is a whole name: grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
+    # grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
     dotted = r"((?:tune\.)?grid)\.([\w.-]+)=(.*)"
     sweep = load(SweepConfig, path, [re.sub(dotted, r"\1={\2: \3}", each, flags=re.DOTALL) for each in own], "sweep")
     sweep.check()

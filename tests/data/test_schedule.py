@@ -217,3 +217,11 @@ def test_errors_name_the_key():
         Schedule(Numbered([30]), DataConfig(row_length=8), 0)
     with pytest.raises(ConfigError, match="data.lengths"):
         arrange(Numbered([30]), Pieces.of(Numbered([30]), np.arange(1)), DataConfig(row_length=8))
+
+
+@pytest.mark.parametrize("strategy", ["greedy", "padded", "padded_sorted"])
+def test_no_rank_is_idle_where_a_step_fits_a_micro_batch(strategy):
+    keys = {"strategy": strategy, "row_length": 64, "tokens_per_step": 320, "max_tokens_per_batch": 320}
+    shares, alone = ([steps[0] for steps in steps_of([64] * 40, ranks, **keys)] for ranks in (2, 1))
+    assert [[batch.layout.num_tokens for batch in share.batches] for share in shares] == [[192], [128]]
+    assert len(alone[0].batches) == 1

@@ -5,7 +5,7 @@ A task is a class whose parameters all have defaults, with
 - ``example(seed, index)``: an ``Example``, a pure function;
 - ``vocab_size``: a bound of its ids; ``chance``: the accuracy of a guess;
 - perhaps ``num_examples``; ``of_bytes = True`` where ids are a text's bytes, for a model's tokenizer;
-- perhaps ``annotate(examples, answers, rows)``: further metrics, given the training's rows.
+- perhaps ``annotate(examples, answers, rows)``: further metrics.
 """
 
 from packmamba.evaluation.tasks import recall, text

@@ -239,7 +239,7 @@ WHOLE: dict[type, Callable] = {}
 
 
 def _subclass(original: type, **attributes: Any) -> None:
-    # Loading initialises buffers of what is no custom code; an unregistered class records no hidden states.
+    # Loading initialises buffers of no custom code; an unregistered class records no hidden states.
     attributes |= {"__module__": __name__, "require_boundaries": False, "is_custom_code": staticmethod(lambda: False)}
     CLASSES[original] = globals()[original.__name__] = ours = type(original.__name__, (original,), attributes)
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), getattr(original, "_can_record_outputs", None))

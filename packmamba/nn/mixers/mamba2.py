@@ -6,6 +6,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from packmamba import ops
 from packmamba.errors import expect
@@ -14,17 +15,17 @@ from packmamba.ops.checks import accumulation_dtype
 
 
 class GatedRMSNorm(nn.Module):
-    """Normalise (..., D) by groups of channels, after its gate, and scale."""
+    """Gate y (..., D) by SiLU of z, normalise by groups of channels, and scale."""
 
     def __init__(self, channels: int, groups: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(channels))
         self.groups, self.epsilon = groups, epsilon
 
-    def forward(self, gated: Tensor) -> Tensor:
-        wide = gated.to(accumulation_dtype(gated.dtype)).unflatten(-1, (self.groups, -1))
-        normed = F.rms_norm(wide, wide.shape[-1:], eps=self.epsilon).flatten(-2)
-        return normed.to(gated.dtype) * self.weight.to(gated.dtype)
+    def forward(self, y: Tensor, z: Tensor) -> Tensor:
+        wide = accumulation_dtype(y.dtype)
+        gated = (y.to(wide) * F.silu(z.to(wide))).unflatten(-1, (self.groups, -1))
+        return (F.rms_norm(gated, gated.shape[-1:], eps=self.epsilon).flatten(-2) * self.weight).to(y.dtype)
 
 
 class PackedMamba2(Mixer):
@@ -104,17 +105,18 @@ class PackedMamba2(Mixer):
         )  # fmt: skip
         xbc, conv_state = out if return_state else (out, None)
         x, B, C = xbc.split([self.d_inner, *[self.ngroups * self.d_state] * 2], dim=-1)
-        x, z = (t.unflatten(-1, (self.nheads, self.headdim)) for t in (x, z.to(x.dtype)))
+        x = x.unflatten(-1, (self.nheads, self.headdim))
         B, C = (t.unflatten(-1, (self.ngroups, self.d_state)) for t in (B, C))
         wide = accumulation_dtype(x.dtype)
         D = self.D.to(wide)
         out = ops.ssd_pack(
             x, delta.to(x.dtype), -torch.exp(self.A_log.to(wide)), B, C, D if len(D) == self.nheads else D.view(-1, self.headdim),
-            z=z, delta_bias=self.dt_bias.to(wide), delta_softplus=True, delta_limit=self.dt_limit, layout=ssm_layout,
+            delta_bias=self.dt_bias.to(wide), delta_softplus=True, delta_limit=self.dt_limit, layout=ssm_layout,
             initial_state=ssm_state, return_final_state=return_state, backend=self.backend,
         )  # fmt: skip
         y, ssm_state = out if return_state else (out, None)
-        mixed = self.out_proj(self.norm(y.flatten(-2)))
+        y = checkpoint(self.norm, y.flatten(-2), z, use_reentrant=False, preserve_rng_state=False)
+        mixed = self.out_proj(y)
         return mixed, ((conv_state, ssm_state) if return_state else None)
 
     @classmethod
