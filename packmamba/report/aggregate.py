@@ -219,7 +219,7 @@ def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | No
 
 
 class Contrast(NamedTuple):
-    """Hold an arm's metric minus another's; p is adjusted over primary contrasts (Holm), else NaN."""
+    """Hold an arm's metric minus another's; p: by Holm for primaries, else NaN."""
 
     arm: Arm
     other: Arm
@@ -244,26 +244,28 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
             pairs[found[first], found.get(second, found[first].baseline)] = True
         else:
             absent[setting, name] = math.nan
-    none = Estimate(math.nan, math.nan, math.nan, 0)  # Holm counts it
-    estimates = {(a, b): one for (a, b), named in pairs.items() if (one := difference(a, metric, b) or named and none)}
+    none = Estimate(math.nan, math.nan, math.nan, 0)
+    estimates = {
+        (a, b): one for (a, b), named in pairs.items() if (one := difference(a, metric, b) or (none if named else None))
+    }
     adjusted = holm({**absent, **{pair: one.p for pair, one in estimates.items() if pairs[pair]}})
     made = []
     for (arm, other), one in estimates.items():
         p, same = adjusted.get((arm, other)), same_documents(arm, other)
         ruling = verdict(one, arm.sweep.get("margin") if same else None, p)
         made.append(Contrast(arm, other, one, pairs[arm, other], same, math.nan if p is None else p, ruling))
-    leaks = {one.arm: one.verdict for one in made if one.arm.says("trainer.boundary", "reset") == "leak"}
-    passing = {arm.setting for arm, ruling in leaks.items() if ruling == "equivalent"}
-    for i, one in enumerate(made):
-        if one.verdict == "equivalent":
-            leak = one.arm not in leaks and one.arm.setting in passing
-            ruling = "equivalent" + ", few seeds" * (one.estimate.seeds < FEW_SEEDS) + ", as is a leak" * leak
-            made[i] = one._replace(verdict=ruling)
+    leaks = {each.arm for each in made if each.arm.says("trainer.boundary", "reset") == "leak"}
+    equal = [each for each in made if each.verdict == "equivalent"]
+    passing = {each.arm.setting for each in equal if each.arm in leaks and each.other is each.arm.baseline}
+    for each in equal:
+        leak = each.arm not in leaks and each.arm.setting in passing
+        ruling = "equivalent" + ", few seeds" * (each.estimate.seeds < FEW_SEEDS) + ", as is a leak" * leak
+        made[made.index(each)] = each._replace(verdict=ruling)
     return made
 
 
 def same_documents(arm: Arm, other: Arm) -> bool:
-    """Tell from configurations if the steps of two arms hold the same documents."""
+    """Tell if the steps of two arms hold the same documents."""
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
     if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {"matched"}:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
