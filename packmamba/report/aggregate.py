@@ -9,7 +9,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,13 +99,14 @@ class Arm:
 
     @property
     def timing(self) -> str | None:
-        """Return the run that timed the arm interleaved with others; None without."""
+        """Return the run that timed the arm among others, or None."""
         return next(iter(self.runs.get("timing", ())), None)
 
     @property
     def sweep(self) -> Mapping[str, Any]:
         return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def points(self, curve: str) -> pd.DataFrame:
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
         return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])

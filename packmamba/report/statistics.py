@@ -27,7 +27,7 @@ class Estimate(NamedTuple):
 
 
 def interval(values: Any) -> Estimate | None:
-    """Return the finite values' mean with an interval by Student's t; None without any."""
+    """Return the finite values' mean with an interval by Student's t, or None."""
     values = pd.Series(values, dtype=float).dropna()
     n, mean, error = len(values), values.mean(), values.sem()
     if n < 2:
@@ -44,10 +44,10 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     mean = float(sums.mean(axis=0).sum() / weights.sum()) if seeds and weights.sum() else math.nan
     if seeds < 2 or groups < 2 or math.isnan(mean):
         return Estimate(mean, math.nan, math.nan, seeds, math.nan, groups)
-    of_seeds, of_groups = _draws(seeds, groups, draws)
+    of_seeds, of_groups = (drawn.astype(float) for drawn in _draws(seeds, groups, draws))
     held = of_groups @ weights
-    means = ((of_seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
-    # Wider, so that intervals cover from five seeds on.
+    means = ((of_seeds / seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
+    # Wider, to cover from five seeds on.
     few = stdtrit(seeds - 1, 0.975) / stdtrit(math.inf, 0.975) * math.sqrt(seeds / (seeds - 1))
     means = mean + few * (means - mean)
     low, high = np.quantile(means, [0.025, 0.975])
@@ -55,12 +55,11 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     return Estimate(mean, float(low), float(high), seeds, float(min(1.0, 2 * max(beyond, 1 / draws))), groups)
 
 
-@functools.lru_cache(maxsize=2)
-def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.float64], ...]:
-    """Draw (draws, seeds) shares and (draws, groups) counts."""
+@functools.lru_cache(maxsize=16)
+def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.uint8], ...]:
+    """Count draws, (draws, seeds) and (draws, groups)."""
     rng = np.random.default_rng(0)
-    of_seeds, of_groups = (rng.multinomial(n, np.full(n, 1 / n), draws).astype(float) for n in (seeds, groups))
-    return of_seeds / seeds, of_groups
+    return tuple(rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups))
 
 
 def over_items(sums: Any, weights: Any) -> Estimate:
@@ -121,7 +120,7 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000
 
 
 def seeds_for(pilot: Any, weights: Any, margin: float) -> int | None:
-    """Return the fewest seeds, 2 to 100, whose ``power`` reaches 80 %; None without."""
+    """Return the fewest seeds, 2 to 100, whose ``power`` reaches 80 %, or None."""
     few = 2 + bisect_left(range(2, 101), True, key=lambda seeds: power(pilot, weights, margin, seeds) >= 0.8)
     return few if few <= 100 else None
 
