@@ -23,7 +23,7 @@ except ModuleNotFoundError as error:
     sys.exit("packmamba: error: " + MISSING.format(error.name))
 
 DEVICE = "cpu, cuda:1, ...; auto: a GPU if there is one."
-FIRST = """name seed data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model model.n_layer
+FIRST = """name data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model
 optimizer.lr trainer.boundary trainer.max_steps""".split()
 RUN = "the folder of a run or checkpoint"
 DTYPES = ("float64", "float32", "bfloat16", "float16")

@@ -127,7 +127,9 @@ class SequenceLayout:
             fix = "; make a padded tail a document of its own" if 0 < last < slots else ""
             raise ValueError(f"{name}: expected to run from 0 to B * L = {slots}, got {int(cu[0])} to {last}{fix}")
         if len(equal := (cu.diff() <= 0).nonzero().flatten()):
-            raise ValueError(f"{name}: expected to increase strictly, got {cu[equal[0] :][:2].tolist()}")
+            raise ValueError(
+                f"{name}: expected to increase strictly, got {cu[equal[0] :][:2].tolist()}; drop empty documents"
+            )
         row_starts = torch.arange(0, slots, row_length)
         if len(missing := row_starts[~torch.isin(row_starts, cu)]):
             raise ValueError(f"{name}: expected a document to start at each row's start, got none at {missing[0]}")

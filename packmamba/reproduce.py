@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from packmamba.config import import_plugins, read_yaml, resolve, suggest
+from packmamba.config import import_plugins, need, read_yaml, resolve, suggest
 from packmamba.config.load import read_layers
 from packmamba.errors import ConfigError
 from packmamba.records import check_writable, read_records
@@ -61,7 +61,9 @@ def experiments() -> dict[str, Path]:
 
 
 def find(name: str) -> Path:
-    if name not in (known := experiments()):
+    known = experiments()
+    need(known, "experiments", "a clone as the current folder", Path.cwd())
+    if name not in known:
         raise ConfigError(f"expected an experiment, got '{name}'{suggest(name, known)}")
     return known[name]
 

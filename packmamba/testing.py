@@ -107,9 +107,9 @@ class _Batch(Documents):
 
 
 class _LeakCheck:
-    """Check the first training batch with two documents in a row, on every rank, in Trainer or Lightning.
+    """Check the first training batch with two documents in a row, on every rank.
 
-    A leak raises LeakError, which names the module; with ``warn`` it warns. Training keeps its bits. Lightning's module is a
+    A leak raises LeakError, which names the module; with ``warn`` it warns. Lightning's module is a
     PackedLitModule, holds models that take ``input_ids``, or is called by ``call``, (module, tokens (1, L), lengths) -> logits
     (1, L, V), with leakcheck's ``options``.
     """

@@ -182,7 +182,7 @@ class Measured:
 @dataclass(frozen=True)
 class Turn:
     seconds: float
-    """Of the steps behind the first ones."""
+    """Seconds of the steps behind the first ones."""
     losses: list[float]
     """Loss of every step, nats per target."""
     peak: int | None
@@ -196,7 +196,7 @@ on the same path, or ``ROUNDING`` if that is more, relative: rounding, which ran
 
 @dataclass
 class SpeedConfig:
-    """What both benches take."""
+    """Hold the keys of both benches."""
 
     distribution: str = key("documents-2k", "Lengths of the documents.", choices=LENGTH_DISTRIBUTIONS)
     documents_per_step: int = key(16, "Documents of an optimizer step.", low=1)

@@ -74,7 +74,9 @@ class DataConfig:
     shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (batching stream).", low=1)
     tokens_per_step: int = key(4096, "Tokens of an optimizer step; with padding under batching=stream.", low=1)
     cut_documents: Optional[int] = key(None, "Cut training documents to this length.", low=1)
-    cut_at_steps: bool = key(True, "Cut documents so that steps hold exactly tokens_per_step (matched).")
+    cut_at_steps: bool = key(
+        True, "Cut documents so that steps hold exactly tokens_per_step (matched); rests start anew."
+    )
     max_tokens_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
     validation_documents: Optional[int] = key(None, "Documents to validate on; null: all held out.", low=1)
     num_workers: int = key(0, "Processes that prepare batches; 0 for none.", low=0)

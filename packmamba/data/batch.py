@@ -23,7 +23,7 @@ class PackedBatch:
     targets: Tensor  # next tokens of documents, or a task's answers; 0 where loss_mask is False
     loss_mask: Tensor
     layout: SequenceLayout
-    turn: int = 0  # where streams take turns, the batch continues the last of this number
+    turn: int = 0  # of streams round-robin: the batch continues the last of this number
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))

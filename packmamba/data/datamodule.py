@@ -12,9 +12,20 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
+from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from packmamba.config import Config, ConfigError, DataConfig, TrainerConfig, import_plugins, registry, validate
+from packmamba.config import (
+    Config,
+    ConfigError,
+    DataConfig,
+    TrainerConfig,
+    import_plugins,
+    registry,
+    resolve,
+    to_dict,
+    validate,
+)
 from packmamba.data.batch import Rows, StepBatch
 from packmamba.data.packing import Integers
 from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
@@ -39,7 +50,10 @@ class PackedDataModule(lightning.LightningDataModule):
         progress: bool = True, **keys: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        self.config = validate(Config(data=replace(config or DataConfig(), **keys))).data
+        layers = [
+            (OmegaConf.create({"data": one}), type(self).__name__) for one in (to_dict(config or DataConfig()), keys)
+        ]
+        self.config = resolve(Config, layers).data
         self.seed, self.plugins, self.progress, self._boundary = seed, list(plugins), progress, boundary
 
     @classmethod
@@ -115,7 +129,7 @@ class PackedDataModule(lightning.LightningDataModule):
     def _loader(self, dataset: Any, sampler: StepSampler, make: Callable[[Any], Any] | None = None) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu, "collate_fn": make}
-        # Its own generator: a loader made on resuming must not move the global one.
+        # A loader made on resuming must not move the global generator.
         options |= {"worker_init_fn": partial(_start_worker, self.plugins), "generator": torch.Generator()}
         return DataLoader(dataset, batch_size=None, sampler=sampler, **options)
 

@@ -148,7 +148,7 @@ class Schedule:
         return -(-self.tokens // self.budget) if self.exact else sum(map(self._size, range(self.windows_per_epoch)))
 
     def turn(self, numbers: Integers) -> int:
-        """Return a batch's number in its rank's round; 0 unless streams take turns."""
+        """Return a batch's number in its rank's round; 0 unless streams go round-robin."""
         if not (self.carry and self.data.takes_turns and len(numbers)):
             return 0
         return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size

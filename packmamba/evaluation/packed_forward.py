@@ -1,4 +1,4 @@
-"""Packed forward passes over documents, of one batch shape, which decides how products sum."""
+"""Packed forward passes of one batch shape: results do not depend on other documents in the batch."""
 
 import bisect
 import functools

@@ -20,7 +20,7 @@ class CheckedCallable:
     """Call a function of tokens (1, L) and lengths.
 
     Attributes:
-        inputs: packed, or the sides of padding beside a document in a row of its own; ``padding``: sides to check too.
+        inputs: packed, or sides of padding beside a document in a row of its own; ``padding``: more of these.
         boundaries: how documents are marked; ``optional``: by an argument that may be left out or refused.
         vocab_size: V; 0: the logits' width. ``avoid``: special token ids.
         longest: maximum slots of a row. ``modules``: roots of the modules that compute.

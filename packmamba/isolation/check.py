@@ -37,7 +37,6 @@ class LeakCheckResult:
         ignored: the boundary argument changes no bit.
         raises: the model's error at the boundary argument.
         padding: by side, whether padded documents are what they are alone (None: refused).
-        notes: further sentences.
     """
 
     boundaries: str
@@ -56,12 +55,12 @@ class LeakCheckResult:
 
     @property
     def leaks(self) -> bool:
-        """Anything crosses a boundary, forward or backward."""
+        """Return if anything crosses a boundary, forward or backward."""
         return self.isolated_forward is False or self.isolated_backward is False
 
     @property
     def ok(self) -> bool:
-        """Nothing leaks, nothing is refused, and documents are what they are alone."""
+        """Return if nothing leaks or is refused, and documents are what they are alone."""
         return not self.leaks and self.raises is None and self.same_as_alone is not False
 
     def add(self, name: str, holds: bool) -> None:

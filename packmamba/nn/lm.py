@@ -17,7 +17,7 @@ from packmamba.ops.checks import check_flags, check_layout, check_size
 
 
 class MambaLM(nn.Module):
-    """A stack of blocks between an embedding and a head (Mamba, arXiv 2312.00752).
+    """Predict tokens by blocks between an embedding and a head (Mamba, arXiv 2312.00752).
 
     Args:
         vocab_size, d_model, n_layer: rows of the embedding, width of the residual stream, blocks.

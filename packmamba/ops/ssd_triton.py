@@ -67,7 +67,6 @@ def _plan(layout: Any, offsets: Tensor | None, slots: int) -> Plan:
 
 @triton.jit
 def _step(delta, bias, low, high, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr):
-    """Return step sizes and their slope over delta."""
     v = delta + bias
     slope = tl.full(v.shape, 1.0, tl.float32)
     if SOFTPLUS:
@@ -149,7 +148,7 @@ def _dot_of_state(C, state, OUT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _dot_of_gated(dy, x, GATE: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply dy by x's transpose; a gated dy is no bfloat16 number, and sums over channels cancel."""
+    """Multiply dy by x's transpose; a gated dy is no bfloat16 number."""
     if GATE and DTYPE == tl.bfloat16:
         return tl.dot(dy, tl.trans(x.to(tl.float32)), input_precision="tf32")
     return _dot(dy, tl.trans(x), DTYPE)

@@ -236,7 +236,7 @@ class Contrast(NamedTuple):
 
 
 def contrasts(arms: Arms, metric: str) -> list[Contrast]:
-    """Return each arm minus its baseline, and the primary contrasts ``arm - other`` of sweeps."""
+    """Return each arm minus its baseline, and primary contrasts."""
     pairs, absent = {(arm, arm.baseline): False for arm in arms}, {}
     for setting, name in dict.fromkeys((arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())):
         first, _, second = name.partition(" - ")
@@ -300,7 +300,7 @@ ITEM_MEASURES = {"choice_accuracy": ("correct", "one"), "accuracy": ("right", "a
 
 
 def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
-    """Return the difference of two models' metric, paired by item; None if they cannot be paired."""
+    """Return the difference of two models' metric, paired by item, or None."""
     ours, theirs = (side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline))
     pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
     if not pairs and len(ours) == len(theirs) == 1:

@@ -141,27 +141,27 @@ def _learning_curves(arms: Arms) -> list[Figure]:
     panels = [({"title": "Against data", "xlabel": "real tokens", "ylabel": "validation loss (nats)"}, by_tokens)]
     if all(arm.timing for arm in arms):
         panels += [({"title": "Against time", "xlabel": "training time (s), at the measured speed"}, by_time)]
-    caption = "Validation loss against real tokens and against time. Bands: range of seeds."
+    caption = "Validation loss by real tokens and time. Bands: range of seeds."
     return line_figure("learning-curves", caption, arms, panels)
 
 
 def _differences(arms: Arms) -> list[Figure]:
     metric = table_keys(arms)[0][0]
-    pairs = {arm: one for arm in arms if (one := aggregate.difference(arm, metric)) and one.seeds > 1}
+    pairs = [one for one in aggregate.contrasts(arms, metric) if one.estimate.seeds > 1]
     if not pairs:
         return []
     fig, (ax,) = axes(1, height=1.4 + 0.45 * len(pairs))
-    for y, (arm, one) in enumerate(pairs.items()):
-        color = style_in(arm, arms)["color"]
-        dots = (arm[metric] - arm.baseline[metric]).dropna()
+    for y, pair in enumerate(pairs):
+        color, one = style_in(pair.arm, arms)["color"], pair.estimate
+        dots = (pair.arm[metric] - pair.other[metric]).dropna()
         ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(one.mean, y, xerr=[[one.mean - one.low], [one.high - one.mean]], fmt="D", color=color, capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
-    if (margin := next(iter(pairs)).sweep.get("margin")) is not None:
+    if (margin := pairs[0].arm.sweep.get("margin")) is not None:
         ax.axvspan(-margin, margin, color=MUTED, alpha=0.12, linewidth=0)
-    name_bars(ax, [f"{arm.label} - {arm.baseline.title} (n = {one.seeds})" for arm, one in pairs.items()])
+    name_bars(ax, [f"{pair.name} (n = {pair.estimate.seeds})" for pair in pairs])
     ax.set(title="Paired differences", xlabel=title(metric))
-    caption = f"Paired differences in {title(metric)}: each seed (dots), mean and 95 % confidence interval."
+    caption = f"Paired differences in {title(metric)}: each seed (dots), mean and 95 % interval."
     return [finish(fig, "differences", caption)]
 
 

@@ -63,7 +63,7 @@ def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.uint8], ...]
 
 
 def over_items(sums: Any, weights: Any) -> Estimate:
-    """Return sums over weights, (groups,) each, with an interval over groups by the delta method."""
+    """Return sums over weights (groups,) with an interval by the delta method."""
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     groups, mean = len(sums), float(sums.sum() / weights.sum())
     if groups < FEWEST_GROUPS:

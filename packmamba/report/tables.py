@@ -73,7 +73,6 @@ def write_table(table: Table, form: str) -> str:
 
 
 def _csv_value(value: Any) -> str:
-    # Eight digits: fewer than the last bits, in which machines differ.
     return "" if pd.isna(value) else f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
@@ -120,7 +119,6 @@ def mean_sd(values: pd.Series) -> Cell:
 def difference_cell(estimate: Any) -> Cell:
     if estimate is None or not estimate.seeds:
         return Cell("-", (None,) * 4)
-    # Arms that compute the same differ by rounding, which 0.0000 would hide.
     values = pd.Series(estimate[:3], dtype=float).dropna()
     form = "+.4f" if values.abs().max() >= 1e-4 else "+.1e"
     mean, *bounds = (f"{value:{form}}" for value in values)

@@ -101,7 +101,8 @@ class RunMetrics(SavedCallback):
             self.train.append(self._point(outputs["loss"]))
             before, point = [{"real_tokens": 0, "seconds": 0.0}, *self.train][-2:]
             tokens, seconds = (point[name] - before[name] for name in ("real_tokens", "seconds"))
-            module.log("train/real_tokens_per_second", tokens / seconds, on_step=True, on_epoch=False)
+            rates = {"train/real_tokens": point["real_tokens"], "train/real_tokens_per_second": tokens / seconds}
+            module.log_dict(rates, on_step=True, on_epoch=False)
             self.check_finite(trainer, module)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:

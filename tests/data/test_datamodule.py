@@ -70,3 +70,9 @@ def test_every_answer_of_a_task_is_a_target_once(tmp_path, strategy):
     found = Counter(pair for batch in step.batches for pair in pairs_of(batch))
     answers = [(int(token), int(target)) for token, target in zip(corpus.tokens, corpus.targets) if target >= 0]
     assert found == Counter(answers) and step.num_targets == len(answers)
+
+
+@pytest.mark.parametrize("name, hint", [("mode", "rename it to data.batching"), ("row_lenght", "data.row_length")])
+def test_an_argument_that_is_no_key_gets_the_command_line_s_answer(name, hint):
+    with pytest.raises(ConfigError, match=hint):
+        PackedDataModule(**{name: "stream"})

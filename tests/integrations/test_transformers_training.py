@@ -188,7 +188,7 @@ def test_trl_s_trainer_of_a_folder(family, tmp_path):
 @pytest.mark.extras
 @every_family
 def test_adapters_learn(family):
-    """Of each projection that PEFT takes; merged into the original they give its logits, document by document."""
+    """Train adapters of each projection that PEFT takes; merged into the original they give its logits, document by document."""
     peft = pytest.importorskip("peft")
     model, packed = both(family)
     linear = {name.split(".")[-1] for name, module in packed.named_modules() if isinstance(module, torch.nn.Linear)}

@@ -80,7 +80,7 @@ class PackedMamba2(Mixer):
         check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         d_inner = expand * d_model
         fits = d_inner % headdim == 0 and d_inner // headdim % ngroups == 0
-        expect(fits, "headdim", f"{d_inner} channels in heads, in {ngroups} groups", headdim)
+        expect(fits, "headdim", f"a divisor of {d_inner}, with a multiple of {ngroups} heads", headdim)
         self.d_model, self.d_state, self.d_conv, self.d_inner = d_model, d_state, d_conv, d_inner
         self.headdim, self.ngroups, self.nheads = headdim, ngroups, d_inner // headdim
         self.dt_limit = None if tuple(dt_limit) == (0.0, math.inf) else (float(dt_limit[0]), float(dt_limit[1]))
