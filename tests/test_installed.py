@@ -24,6 +24,7 @@ def test_a_wheel_builds_installs_and_trains(tmp_path):
         for path in [path for path in (ROOT / top).rglob("*") if path.suffix in suffixes]:
             inside = path.relative_to(ROOT / "packmamba") if top == "packmamba" else path.relative_to(ROOT)
             assert (target / "packmamba" / inside).is_file(), path
+    assert (target / "packmamba/py.typed").is_file()
     code = f"import packmamba.cli as c; print(c.main(['train', *{TINY}]), c.main(['reproduce', 'speedup']))"
     environment = os.environ | {"PYTHONPATH": str(target)}
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)

@@ -172,7 +172,7 @@ class Config:
     arms: dict[str, Arm] = key({}, "By name; arms=[single,padded-2048] takes some of the file's.")
     distribution: str = key("documents-2k", "Distribution of the documents' lengths.", choices=DISTRIBUTION)
     documents: int = key(4096, "Documents that every arm arranges.", low=1)
-    slots: int = key(16384, "Most slots of a batch, and real tokens of an optimizer step.", low=1)
+    slots: int = key(16384, "Maximum tokens (padding included) of a batch; non-padding tokens of a step.", low=1)
     batches: int = key(2, "Batches of each arm that stand for all, evenly spread over their sizes.", low=1)
     single_batches: int = key(8, "The same for single, whose batch is a document.", low=1)
     rounds: int = key(3, "How often each arm is timed, in turns.", low=1)

@@ -240,9 +240,9 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
     pairs, absent = {(arm, arm.baseline): False for arm in arms}, {}
     for setting, name in dict.fromkeys((arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())):
         first, _, second = name.partition(" - ")
-        found = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
-        if first in found and (second in found or not second):
-            pairs[found[first], found.get(second, found[first].baseline)] = True
+        titles = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
+        if first in titles and (second in titles or not second):
+            pairs[titles[first], titles.get(second, titles[first].baseline)] = True
         else:
             absent[setting, name] = math.nan
     none = Estimate(math.nan, math.nan, math.nan, 0)
