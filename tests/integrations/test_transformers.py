@@ -301,6 +301,8 @@ REFUSALS = [  # how the error begins, and the arguments
     ("use_cache: ", {"position_ids": torch.tensor([ROW, ROW]), "use_cache": True}),
     ("input_ids: ", {"input_ids": torch.ones(2, 0, dtype=torch.int64)}),
     ("cu_seqlens: ", {"cu_seqlens": torch.tensor([0, 6, 12])}),
+    ("cu_seqlens_q: ", {"cu_seqlens_q": torch.tensor([0, 6, 12])}),
+    ("document_ids: ", {"document_ids": torch.zeros(1, 12, dtype=torch.long)}),
 ]
 
 

@@ -39,9 +39,10 @@ MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "kwargs"}
 INPUTS = ("input_ids", "inputs_embeds")
 MIXER_TAKES = ["self", "hidden_states", "attention_mask"]
 CACHES = ("cache", "cache_params", "past_key_values")
-"""Names of the cache argument, in transformers' order."""
-OTHER_NAMES = ("cu_seqlens", "cu_seq_lens", "position_indices", "segment_ids", "position_id")
-"""Other libraries' boundary arguments, which transformers ignores."""
+"""Names of the cache argument."""
+OTHER_NAMES = """cu_seqlens cu_seqlens_q cu_seqlens_k cu_seq_lens position_indices segment_ids seq_ids sequence_ids
+    document_ids position_id""".split()
+"""Boundary arguments elsewhere."""
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 
@@ -174,7 +175,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
             kwargs["packing"] = kwargs.pop("attention_mask")
         return original.forward(self, **kwargs)
 
-    # Trainer keeps the columns of a data set that the signature names.
+    # Trainer keeps columns that the signature names.
     extra = [name for name in BOUNDARIES[:3] if name not in names]
     boundaries = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra]
     forward.__signature__ = signature.replace(parameters=[*named, *boundaries, others])  # type: ignore[attr-defined]
