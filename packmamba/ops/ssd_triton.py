@@ -148,7 +148,7 @@ def _dot_of_state(C, state, OUT: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _dot_of_gated(dy, x, GATE: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply dy by x's transpose; a gated dy is no bfloat16 number."""
+    """Multiply dy by x's transpose; gated dy is no bfloat16; sums cancel."""
     if GATE and DTYPE == tl.bfloat16:
         return tl.dot(dy, tl.trans(x.to(tl.float32)), input_precision="tf32")
     return _dot(dy, tl.trans(x), DTYPE)
