@@ -27,7 +27,7 @@ FIRST = """name data.source data.path data.strategy data.row_length data.tokens_
 optimizer.lr trainer.boundary trainer.max_steps""".split()
 RUN = "the folder of a run or checkpoint"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-DECISIVE = ("dtype", "examples", "seed", "limit", "include_path")
+HASHED = ("dtype", "examples", "seed", "limit", "include_path")
 
 
 @dataclasses.dataclass
@@ -136,14 +136,14 @@ def evaluate(words: list[str]) -> None:
     contexts = {name: EvalContext(*own, config.options.get(name, {}), trainer=trainer) for name in config.tasks}
     for name in filter(EVALUATIONS.__contains__, config.tasks):
         check(name, contexts[name], len(model.model.lm_head.weight))
-    decisive: Any = {name: getattr(config, name) for name in DECISIVE} | {"max_slots": max_slots}
-    decisive["data"] = {k: v for k, v in vars(config.data).items() if k != "cache_dir"}
-    decisive["boundary"] = {trainer.boundary: trainer.boundary_options}
-    decisive["weights"] = float(sum(one.detach().double().sum() for one in model.model.parameters()))
+    hashed: Any = {name: getattr(config, name) for name in HASHED} | {"max_slots": max_slots}
+    hashed["data"] = {k: v for k, v in vars(config.data).items() if k != "cache_dir"}
+    hashed["boundary"] = {trainer.boundary: trainer.boundary_options}
+    hashed["weights"] = float(sum(one.detach().double().sum() for one in model.model.parameters()))
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
-            settings = {"name": name, "options": contexts[name].options, **decisive}
+            settings = {"name": name, "options": contexts[name].options, **hashed}
             digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
             records = [r for r in records_of(output, "evaluation") if r["config"].get("id") == digest]
             if not records:

@@ -130,7 +130,7 @@ class _LeakCheck:
         call: Any = self.logits
         with trainer.precision_plugin.forward_context():
             if call is not None:
-                own = lambda tokens, lengths: call(module, tokens, lengths)  # noqa: E731
+                own = lambda tokens, lengths: call(module, tokens, lengths)
                 self.check(module, lambda: assert_isolated(own, **self.options).ok)
             elif hasattr(batch, "batches") and hasattr(module, "boundary"):
                 self.check(module, lambda: _check_packed(module, batch.batches[0]))
@@ -183,7 +183,7 @@ def _check_packed(module: Any, batch: Any) -> bool:
     """Check a PackedBatch under the boundary scheme of a PackedLitModule."""
     boundary, model = module.boundary, module.model
     expect(not boundary.stateful, "boundary", "a scheme that carries no states", boundary.name)
-    logits = lambda rows: model.lm_head(boundary.hidden(model, replace(batch, tokens=rows)))  # noqa: E731
+    logits = lambda rows: model.lm_head(boundary.hidden(model, replace(batch, tokens=rows)))
     return _Batch(model, logits, batch.tokens, batch.layout.documents, f"layout, boundary={boundary.name}").check()
 
 

@@ -198,7 +198,7 @@ def test_lightning_s_bits_stay(precision):
 
 def test_lightning_with_a_way_to_call_the_model():
     data = torch.utils.data.DataLoader([[torch.arange(8)[None]]] * 2, None)
-    tight = lambda module, tokens, n: module.model(tokens, SequenceLayout.from_lengths([n], sum(n)))  # noqa: E731
+    tight = lambda module, tokens, n: module.model(tokens, SequenceLayout.from_lengths([n], sum(n)))
     fit(Own(MambaLM(VOCAB, 8, 1)), data, LightningLeakCheck(call=tight, vocab_size=VOCAB))
     leaks = LightningLeakCheck(False, lambda module, tokens, n: module.model(tokens), vocab_size=VOCAB, lengths=[3, 5])
     with pytest.raises(LeakError, match=r"^Documents leak .* is model.backbone.layers.0 \(Block\).*$"):

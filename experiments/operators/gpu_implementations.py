@@ -310,7 +310,7 @@ def _implementation(
     scan: Callable[..., Tensor] = partial(ops.ssd_pack, delta_softplus=True)
     if arm.implementation == "mamba2-ssd":
         peer = partial(find_peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined"), chunk_size=256)
-        scan = lambda *of, layout, **more: peer(*of, **more, seq_idx=layout.seq_idx, dt_softplus=True)  # noqa: E731
+        scan = lambda *of, layout, **more: peer(*of, **more, seq_idx=layout.seq_idx, dt_softplus=True)
     made, references[arm.implementation] = ssd(scan, inputs, some, arm.implementation)
     return made
 

@@ -254,7 +254,7 @@ def _measure_generation(c: ScoringConfig, model: MambaLM, count: int, device: to
 
     def generation(tokens: int) -> float:
         texts = [tuple(prompt) for prompt in prompts]
-        run = lambda: generate(model, texts, tokens, seed=c.seed, max_slots=c.max_slots)  # noqa: E731
+        run = lambda: generate(model, texts, tokens, seed=c.seed, max_slots=c.max_slots)
         return seconds(run, device)
 
     free_memory()

@@ -88,7 +88,7 @@ class BareLoop:
             loss = case.loss
             if case.arm.graphs:
                 graphs = BatchGraphs(self.module.loss, self.parameters)
-                loss = lambda batch: graphs(batch, 1)  # noqa: B023, E731
+                loss = lambda batch: graphs(batch, 1)  # noqa: B023
             case.loss_error = _difference(self.token_losses(loss, fed), expected)
             what = f"{self.model.name}, {case.name}"
             if not case.loss_error <= TOLERANCES[c.dtype]:

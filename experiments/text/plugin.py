@@ -106,7 +106,7 @@ def items(path: str, task: str, split: str) -> list[dict[str, Any]]:
 def choose(task: str, model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate which of four contexts makes a text likeliest: headwords of a gloss, modules of an option."""
     known = items(str(context.data.path), task, context.data.subset or "validation")[: context.examples]
-    encode = lambda text: [BEGIN, *text.encode()]  # noqa: E731
+    encode = lambda text: [BEGIN, *text.encode()]
     requests = [(encode(before), [*one["continuation"].encode()]) for one in known for before in one["contexts"]]
     scores = iter(score(model, requests, context.max_slots))
     found = []

@@ -132,7 +132,7 @@ def _construct(make: Any, parameters: str, documents: tuple[tuple[str, str], ...
 
 def tokenize(example: Example, tokenizer: Any) -> Example:
     """Convert an example of bytes to a tokenizer's ids."""
-    encode = lambda ids: tokenizer.encode(bytes(map(int, ids)).decode(errors="replace")).tolist()  # noqa: E731
+    encode = lambda ids: tokenizer.encode(bytes(map(int, ids)).decode(errors="replace")).tolist()
     prompt, choices = encode(example.context), tuple(encode(choice) for choice in example.choices)
     right = encode(example.targets[example.mask]) if example.answer is None else choices[example.answer]
     notes = example.notes | {"bytes": [len(choice) for choice in example.choices]}

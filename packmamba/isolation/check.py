@@ -10,7 +10,7 @@ from torch import Tensor
 
 from packmamba.errors import expect
 from packmamba.isolation import probes
-from packmamba.isolation.adapters import CheckedCallable, adapt
+from packmamba.isolation.adapters import adapt
 from packmamba.isolation.probes import Documents, moved
 
 ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65))
@@ -164,10 +164,11 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
             result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return
         expect(base.isfinite().any(-1).all(), "logits", "finite numbers", "none at a token")
-        tolerance, rounding = _limits(base, model)
         tokens, watched = map(torch.stack, zip(*documents.probes()))
         moves = torch.stack([_moves(documents.logits(other), base) for other in tokens])
         noise = float(_moves(documents.logits(), base).max())
+        ran = probes.watch(documents)
+        tolerance, rounding = _limits(base, ran.dtypes)
         carried, last = noise > rounding, documents.lengths[0] - 1
         if noise:
             what = "something is carried from one call to the next" if carried else "smaller changes are not seen"
@@ -188,7 +189,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         result.notes.append("No gradient can be taken.")
     largest = float(moves[slots].max()) if slots.any() else 0.0
     result.largest = max(result.largest, largest)
-    isolated = not largest or (crossed is False and largest <= rounding and probes.routes(documents))
+    isolated = not largest or (crossed is False and largest <= rounding and ran.routed)
     result.add("isolated_forward", isolated)
     if isolated:
         return
@@ -199,10 +200,9 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         result.module = result.module or probes.first_module(documents, tokens[first], watched[first])
 
 
-def _limits(base: Tensor, model: CheckedCallable) -> tuple[float, float]:
-    """Return relative tolerance and absolute rounding of the coarsest dtype (logits may be wider)."""
-    parameters = {parameter.dtype for module in model.modules for parameter in module.parameters()}
-    dtype = max((parameters & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__)
+def _limits(base: Tensor, dtypes: set[torch.dtype]) -> tuple[float, float]:
+    """Return relative tolerance and absolute rounding of the coarsest dtype."""
+    dtype = max((dtypes & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__)
     return TOLERANCES[dtype], ROUNDING[dtype] * float(base[base.isfinite()].abs().max())
 
 

@@ -182,21 +182,27 @@ def crossing_gradients(documents: Documents) -> bool | None:
     return crossed if crossed or reached else None
 
 
-class Routing(TorchDispatchMode):
-    """Detect routing: some tokens decide the shapes of products of others."""
+class Watch(TorchDispatchMode):
+    """Note results' dtypes, and routing: some tokens decide the shapes of products of others."""
 
     NAMES = ("topk", "sort", "argsort", "argmax", "bincount", "histc", "_grouped_mm")
     routed = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes = set[torch.dtype]()
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.routed = self.routed or func.overloadpacket.__name__ in self.NAMES
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.dtypes.update(one.dtype for one in tree_leaves(result) if isinstance(one, Tensor))
+        return result
 
 
-def routes(documents: Documents) -> bool:
-    with torch.no_grad(), eager(), Routing() as routing:
+def watch(documents: Documents) -> Watch:
+    with torch.no_grad(), eager(), Watch() as watched:
         documents.logits()
-    return routing.routed
+    return watched
 
 
 def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str | None:

@@ -10,7 +10,7 @@ import torch
 
 from packmamba.ops import build
 
-OPERATORS = {"conv1d_pack": "conv", "ssm_pack": "scan", "ssd_pack": "ssd", "inner_pack": "inner"}
+OPERATORS = {"conv1d_pack": "conv", "ssm_pack": "scan", "ssd_pack": "ssd", "mamba_inner": "inner"}
 """Operators and their modules."""
 COMPILED = {operator: f"packmamba.ops.{module}:compiled" for operator, module in OPERATORS.items()}
 

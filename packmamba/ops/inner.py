@@ -16,7 +16,7 @@ from packmamba.ops.custom_op import KERNELS, dense, empty_grad_like, register
 from packmamba.ops.scan import allocate_scan
 
 
-def inner_pack(
+def mamba_inner(
     xz: Tensor,
     conv_weight: Tensor,
     conv_bias: Tensor | None,
@@ -75,7 +75,7 @@ def inner_pack(
         xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_state, ssm_state, None, None, None,
         conv_layout, ssm_layout, return_state, recompute,
     )  # fmt: skip
-    mixed, *state = choose(backend, xz.device, "inner_pack")(a)
+    mixed, *state = choose(backend, xz.device, "mamba_inner")(a)
     return mixed, (state[0], state[1]) if return_state else None
 
 
@@ -229,4 +229,4 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(a, b, out=a.new_empty(out.shape)))
 
 
-_registered = register("inner_pack", InnerArguments, _forward, _fake, _backward, outputs=3, saved=5, gradients=11)
+_registered = register("mamba_inner", InnerArguments, _forward, _fake, _backward, outputs=3, saved=5, gradients=11)

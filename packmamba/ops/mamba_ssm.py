@@ -99,6 +99,6 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     return torch.where(real, y, 0), None
 
 
-def inner_pack(a: InnerArguments) -> tuple[Tensor | None, ...]:
-    """Compute ``ops.inner_pack`` by both, between matrix products."""
-    return reference.inner_pack(a, conv1d_pack, ssm_pack)
+def mamba_inner(a: InnerArguments) -> tuple[Tensor | None, ...]:
+    """Compute ``ops.mamba_inner`` by both, between matrix products."""
+    return reference.mamba_inner(a, conv1d_pack, ssm_pack)

@@ -168,10 +168,10 @@ def _scan_steps(
 ssd_pack = chunked
 
 
-def inner_pack(
+def mamba_inner(
     a: InnerArguments, conv1d_pack: Callable = conv1d_pack, ssm_pack: Callable = ssm_pack
 ) -> tuple[Tensor | None, ...]:
-    """Compute ``ops.inner_pack`` by implementations of the two operators."""
+    """Compute ``ops.mamba_inner`` by implementations of the two operators."""
     x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
     x, z = a.xz.chunk(2, dim=-1)
     conv = ConvArguments(x, a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, "silu", a.return_state)

@@ -7,8 +7,6 @@ group, for pairs of tokens and a share of dB and dC. No atomics: sums have one o
 Shapes: K chunks of Q tokens, H heads, P channels, N states.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

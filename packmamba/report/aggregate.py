@@ -106,7 +106,7 @@ class Arm:
     def sweep(self) -> Mapping[str, Any]:
         return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
 
-    @lru_cache(maxsize=64)  # noqa: B019
+    @lru_cache(maxsize=64)
     def points(self, curve: str) -> pd.DataFrame:
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
         return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])

@@ -28,33 +28,33 @@ STOP_SECONDS = 10.0  # for a step and a checkpoint
 THREADS = 4  # at most, of a run on a GPU or under jobs=auto
 
 
-class Outcome(NamedTuple):
+class Status(NamedTuple):
     state: str  # done, stopped, locked (by another process), or failed
     why: str = ""
 
 
-BEGINS = Outcome("begins")
-Report = Callable[..., None]  # of a run, outcome and place
+BEGINS = Status("begins")
+Report = Callable[..., None]  # of a run, status and place
 
 
-def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Outcome:
+def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Status:
     """Train a run, which ``stop`` may stop after each step."""
     try:
         with RunLock(run_folder(config), wait):
             metrics = fit(config, progress, lambda _: stop())["metrics"]
         loss, step = metrics["val_loss"], metrics.get("diverged_at_step")
-        return Outcome("done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}")
+        return Status("done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}")
     except Locked as error:
-        return Outcome("locked", str(error))
+        return Status("locked", str(error))
     except Stopped as stopped:
         if stopped.status > 128:  # by a signal
             raise KeyboardInterrupt from None
-        return Outcome("stopped", f"after step {stopped.step}")
+        return Status("stopped", f"after step {stopped.step}")
     except UserError as error:
-        return Outcome("failed", " ".join(str(error).split()))
+        return Status("failed", " ".join(str(error).split()))
     except Exception as error:
         traceback.print_exc()
-        return Outcome("failed", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+        return Status("failed", " ".join(f"{type(error).__name__}: {error}".split())[:300])
 
 
 def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
@@ -93,13 +93,13 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
             report(config, place=slot.name)
             pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
             try:
-                outcome = pool.submit(_train_in_worker, config, last).result()
+                status = pool.submit(_train_in_worker, config, last).result()
             except BrokenProcessPool:
-                outcome = Outcome("stopped" if stop.is_set() else "failed", "its process was killed")
-            if outcome.state == "failed":  # a fresh process for the next
+                status = Status("stopped" if stop.is_set() else "failed", "its process was killed")
+            if status.state == "failed":  # a fresh process for the next
                 pool.shutdown(wait=False)
                 pool = None
-            report(config, outcome, slot.name)
+            report(config, status, slot.name)
         if pool is not None:
             pool.shutdown()
 
@@ -142,7 +142,7 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
         torch.set_num_threads(slot.threads)
 
 
-def _train_in_worker(config: Config, last: float) -> Outcome:
+def _train_in_worker(config: Config, last: float) -> Status:
     (folder := run_folder(config)).mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "a") as file:
         os.dup2(file.fileno(), 1)
@@ -151,7 +151,7 @@ def _train_in_worker(config: Config, last: float) -> Outcome:
 
 
 class Job:
-    def __call__(self, config: Config) -> Outcome:
+    def __call__(self, config: Config) -> Status:
         return train(config, False, wait=1.25 * LEASE_SECONDS)  # for a killed job's lock
 
     def checkpoint(self, config: Config) -> Any:
@@ -180,7 +180,7 @@ def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, o
     print(f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}", flush=True)
     for config, job in submitted:
         try:
-            outcome = job.result()
+            status = job.result()
         except Exception as error:  # of submitit
-            outcome = Outcome("failed", str(error).strip().splitlines()[-1])
-        report(config, outcome, f"job {job.job_id}")
+            status = Status("failed", str(error).strip().splitlines()[-1])
+        report(config, status, f"job {job.job_id}")

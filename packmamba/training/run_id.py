@@ -1,4 +1,4 @@
-"""Identify runs by a hash of their decisive keys; find records; lock folders."""
+"""Identify runs by a hash of configuration keys; find records; lock folders."""
 
 import hashlib
 import json
@@ -17,8 +17,8 @@ from packmamba.records import LATER_KEYS, has_records, read_records
 SCHEMA_VERSION = 2  # raise it when a key's default changes
 SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
 # Keys that records leave out, and others that decide no result.
-PLACES = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every", "trainer.loggers")
-EXCLUDED = (*PLACES, "data.num_workers", "trainer.log_every", "trainer.checkpoint_every", "trainer.threads")
+UNRECORDED = ("runs_dir", "output", "data.cache_dir", "data.num_proc", "trainer.leakcheck_every", "trainer.loggers")
+EXCLUDED = (*UNRECORDED, "data.num_workers", "trainer.log_every", "trainer.checkpoint_every", "trainer.threads")
 LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost
 
 
@@ -29,12 +29,12 @@ def flatten(values: Any) -> dict[str, Any]:
 
 
 def recorded_config(config: Config) -> dict[str, Any]:
-    """Return a record's configuration: without ``PLACES``, and later keys at their first values."""
+    """Return a record's configuration: without ``UNRECORDED``, and later keys at their first values."""
     values = to_dict(config)
-    for name in [*PLACES, *LATER]:
+    for name in [*UNRECORDED, *LATER]:
         section, _, key = name.rpartition(".")
         keys = values[section] if section else values
-        if name in PLACES or keys.get(key) == LATER[name]:
+        if name in UNRECORDED or keys.get(key) == LATER[name]:
             keys.pop(key, None)
     return values
 
@@ -51,8 +51,8 @@ def id_of(arm: str, values: dict[str, Any]) -> str:
         constant = keys["optimizer.final_lr_fraction"] == 1
         keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
     excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED
-    decisive = {k: v for k, v in keys.items() if k in DEFAULTS and k not in excluded and v != DEFAULTS[k]}
-    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, decisive], sort_keys=True).encode()).hexdigest()
+    hashed = {k: v for k, v in keys.items() if k in DEFAULTS and k not in excluded and v != DEFAULTS[k]}
+    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, hashed], sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', arm)}-seed{keys['seed']}-{digest[:10]}"
 
 

@@ -201,11 +201,11 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     _check_corpora([*trial_runs, *runs], progress)
     states: Counter[str] = Counter()
 
-    def report(config: Config, outcome: launch.Outcome = launch.BEGINS, place: str = "") -> None:
-        states[outcome.state] += 1
+    def report(config: Config, status: launch.Status = launch.BEGINS, place: str = "") -> None:
+        states[status.state] += 1
         if progress:
-            told = f"{outcome.state}{place and f' on {place}'}{outcome.why and f': {outcome.why}'}"
-            print(f"{config.name}, seed {config.seed}: {told}", flush=True)
+            line = f"{status.state}{place and f' on {place}'}{status.why and f': {status.why}'}"
+            print(f"{config.name}, seed {config.seed}: {line}", flush=True)
 
     def train(wanted: list[Config]) -> None:
         """Train runs without a record, last those that start from others' weights."""
@@ -216,7 +216,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
             if record is None:
                 waves[(os.path.realpath(folder), arm) in names].append(run)
             else:
-                report(run, launch.Outcome("done", "before"))
+                report(run, launch.Status("done", "before"))
         for wave in filter(None, waves):
             start(wave, report=report)
 
@@ -238,7 +238,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         try:
             final.append(tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config)
         except Unfinished as error:
-            report(config, launch.Outcome("failed", str(error)))
+            report(config, launch.Status("failed", str(error)))
     train([config for config in final if config is not None])
     done, failed, total = states["done"], states["failed"], len(trial_runs) + len(runs)
     if failed:

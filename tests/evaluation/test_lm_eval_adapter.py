@@ -61,7 +61,7 @@ def checkpoint(tmp_path_factory):
 def tasks(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tasks")
     rng = random.Random(0)
-    sentence = lambda most: " ".join(rng.choices(WORDS, k=rng.randint(1, most)))  # noqa: E731
+    sentence = lambda most: " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
     lines = [{"question": sentence(20), "choices": [sentence(4) for _ in range(4)], "answer": 1} for _ in range(10)]
     empty = {"question": "", "choices": [sentence(3) for _ in range(4)], "answer": 1}
     for name, task in TASKS.items():

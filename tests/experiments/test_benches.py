@@ -259,7 +259,7 @@ class PeerMamba2(PackedMamba2):
 
 
 def test_mamba_ssm_s_mamba2_is_told_where_documents_lie(tmp_path, monkeypatch):
-    norm = lambda hidden, weight, bias, residual, **_: F.rms_norm(hidden + residual, weight.shape, weight, 1e-5)  # noqa: E731
+    norm = lambda hidden, weight, bias, residual, **_: F.rms_norm(hidden + residual, weight.shape, weight, 1e-5)
     stand_ins = {"Block": PeerBlock, "Mamba2": PeerMamba2, "RMSNorm": PeerNorm, "layer_norm_fn": norm}
     monkeypatch.setattr("experiments.speedup.model._peer", lambda package, module, name: stand_ins[name])
     arms = {
@@ -386,7 +386,7 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
     assert found["patched"]["last_loss"] == pytest.approx(found["padded"]["last_loss"], rel=1e-5), "the same steps"
     assert found["flattened"]["difference"] > 100 * found["patched"]["difference"]
     real = HFArm.collate
-    leaky = lambda self, features: {k: v for k, v in real(self, features).items() if k != "position_ids"}  # noqa: E731
+    leaky = lambda self, features: {k: v for k, v in real(self, features).items() if k != "position_ids"}
     monkeypatch.setattr(HFArm, "collate", leaky)
     with pytest.raises(RuntimeError, match="patched: logits differ"):
         integration.run(config, tmp_path / "r.jsonl", progress=False)

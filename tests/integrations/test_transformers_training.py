@@ -1,6 +1,7 @@
 """Patched Hugging Face models in training: checkpointing, torch.compile, LoRA, Trainer, TRL; the oracle is single documents."""
 
 import copy
+import json
 import os
 
 import pytest
@@ -183,6 +184,32 @@ def test_trl_s_trainer_of_a_folder(family, tmp_path):
     finally:
         disable()
     assert leakcheck(trainer.model, lengths=[5, 1, 8]).ok
+
+
+@pytest.mark.extras
+def test_trl_sft_by_a_script(tmp_path, monkeypatch):
+    """What docs/transformers.md says of the command, with its arguments."""
+    trl = pytest.importorskip("trl")
+    from trl.scripts.sft import main, make_parser
+
+    from packmamba.data.tokenizer import write_tokenizer
+
+    build("Mamba", vocab_size=300).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model", "bytes", None, "</s>")
+    (tmp_path / "data").mkdir()
+    texts = [json.dumps({"text": "x" * length}) for length in LENGTHS]
+    (tmp_path / "data" / "train.jsonl").write_text("\n".join(texts))
+    trained, train = [], trl.SFTTrainer.train
+    monkeypatch.setattr(trl.SFTTrainer, "train", lambda self, *given, **more: trained.append(self) or train(self))
+    words = f"--model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/data --output_dir {tmp_path}/out --packing True"
+    words += " --max_length 40 --max_steps 2 --use_cpu True --report_to none --eos_token </s> --pad_token </s>"
+    enable()
+    try:
+        main(*make_parser().parse_args_and_config(words.split()))
+    finally:
+        disable()
+    (trainer,) = trained
+    assert trainer.state.global_step == 2 and leakcheck(trainer.model, lengths=[5, 1, 8]).ok
 
 
 @pytest.mark.extras

@@ -19,7 +19,7 @@ from operators import AWKWARD, relative_error
 from packmamba import SequenceLayout
 from packmamba.nn import block
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.ops.inner import inner_pack
+from packmamba.ops.inner import mamba_inner
 
 
 def results(model, tokens, states=None, layouts=None, autocast=False):
@@ -59,7 +59,7 @@ def test_the_fused_operator_is_the_composition_of_the_references(layout, states,
     inputs = [t for t in (*tensors, *given) if t is not None]
     outputs = []
     for backend in ("reference", "cpu"):
-        y, finals = inner_pack(
+        y, finals = mamba_inner(
             *tensors, conv_layout=layout, ssm_layout=layout.flow(), conv_state=given[0],
             ssm_state=None if given[1] is None else given[1][: layout.flow().num_documents], return_state=True,
             recompute=recompute, backend=backend,
@@ -163,7 +163,7 @@ def test_on_a_gpu(d_state, recompute):
             leaves = [t.double() for t in narrow]
         leaves = [t.requires_grad_() for t in leaves]
         here = layout.to(device)
-        y, finals = inner_pack(
+        y, finals = mamba_inner(
             *leaves[:9], conv_layout=here, ssm_layout=here, conv_state=leaves[9], ssm_state=leaves[10], return_state=True,
             recompute=recompute, backend=backend,
         )  # fmt: skip
@@ -182,7 +182,7 @@ def test_gradients_of_wider_weights_are_not_rounded_to_the_activations_dtype():
     def gradients_of(dtype):
         dtypes = [torch.bfloat16] + [dtype if i in projections else torch.float32 for i in range(1, 9)]
         leaves = [t.detach().bfloat16().to("cuda", dtype).requires_grad_() for t, dtype in zip(tensors, dtypes)]
-        y, _ = inner_pack(*leaves, conv_layout=LAYOUT.to("cuda"), ssm_layout=LAYOUT.to("cuda"))
+        y, _ = mamba_inner(*leaves, conv_layout=LAYOUT.to("cuda"), ssm_layout=LAYOUT.to("cuda"))
         return torch.autograd.grad(y.float().square().sum(), [leaves[i] for i in projections])
 
     for wide, narrow in zip(gradients_of(torch.float32), gradients_of(torch.bfloat16)):

@@ -72,7 +72,7 @@ def test_speed_leaves_out_the_first_steps_and_validation_and_checkpoints(tmp_pat
     clock = SimpleNamespace(perf_counter=itertools.count().__next__)  # each look at the clock takes a second
     monkeypatch.setattr("packmamba.training.callbacks.time", clock)
     save = lightning.Trainer.save_checkpoint
-    slow = lambda *a, **k: [save(*a, **k), *(clock.perf_counter() for _ in range(99))]  # noqa: E731
+    slow = lambda *a, **k: [save(*a, **k), *(clock.perf_counter() for _ in range(99))]
     monkeypatch.setattr(lightning.Trainer, "save_checkpoint", slow)
     config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=2")
     metrics = fit(config, progress=False)["metrics"]

@@ -13,7 +13,7 @@ from packmamba.config import ConfigError
 from packmamba.errors import Unfinished
 from packmamba.records import append_record, make_record, read_records
 from packmamba.training import sweep as sweep_module
-from packmamba.training.launch import Outcome
+from packmamba.training.launch import Status
 from packmamba.training.run_id import record_path, recorded_config, run_id
 from packmamba.training.sweep import load_sweep, run_sweep, trials, tuned
 
@@ -40,7 +40,7 @@ def pretended(monkeypatch):
         for config in configs:
             seen.append((config.name, config.seed))
             done(config)
-            report(config, Outcome("done"))
+            report(config, Status("done"))
 
     monkeypatch.setattr(sweep_module.launch, "run_here", pretend)
     monkeypatch.setattr(sweep_module, "_check_corpora", lambda *_: None)

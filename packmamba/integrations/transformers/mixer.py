@@ -28,7 +28,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     inputs = x
     # A wrapped projection (adapter, hook, quantisation) is called; else one operator takes the weights.
     if not (heads or hasattr(mixer, "dt_layernorm")) and all(map(_plain, (mixer.x_proj, mixer.dt_proj, out_proj))):
-        mixed, states = ops.inner_pack(
+        mixed, states = ops.mamba_inner(
             xz, *conv, mixer.x_proj.weight, mixer.dt_proj.weight, A, D, mixer.dt_proj.bias.to(wide), out_proj.weight,
             conv_layout=layout, ssm_layout=layout, return_state=keeps,
         )  # fmt: skip

@@ -149,7 +149,7 @@ class PackedMamba(Mixer):
         dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least dt_init_floor.
         bias, conv_bias: whether projections and convolution have biases.
         learned_initial_state: scan documents from a learned state (D, N), not from zero.
-        recompute, backend: see ``ops.inner_pack``, ``ops.BACKENDS``.
+        recompute, backend: see ``ops.mamba_inner``, ``ops.BACKENDS``.
     """
 
     NO_WEIGHT_DECAY = ("A_log", "D", "initial_state")
@@ -200,7 +200,7 @@ class PackedMamba(Mixer):
         """Mix xz (B, L, 2 D), in_proj's output, to (B, L, d_model); return also final states or None."""
         conv_state, ssm_state = self.initial_states(state, xz.shape[0], ssm_layout)
         wide = checks.accumulation_dtype(xz.dtype)
-        mixed, state = ops.inner_pack(
+        mixed, state = ops.mamba_inner(
             xz, self.conv1d.weight.squeeze(1), self.conv1d.bias, self.x_proj.weight, self.dt_proj.weight,
             -torch.exp(self.A_log.to(wide)), self.D.to(wide), self.dt_proj.bias.to(wide), self.out_proj.weight,
             conv_layout=conv_layout, ssm_layout=ssm_layout, conv_state=conv_state, ssm_state=ssm_state,
