@@ -316,6 +316,7 @@ def figures(records: Sequence[Record]) -> list[Figure]:
         if margin := row[6].values[0]:
             ax.fill_betweenx([y - 0.5, y + 0.5], -margin, margin, color=MUTED, alpha=0.2, linewidth=0)
     ax.axvline(0, color=MUTED, linewidth=1)
+    ax.locator_params(axis="x", nbins=6)
     name_bars(ax, [f"{row[0].text}, {row[1].text} (n = {row[3].values[0]})" for row in shown])
     ax.set(title="Four primaries on natural text", xlabel="nats a target (95 % interval over seeds and groups)")
     return [finish(fig, "primaries-text", "The four primaries; bars are 95 % intervals, bands the margin of P1.")]
