@@ -1,6 +1,7 @@
 """A wheel from the source distribution, installed apart from the checkout, with kernels and configurations."""
 
 import os
+import re
 import subprocess
 import sys
 
@@ -33,3 +34,14 @@ def test_a_wheel_builds_installs_and_trains(tmp_path):
     )
     (script,) = (target / "bin").iterdir()
     assert "from packmamba.cli import main" in script.read_text()
+
+
+def test_a_release_has_absolute_links(tmp_path):
+    """An index shows README alone."""
+    (tmp_path / "python").write_text('#!/bin/sh\ncp "$5/README.md" "$5/pyproject.toml" "$4"\n')  # in place of its build
+    (tmp_path / "python").chmod(0o755)
+    environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    subprocess.run([ROOT / ".ci/release", "https://host/us", tmp_path], env=environment, check=True)
+    links = re.findall(r"\]\(([^)]*)\)", (tmp_path / "README.md").read_text())
+    assert len(links) > 20 and all(link.startswith("https://") for link in links)
+    assert 'Repository = "https://host/us"\n' in (tmp_path / "pyproject.toml").read_text()

@@ -26,6 +26,7 @@ class PackedBatch:
     turn: int = 0  # of streams round-robin: the batch continues the last of this number
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
+        """Return a copy on a device."""
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
@@ -47,6 +48,7 @@ class StepBatch:
     tokens_behind: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
+        """Return a copy on a device."""
         return replace(self, batches=[batch.to(device, non_blocking) for batch in self.batches])
 
     def pin_memory(self) -> StepBatch:

@@ -58,6 +58,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
+        """Build from a run's configuration."""
         boundary = registry("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
         return cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
 
@@ -67,13 +68,16 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @property
     def vocab_size(self) -> int:
+        """Return the tokenizer's number of ids."""
         return self.corpora.train.vocab_size
 
     @property
     def boundary(self) -> Any:
+        """Return the Lightning module's scheme, or None."""
         return self._boundary or getattr(getattr(self.trainer, "lightning_module", None), "boundary", None)
 
     def prepare_data(self) -> None:
+        """Tokenize the corpus, or find it in the cache."""
         _ = self.corpora
 
     def state_dict(self) -> dict[str, Any]:

@@ -16,6 +16,8 @@ OVERLONG = ("error", "truncate", "split")
 
 
 class Piece(NamedTuple):
+    """Locate a part of a document by its first token."""
+
     document: int
     start: int
     length: int

@@ -26,7 +26,7 @@ def generate(
     max_slots: int = 16384,
     stop: Callable[[list[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt; return the new tokens, without the stop token.
+    """Continue each prompt; return the new tokens, without the stop token. Raises TypeError or ValueError.
 
     Args:
         temperature: 0 takes the most likely token.

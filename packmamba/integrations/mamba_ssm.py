@@ -140,7 +140,6 @@ def replace(model: nn.Module) -> nn.Module:
 
 
 def _of(layer: Any) -> Mamba:
-    """Build our layer with a layer's parameters."""
     kind, activation = type(layer).__name__, getattr(layer, "activation", "silu")
     expect(kind == "Mamba", "model", "layers of class Mamba (Mamba-1) alone", kind)
     expect(activation in ("silu", "swish"), "model", "the activation silu", repr(activation))

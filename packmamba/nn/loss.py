@@ -104,7 +104,6 @@ def _compiled_chunk() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a @ b to total, summed in total's dtype."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cuda":

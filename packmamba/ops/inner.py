@@ -48,7 +48,7 @@ def mamba_inner(
         conv_state, ssm_state: the operators' initial states.
         recompute: in the backward compute the convolution's output and delta again (compiled kernels only), and on a GPU y.
 
-    Returns (B, L, d_model) in xz's dtype, and (final convolution state, final scan state) or None.
+    Returns (B, L, d_model) in xz's dtype, and (final convolution state, final scan state) or None. Raises TypeError, ValueError.
     """
     checks.check_activations(xz, "xz")
     expect(xz.shape[2] % 2 == 0, "xz", "shape (B, L, 2 D)", tuple(xz.shape))
@@ -148,7 +148,6 @@ def _fake(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
 
 
 def _room(a: InnerArguments, x_in: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Allocate y, both final states and the scan's saved states."""
     y, ssm_final, states = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, keep)
     if not a.return_state:
         return y, None, None, states

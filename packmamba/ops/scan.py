@@ -165,7 +165,6 @@ def _check_backward_fits(device: torch.device) -> None:
 
 
 def _even(tensor: Tensor) -> bool:
-    """Return whether pairs of 16-bit channels can be loaded at once."""
     rows, tokens, _ = tensor.stride()
     return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
 

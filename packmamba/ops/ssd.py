@@ -229,7 +229,6 @@ def _states(a: SsdArguments, chunks: Chunks, steps: Steps, x: Tensor, B: Tensor)
 
 
 def _parts(x: Tensor) -> list[slice]:
-    """Split chunks, for memory."""
     count = max(1, BATCH_SCORES // (x.shape[2] * CHUNK * CHUNK))
     return [slice(i, i + count) for i in range(0, max(1, x.shape[0]), count)]
 
@@ -242,7 +241,6 @@ def _decays(total: Tensor) -> Tensor:
 
 
 def _scores(B: Tensor, C: Tensor, heads: int) -> Tensor:
-    """Multiply C by B's transpose to (K, H, Q, Q)."""
     scores = C.transpose(1, 2) @ B.permute(0, 2, 3, 1)
     return scores.repeat_interleave(heads // scores.shape[1], dim=1)
 

@@ -201,5 +201,4 @@ def _loss_by_position(arms: Arms) -> list[Figure]:
 
 
 def _middle(start: float, end: float) -> float:
-    """Place positions [start, end) on a logarithmic axis."""
     return ((start + 1) * (end if end < aggregate.OPEN_END else 2 * start)) ** 0.5

@@ -18,7 +18,7 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import TQDMProgressBar
-from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
 
@@ -55,6 +55,8 @@ def fit(
         except UserError as error:
             if new and not isinstance(error, run_id.Locked) and not callbacks.checkpoints(folder / "checkpoints"):
                 shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # it holds other runs
+                    folder.parent.rmdir()
             raise
         except SystemExit:  # of Lightning
             raise KeyboardInterrupt from None
@@ -274,10 +276,6 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
         return TensorBoardLogger(folder, name="tensorboard", version="", **options)
     if spec == "wandb":
         return WandbLogger(folder.name, folder, id=folder.name, project=folder.parent.name or "packmamba")
-    if spec == "mlflow":
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        server = os.environ.get("MLFLOW_TRACKING_URI")
-        return MLFlowLogger("packmamba", folder.name, server, save_dir=str(folder / "mlflow"))
     return instantiate(spec, "trainer.loggers", save_dir=folder)
 
 

@@ -45,11 +45,13 @@ class LossByPosition(Metric):
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), *arguments, **options)
 
     def update(self, losses: Tensor, loss_mask: Tensor, position_indices: Tensor) -> None:
+        """Add (B, L) of a batch."""
         bucket = torch.bucketize(position_indices[loss_mask], self.edges, right=True)
         self.sums.index_add_(0, bucket, losses[loss_mask].to(self.sums.dtype))
         self.counts.index_add_(0, bucket, torch.ones_like(bucket))
 
     def compute(self) -> dict[str, Tensor]:
+        """Return means in nats."""
         ends = {"loss": None, "loss_start": POSITION_EDGES.index(START_TOKENS)}
         means = {name: self.sums[:end].sum() / self.counts[:end].sum() for name, end in ends.items()}
         return {**means, "by_position": self.sums / self.counts, "counts": self.counts}
@@ -126,6 +128,7 @@ class PackedLitModule(lightning.LightningModule):
         return learning_rate(self.optimizer_config, number, steps)
 
     def forward(self, tokens: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Call the model with tokens (B, L) and MambaLM's other arguments."""
         return self.model(tokens, *args, **kwargs)
 
     def loss(self, batch: PackedBatch, boundary: Boundary = RESET) -> tuple[Tensor, Tensor]:

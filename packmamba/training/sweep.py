@@ -48,7 +48,7 @@ class SweepConfig:
     common: dict[str, Any] = key({}, "Keys of every run, such as data.row_length: 512.")
     arms: dict[str, dict[str, Any]] = key({}, "Keys of each arm that is compared.", check=("at least one arm", bool))
     grid: dict[str, list[Any]] = key({}, "Values of keys, combined with every arm, such as seed: [0, 1].")
-    evaluations: list[str] = key([], "Of every trained model, such as [next_line, passkey].")
+    evaluations: list[str] = key([], "Run on every model, such as [next_line, passkey].")
     evaluation_options: dict[str, Any] = key({}, "Parameters of each evaluation.")
     plugins: list[str] = key([], "Python modules to import first.")
     throughput_rounds: int = key(0, "Time this many interleaved steps of all arms first.", low=0)

@@ -126,15 +126,14 @@ FILES = {
     "csv": "csv/version_0/metrics.csv",
     "tensorboard": "tensorboard/events.*",
     "wandb": "wandb/offline-run-*",
-    "mlflow": "mlflow/*/*/metrics",
     "lightning.pytorch.loggers.CSVLogger": "lightning_logs/version_0/metrics.csv",
 }
 
 
 @pytest.mark.parametrize("loggers", [[], *([name] for name in FILES)], ids="-".join)
 def test_loggers_by_name_or_class_path(tmp_path, monkeypatch, loggers):
-    for name in {"wandb", "mlflow"} & {*loggers}:
-        pytest.importorskip(name)
+    if "wandb" in loggers:
+        pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = tiny_config(tmp_path, f"trainer.loggers={loggers}", "trainer.max_steps=2")
     fit(config, progress=False)

@@ -110,5 +110,4 @@ def _plain(linear: nn.Module) -> bool:
 
 
 def _blank(tensor: Tensor, packing: Packing) -> Tensor:
-    """Zero padding before a row's first token."""
     return tensor if packing.left is None else tensor.masked_fill(packing.left[..., None], 0)
