@@ -1,5 +1,6 @@
 """Read and validate configurations."""
 
+import copy
 import dataclasses
 import difflib
 import functools
@@ -32,6 +33,7 @@ ON_GPU = ("auto", "gpu", "cuda")
 Schema = TypeVar("Schema")
 to_dict = dataclasses.asdict
 need = functools.partial(expect, kind=ConfigError)
+structured: Any = functools.cache(OmegaConf.structured)
 
 
 def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None) -> Schema:
@@ -58,7 +60,7 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     """Merge layers and their origins over the defaults of ``schema``; validate."""
-    config: Any = OmegaConf.structured(schema)
+    config = copy.deepcopy(structured(schema))
     for update, origin in layers:
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}

@@ -130,7 +130,6 @@ FORMATS = {"state_spaces": _to_state_spaces, "huggingface": _to_hugging_face}
 
 
 def _layer(mixer: str) -> str:
-    """Name a mixer as ssm_cfg.layer does."""
     return getattr(MIXERS[mixer], "PUBLISHED", {}).get("state_spaces", mixer)
 
 
