@@ -10,7 +10,6 @@ import pandas as pd
 from experiments.common import hardware, latest, make_table, named_by
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
-from packmamba.report.figures import Figure, axes, finish
 from packmamba.report.html import Kind
 from packmamba.report.statistics import interval
 from packmamba.report.tables import Cell, Table
@@ -18,7 +17,6 @@ from packmamba.timing import median, spread
 
 BATCHES = {"padded": "padded", "grouped": "sorted by length, padded", "flattened": "flattened"}
 KERNELS = {"mamba_ssm": "mamba-ssm's, by transformers", "torch": "none: transformers' slow path", None: "ours"}
-COLOURS = {"mamba_ssm": "#E69F00", "torch": "#9aa0a8", None: "#0072B2"}
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
@@ -138,20 +136,7 @@ def _others(records: Iterable[Record]) -> str:
     )
 
 
-def figures(records: Sequence[Record]) -> list[Figure]:
-    """Real tokens per second, a bar for each arm."""
-    arms = latest(records, "integration")
-    fig, (ax,) = axes(1, width=7.0, height=0.5 + 0.42 * len(arms))
-    names = list(arms)[::-1]
-    rates = [arms[name]["metrics"]["real_tokens_per_second"] for name in names]
-    labels = [f"{name} (leaks)" if arms[name]["config"]["leaks"] else name for name in names]
-    bars = ax.barh(labels, rates, color=[COLOURS[arms[name]["config"]["kernels"]] for name in names])
-    ax.bar_label(bars, [f"{rate:,.0f}" for rate in rates], padding=3)
-    ax.set(xlabel="real tokens per second", xlim=(0, 1.18 * max(rates)), title="A Hugging Face Mamba in Trainer")
-    return [finish(fig, "integration", "Real tokens per second of whole optimizer steps in Hugging Face's Trainer.")]
-
-
 KINDS = {
-    "integration": Kind(tables, figures, named_by("integration", "model")),
+    "integration": Kind(tables, label=named_by("integration", "model")),
     "trainer": Kind(trainer_tables),
 }
