@@ -160,7 +160,6 @@ def evaluate(words: list[str]) -> None:
 
 
 def _harness(names: list[str], config: EvalConfig, known: Any) -> Any:
-    """Return a function that runs a task of lm-evaluation-harness."""
     if not names:
         return None
     try:

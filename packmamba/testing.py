@@ -174,13 +174,11 @@ class _LeakCheck:
 
 
 def _models(root: nn.Module) -> Iterator[nn.Module]:
-    """Yield the outermost modules that take ``input_ids``."""
     for child in root.children():
         yield from [child] if "input_ids" in forward_parameters(child)[0] else _models(child)
 
 
 def _check_packed(module: Any, batch: Any) -> bool:
-    """Check a PackedBatch under the boundary scheme of a PackedLitModule."""
     boundary, model = module.boundary, module.model
     expect(not boundary.stateful, "boundary", "a scheme that carries no states", boundary.name)
     logits = lambda rows: model.lm_head(boundary.hidden(model, replace(batch, tokens=rows)))

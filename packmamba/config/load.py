@@ -60,8 +60,9 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     """Merge layers and their origins over the defaults of ``schema``; validate."""
-    config = copy.deepcopy(structured(schema))
+    config, named = copy.deepcopy(structured(schema)), False
     for update, origin in layers:
+        named |= OmegaConf.select(update, "model.d_state") == 16 and not origin.endswith(CONFIGURATION)
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
             need(name in sizes, "model", "a size", f"'{name}' in {origin}{suggest(name, sizes)}")
@@ -80,6 +81,8 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
             whole = expected == "an integer" and isinstance(got, float) and got.is_integer()
             hint = f"; write {int(got)}" if whole else ""
             raise ConfigError(f"{key}: expected {expected}, got {shown(got)} in {origin}{hint}") from None
+    own = named and config.model.mixer != "mamba1"
+    need(not own, "model.d_state", "another number than 16, which stands for the mixer's default", 16)
     try:
         return validate(OmegaConf.to_object(config))  # type: ignore[return-value]
     except OmegaConfBaseException as error:  # an interpolation ${...}

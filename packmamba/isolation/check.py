@@ -1,5 +1,6 @@
 """Check documents for isolation: change others, compare bits, gradients, and documents alone."""
 
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from packmamba.isolation import probes
 from packmamba.isolation.adapters import adapt
 from packmamba.isolation.probes import Documents, moved
 
-ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65))
-"""Lengths of documents, awkward or at kernels' chunks. The sums are primes: no other axis is as long."""
+ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65), (63, 1, 1, 62))
+"""Lengths of documents, awkward or at kernels' chunks; two rows that fit. The sums are primes: no other axis is as long."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Maximum ||packed - alone|| / ||alone|| of a document."""
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -121,7 +122,7 @@ def leakcheck(
     model = adapt(model_or_callable, boundaries, vocab_size)
     fits = lengths is None or (len(lengths) > 1 and all(isinstance(n, int) and n > 0 for n in lengths))
     expect(fits, "lengths", "two or more integers above 0", repr(lengths))
-    rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest]
+    rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest][:2]
     expect(rows, "lengths", f"documents that fit in {model.longest} positions", "none")
     result = LeakCheckResult(model.boundaries)
     with probes.undisturbed(model.modules):
@@ -144,8 +145,8 @@ def leakcheck(
         if result.raises is None and not result.leaks and model.modules:
             for module in model.modules:
                 module.train()
-            for way in model.inputs:
-                check_documents(Documents(model, way, rows[0]), result, alone=False)
+            for way, row in itertools.product(model.inputs, rows):
+                check_documents(Documents(model, way, row), result, alone=False)
             if result.leaks:
                 result.notes.append("In training mode alone.")
     return result
@@ -201,7 +202,6 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
 
 
 def _limits(base: Tensor, dtypes: set[torch.dtype]) -> tuple[float, float]:
-    """Return relative tolerance and absolute rounding of the coarsest dtype."""
     dtype = max((dtypes & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__)
     return TOLERANCES[dtype], ROUNDING[dtype] * float(base[base.isfinite()].abs().max())
 

@@ -153,8 +153,7 @@ class Entries(TorchFunctionMode):
 
 
 def crossing_gradients(documents: Documents) -> bool | None:
-    """Return whether the middle or last document's loss has a gradient (NaN too) outside; None: none can be taken."""
-    count = len(documents.lengths)
+    """Return whether every other document's loss, or the last's, has a gradient (NaN too) outside; None: none can be taken."""
     torch.manual_seed(SEED)
     tokens = documents.tokens[None]
     with torch.enable_grad(), eager():
@@ -163,8 +162,8 @@ def crossing_gradients(documents: Documents) -> bool | None:
         if not logits.requires_grad or not entries.leaves:
             return None
         crossed, reached = False, False
-        for number in {(count - 1) // 2, count - 1}:
-            inside = documents.number == number
+        number = documents.number
+        for inside in (number % 2 == 0, number % 2 == 1, number == number[-1]):
             part, own = logits[inside], documents.in_rows(inside)
             weights = torch.randn(part.shape, generator=torch.Generator().manual_seed(SEED)).to(part)
             loss = torch.where(part.isfinite(), part * weights, 0.0).sum()
@@ -183,9 +182,10 @@ def crossing_gradients(documents: Documents) -> bool | None:
 
 
 class Watch(TorchDispatchMode):
-    """Note results' dtypes, and routing: some tokens decide the shapes of products of others."""
+    """Note products' dtypes, and routing: some tokens decide the shapes of products of others."""
 
-    NAMES = ("topk", "sort", "argsort", "argmax", "bincount", "histc", "_grouped_mm")
+    ROUTING = {"topk", "sort", "argsort", "argmax", "bincount", "histc", "_grouped_mm"}
+    supports_higher_order_operators = True
     routed = False
 
     def __init__(self) -> None:
@@ -193,9 +193,10 @@ class Watch(TorchDispatchMode):
         self.dtypes = set[torch.dtype]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.routed = self.routed or func.overloadpacket.__name__ in self.NAMES
-        result = func(*args, **(kwargs or {}))
-        self.dtypes.update(one.dtype for one in tree_leaves(result) if isinstance(one, Tensor))
+        result, name = func(*args, **(kwargs or {})), str(func)  # aten.mm.default
+        self.routed = self.routed or not self.ROUTING.isdisjoint(name.split("."))
+        if not name.startswith("aten.") or any(part in name for part in ("mm", "conv", "attention")):
+            self.dtypes.update(one.dtype for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor))
         return result
 
 

@@ -51,7 +51,9 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read MambaLM's arguments and weights from a folder."""
     path = folder / "config.json"
     try:
-        published = json.loads(path.read_text(encoding="utf-8"))
+        # transformers writes infinity as {"__float__": "Infinity"}.
+        number = lambda of: float(of["__float__"]) if of.keys() == {"__float__"} else of
+        published = json.loads(path.read_text(encoding="utf-8"), object_hook=number)
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, got {error}") from None
     arguments = (_from_hugging_face if "hidden_size" in published else _from_state_spaces)(published, path)

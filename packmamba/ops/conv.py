@@ -103,7 +103,6 @@ def _backward(a: ConvArguments, saved: tuple, grads: tuple) -> tuple[Tensor | No
 
 
 def _kernel_arguments(a: ConvArguments, dtype: torch.dtype) -> tuple:
-    """Order arguments as the kernels do, which read weight, bias and states in ``dtype``."""
     weight, bias, initial_state = (None if t is None else dense(t.to(dtype)) for t in a[1:4])
     return a.x, weight, bias, a.layout.starts, a.layout.ends, initial_state, a.activation == "silu"
 

@@ -91,7 +91,6 @@ class ScanArguments(NamedTuple):
 
 
 def _forward(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    """Return y, the final state, and states saved for the backward."""
     results = allocate_scan(a.u, a.A, a.layout.starts, a.return_final_state, keep)
     KERNELS[a.u.device.type]["ssm_forward"](*_kernel_arguments(a), *results)
     return results
@@ -130,7 +129,6 @@ def _backward(a: ScanArguments, saved: tuple, grads: tuple) -> tuple[Tensor | No
 
 
 def _kernel_arguments(a: ScanArguments) -> tuple:
-    """Order arguments as the kernels do; activations of any row stride, parameters dense."""
     u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, _ = a
     return (
         u, delta, A.contiguous(), B, C, dense(D), z, dense(delta_bias), delta_softplus, layout.starts, layout.ends,

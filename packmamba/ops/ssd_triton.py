@@ -69,7 +69,7 @@ def _step(delta, bias, low, high, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr):
     slope = tl.full(v.shape, 1.0, tl.float32)
     if SOFTPLUS:
         slope = 1 / (1 + tl.exp(-v))
-        v = tl.where(v > 20, v, tl.log(1 + tl.exp(tl.minimum(v, 20.0))))
+        v = tl.where(v > 20, v, tl.log(1 + tl.exp(v)))
     if LIMIT:
         slope = tl.where((v >= low) & (v <= high), slope, 0.0)
         v = tl.minimum(tl.maximum(v, low), high)

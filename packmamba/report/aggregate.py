@@ -167,7 +167,6 @@ def arms_with_speeds(records: Records) -> list[Arm]:
 
 
 def _in_order(arms: Arms) -> list[Arm]:
-    """Sort by setting: the first arm of each scheme as in SCHEMES, then further arms."""
     ranks, seen = dict[Arm, Any](), Counter[Any]()
     for arm in sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name)):
         again, scheme = seen[arm.setting, arm.scheme], (*SCHEMES, arm.scheme).index(arm.scheme)

@@ -16,7 +16,7 @@ from typing import Any, Optional
 from omegaconf import DictConfig, OmegaConf
 
 from packmamba.config import AUTO, Config, key, load, need, parse_override, read_yaml, resolve, to_dict
-from packmamba.config.load import ON_GPU
+from packmamba.config.load import CONFIGURATION, ON_GPU
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.records import METRICS, append_record, check_writable, write_sweep
@@ -97,7 +97,6 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
 
 
 def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
-    """Return the keys that contain this one, or that it contains."""
     return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
 
 
@@ -156,7 +155,7 @@ def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
 
 
 def _with(config: Config, **keys: Any) -> Config:
-    return resolve(Config, [(OmegaConf.create(to_dict(config)), config.name), (_layer(keys), "tune.grid")])
+    return resolve(Config, [(OmegaConf.create(to_dict(config)), CONFIGURATION), (_layer(keys), "tune.grid")])
 
 
 def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config | None:

@@ -62,6 +62,9 @@ def test_logits_and_gradients_are_hugging_face_s(tmp_path, config, files):
 def test_a_hub_s_name_is_downloaded(tmp_path, monkeypatch):
     """The second format of weights only where the first is not there, at the revision that was asked for."""
     hugging_face.build("Mamba").save_pretrained(tmp_path / "first")
+    (theirs := hugging_face.build("Mamba2")).save_pretrained(tmp_path / "second")  # its time_step_limit is infinite
+    ours, tokens = MambaLM.from_pretrained(tmp_path / "second").eval(), torch.arange(9)[None]
+    assert torch.allclose(ours(tokens), theirs.eval()(tokens).logits, atol=1e-4)
     save_state_spaces(tmp_path, state_spaces_weights())
     asked = []
 
