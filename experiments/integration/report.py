@@ -26,7 +26,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     table = make_table(
         "integration",
         f"A Hugging Face Mamba of {config['model']} in Trainer, {config['precision']}",
-        "!arm | !batches | !kernels | real tokens/s = real_tokens_per_second:,.0f | "
+        "!arm | !batches | !kernels | non-padding tokens/s = real_tokens_per_second:,.0f | "
         "interquartile range = real_tokens_per_second_spread:,.0f | patched over it [95% CI] = patched_over[] | "
         "padding = padding_fraction:% | "
         "peak memory = peak_memory_bytes:GiB | loss, first step = first_loss:.4f | loss, last ten steps = last_loss:.4f | "
@@ -76,7 +76,7 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
         make_table(
             "trainer",
             "Small models with random weights in Trainer: packed beside padded",
-            f"!model | million parameters = parameters:.0f | padded, real tokens/s = padded_{speed}:,.0f | "
+            f"!model | million parameters = parameters:.0f | padded, non-padding tokens/s = padded_{speed}:,.0f | "
             f"sorted = grouped_{speed}:,.0f | packed = {ours}:,.0f | without kernels = slow-path_{speed}:,.0f | "
             "packed over padded [min, max] = over_padded[] | "
             "packed over sorted [min, max] = over_grouped[] | "
@@ -89,7 +89,7 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
         make_table(
             "trainer-arms",
             "All arms in Trainer",
-            f"!model | !arm | !batches | !kernels | real tokens/s = {speed}:,.0f | "
+            f"!model | !arm | !batches | !kernels | non-padding tokens/s = {speed}:,.0f | "
             f"interquartile range = {speed}_spread:,.0f | "
             "packed over it [min, max] = packed_over[] | padding = padding_fraction:% | "
             "peak memory = peak_memory_bytes:GiB | loss, first step = first_loss:.4f | loss, last steps = last_loss:.4f | "

@@ -12,7 +12,7 @@ STEPS = [
 ]
 OVER = ("padded", "grouped", "flattened")
 ROWS = [
-    *(("{}, real tokens/s", arm, "real_tokens_per_second") for arm in (*OVER, "patched", "slow-path")),
+    *(("{}, non-padding tokens/s", arm, "real_tokens_per_second") for arm in (*OVER, "patched", "slow-path")),
     *(("patched over {}", arm, "patched_over") for arm in OVER),
     *(("{}: off from single documents", arm, "difference") for arm in ("padded", "flattened", "patched")),
 ]

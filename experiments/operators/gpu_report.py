@@ -174,8 +174,8 @@ def _bottleneck(found: Shapes) -> Table:
         "gpu-bottleneck",
         "Which operator takes the time: a block's matrix products, scan and convolution, forward and backward",
         f"{SHAPE} | matrix products (ms) = projections_ms:.3f | ours: scan (ms, share) = scan_ms scan_share | "
-        "convolution = conv_ms conv_share | !most | peers: scan = peer_scan_ms peer_scan_share | "
-        "convolution = peer_conv_ms peer_conv_share | !most = peer_most",
+        "convolution = conv_ms conv_share | !most | mamba-ssm: scan = peer_scan_ms peer_scan_share | "
+        "causal-conv1d = peer_conv_ms peer_conv_share | !most = peer_most",
         rows,
         "Matrix products: the block's four projections (d_model = channels / 2) with all gradients. Shares are of the three "
         "together. Peers: mamba-ssm's scan not packed and causal-conv1d with seq_idx.",
@@ -194,7 +194,7 @@ def _times(found: Shapes) -> Table:
         "Every arm: medians and interquartile ranges (ms), and the correctness gate's largest errors",
         f"{SHAPE} | !arm | {columns} | error of outputs = output_error:.1e | of gradients = gradient_error:.1e",
         rows,
-        "Errors are relative, against float64 on the first layout; of peers the output alone; of matrix products none.",
+        "Errors are relative, against float64 on the first layout; of other libraries the output alone; of matrix products none.",
     )
 
 
@@ -281,8 +281,9 @@ def _figure(name: str, label: str, where: str, points: Points, apart: Points = (
     return finish(
         fig,
         name,
-        f"The packed operators and the peers', {where}. Left: time per token, forward and backward, with what exponentials, "
-        "instruction slots or bytes take at least. Right: the convolution's bytes at the measured copy rate, over its time.",
+        f"The packed operators, mamba-ssm's and causal-conv1d's, {where}. Left: time per token, forward and backward, with what "
+        "exponentials, instruction slots or bytes take at least. Right: the convolution's bytes at the measured copy rate, over "
+        "its time.",
     )
 
 

@@ -168,7 +168,7 @@ class Config:
     experiment: str = key("speedup", "The question, which the records name.")
     models: list[str] = key(["130m", "1.4b", "2.8b"], "Sizes in configs/model.")
     overrides: list[str] = key([], "key=value of run configurations that hold for all, such as model.compile=true.")
-    parts: list[str] = key([*PARTS], "The bare loop, its kernels, and whole optimizer steps.", choices=PARTS)
+    parts: list[str] = key([*PARTS], "Forward and backward, its kernels, and whole optimizer steps.", choices=PARTS)
     arms: dict[str, Arm] = key({}, "By name; arms=[single,padded-2048] takes some of the file's.")
     distribution: str = key("documents-2k", "Distribution of the documents' lengths.", choices=DISTRIBUTION)
     documents: int = key(4096, "Documents that every arm arranges.", low=1)
@@ -176,7 +176,9 @@ class Config:
     batches: int = key(2, "Batches of each arm that stand for all, evenly spread over their sizes.", low=1)
     single_batches: int = key(8, "The same for single, whose batch is a document.", low=1)
     rounds: int = key(3, "How often each arm is timed, in turns.", low=1)
-    dtype: str = key("bfloat16", "Of the bare loop's weights; A and D are float32 as in mamba-ssm.", choices=TOLERANCES)
+    dtype: str = key(
+        "bfloat16", "Of the weights in forward and backward; A and D are float32 as in mamba-ssm.", choices=TOLERANCES
+    )
     precision: str = key("bf16-mixed", "Of the steps.", choices=("32-true", "bf16-mixed", "bf16-true"))
     seed: int = key(0, "Of lengths, tokens and weights.", low=0)
 

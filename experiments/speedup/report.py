@@ -68,7 +68,7 @@ def card(record: Record) -> str:
 
 
 def utilisation(record: Record, counted: bool = False) -> float | None:
-    """Return FLOP/s of real tokens over the card's peak: 6 for each parameter, or all operations of the scan too.
+    """Return FLOP/s of non-padding tokens over the card's peak: 6 for each parameter, or all operations of the scan too.
 
     Operations of a state and channel: five in the forward (decay, input times B, their sum, times C, sum), ten in the backward.
     """
@@ -87,7 +87,7 @@ def speedup_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def speedup_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw real tokens per second of arms with their spread, and packed's ratio over each; a figure for each card."""
+    """Draw non-padding tokens per second of arms with their spread, and packed's ratio over each; a figure for each card."""
     bare = by_model(records, "speedup", "forward_backward")
     cards = dict.fromkeys(gpu for _, gpu in bare)
     return [_figure(gpu, {key[0]: arms for key, arms in bare.items() if key[1] == gpu}) for gpu in cards]
@@ -111,7 +111,7 @@ def _figure(gpu: str, models: dict[str, Arms]) -> Figure:
         ax.set_xlim(0, 1.45 * max(record["metrics"]["real_tokens_per_second"] for record in shown.values()))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
         paper = f" (the paper: {PAPER[model]}x)" if model in PAPER else ""
-        ax.set(title=f"{model.upper()}, {gpu}{paper}", xlabel="real tokens per second")
+        ax.set(title=f"{model.upper()}, {gpu}{paper}", xlabel="non-padding tokens per second")
     caption = (
         "Forward and backward of whole models; in brackets packed's ratio over the arm. mamba-ssm as its users run it (orange) "
         "and our layers, compiled alike (blue). Whiskers: an interquartile range."
@@ -191,8 +191,8 @@ def _over(record: Record | None, other: Record | None, idle: float = 0.0) -> Cel
 
 
 MFU = "MFU, 6 N = model_flops_utilisation:% | MFU, operations counted = counted_flops_utilisation:%"
-RATE = "real tokens/s = real_tokens_per_second:,.0f"
-STEPS = "optimizer steps, real tokens/s = steps_real_tokens_per_second:,.0f"
+RATE = "non-padding tokens/s = real_tokens_per_second:,.0f"
+STEPS = "optimizer steps, non-padding tokens/s = steps_real_tokens_per_second:,.0f"
 
 
 def _measured(record: Record | None) -> dict[str, Any]:
@@ -234,7 +234,7 @@ def _headline(bare: dict[Key, Arms], steps: dict[Key, Arms], broken_down: dict[K
             rows.append(row | {"steps_real_tokens_per_second": _rate(step), "steps_over_bare": _over(step, record)})
     return make_table(
         "headline",
-        "Packed rows against everything else, real tokens per second",
+        "Packed rows against everything else, non-padding tokens per second",
         f"!model | !card | !packed arm = arm | {RATE} | {MFU} | over sorted by length and padded = over_padded_sorted± | "
         "over padded to the longest = over_padded_longest± | over padded to 2048 = over_padded± | "
         "over single = over_single± | over single, multiple of 8 = over_single_8± | "
@@ -242,9 +242,9 @@ def _headline(bare: dict[Key, Arms], steps: dict[Key, Arms], broken_down: dict[K
         "over mamba-ssm, single, multiple of 8 = over_mamba_ssm_single_8± | "
         "the same, kernels alone = over_mamba_ssm_single_8_kernels± | over mamba-ssm, single = over_mamba_ssm_single± | "
         f"the same, kernels alone = over_mamba_ssm_single_kernels± | the paper's, A100 = paper:.2f x | {STEPS} | "
-        "steps over bare loop = steps_over_bare± | peak memory = peak_memory_bytes:GiB",
+        "steps over forward and backward = steps_over_bare± | peak memory = peak_memory_bytes:GiB",
         rows,
-        "Forward and backward of the bare loop; ratios ± both interquartile ranges in quadrature. Optimizer steps: the same "
+        "Forward and backward; ratios ± both interquartile ranges in quadrature. Optimizer steps: the same "
         "with PackedDataModule, float32 masters and AdamW. The paper's column is packed over single on an A100 (arXiv "
         "2408.03865), on its own documents. Single's speed is its host's; kernels alone: as if the device never waited. Multiple "
         "of 8: a document is padded at its end. -graph: a batch's forward and backward replayed as one CUDA graph; against our "
@@ -259,7 +259,9 @@ def _apart(bare: dict[Key, Arms], steps: dict[Key, Arms]) -> list[str]:
     made = [(key, arm, step) for key, arms in steps.items() for arm, step in arms.items()]
     apart = [one for one in made if bare.get(one[0], {}).get(one[1], one[2])["commit"] != one[2]["commit"]]
     names = [f"{' '.join(key)} {arm}" for key, arm, _ in apart]
-    return [f"Steps and bare loop were run at different commits, apart: {', '.join(names)}."] if names else []
+    return (
+        [f"Steps, and forward and backward, were run at different commits, apart: {', '.join(names)}."] if names else []
+    )
 
 
 def _arms(model: str, bare: dict[Key, Arms], steps: dict[Key, Arms]) -> Table:
@@ -293,7 +295,7 @@ def _arms(model: str, bare: dict[Key, Arms], steps: dict[Key, Arms]) -> Table:
         "over single, mamba-ssm = over_mamba_ssm_single± | over single, equal terms = over_single± | "
         "over single, multiple of 8 = over_single_8± | padding = padding_fraction:% | slots/s = slots_per_second:,.0f | "
         f"{MFU} | peak memory = peak_memory_bytes:GiB | {STEPS} | steps over single's = steps_over_single± | "
-        "steps over bare loop = steps_over_bare± | steps' peak memory = steps_peak_memory_bytes:GiB",
+        "steps over forward and backward = steps_over_bare± | steps' peak memory = steps_peak_memory_bytes:GiB",
         rows,
     )
     timed = [record for arms in bare.values() for record in arms.values()]
@@ -303,7 +305,7 @@ def _arms(model: str, bare: dict[Key, Arms], steps: dict[Key, Arms]) -> Table:
         f"document); some batches, evenly spread over their sizes, stand for all. Medians of {c['rounds']} rounds in turns after "
         "a warm-up; spreads are interquartile ranges.",
         f"Bare loop: {c['dtype']} weights, forward and backward; ours: compile={c['compile']}, recompute={c['recompute']}. "
-        f"Optimizer steps: {c['precision']}, float32 masters, fused AdamW, about {c['slots']} real tokens a step.",
+        f"Optimizer steps: {c['precision']}, float32 masters, fused AdamW, about {c['slots']} non-padding tokens a step.",
     ]
     table.notes += [*_apart(bare, steps), _hardware(bare or steps)]
     found = [[record["metrics"][name] for record in timed] for name in ("loss_error", "leak_error")]

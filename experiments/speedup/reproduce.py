@@ -30,7 +30,7 @@ def _each(name: str, column: str, arm: str = PACKED, paper: bool = False) -> lis
 _BATCH = {"model": "1.4b", "arm": PACKED, "part": "forward, backward"}
 OUTSIDE = "1.4B: of a packed batch, outside matrix products, scan and convolution"
 HEADLINES = [
-    *_each("real tokens/s", "real_tokens_per_second"),
+    *_each("non-padding tokens/s", "real_tokens_per_second"),
     *_each("MFU, 6 N a token", "model_flops_utilisation"),
     *_each("over mamba-ssm, one document at a time", "over_mamba_ssm_single", paper=True),
     *_each("over the same, if the GPU never waited for its host", "over_mamba_ssm_single_kernels"),

@@ -41,7 +41,7 @@ def learned_tables(records: Sequence[Record]) -> list[Table]:
     table = make_table(
         "learned",
         f"{_task(records)}: what was trained, and how long it took",
-        "!arm | seeds:d | layers:d | parameters:,.0f | steps:,.0f | real tokens = real_tokens:,.0f | "
+        "!arm | seeds:d | layers:d | parameters:,.0f | steps:,.0f | non-padding tokens = real_tokens:,.0f | "
         "validation loss, largest = val_loss_max:.4f | accuracy, smallest = accuracy_min:% | accuracy, mean = accuracy:% | "
         "answers:,.0f | cores:d | seconds, longest = wall_seconds_max:,.0f",
         rows,

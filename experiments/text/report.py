@@ -209,7 +209,7 @@ def arms_table(arms: Arms, names: Sequence[str], table: str, heading: str, basel
         table,
         heading,
         "!arm | !architecture | seeds = seeds planned | loss = loss loss_sd | loss beyond T = beyond:.4f | "
-        f"minus {baseline} [95 %] = difference[]:5 | real tokens = tokens:,.0f | padding:% | "
+        f"minus {baseline} [95 %] = difference[]:5 | non-padding tokens = tokens:,.0f | padding:% | "
         "behind another = behind:%",
         rows,
         "Behind another: share of the tokens that stand behind another document in their row.",

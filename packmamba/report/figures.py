@@ -138,10 +138,12 @@ def _learning_curves(arms: Arms) -> list[Figure]:
             line, tokens = over_seeds(points, "loss", "step"), points.groupby("step")["real_tokens"].mean()
             by_tokens[arm] = line.set_axis(tokens)
             by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
-    panels = [({"title": "Against data", "xlabel": "real tokens", "ylabel": "validation loss (nats)"}, by_tokens)]
+    panels = [
+        ({"title": "Against data", "xlabel": "non-padding tokens", "ylabel": "validation loss (nats)"}, by_tokens)
+    ]
     if all(arm.timing for arm in arms):
         panels += [({"title": "Against time", "xlabel": "training time (s), at the measured speed"}, by_time)]
-    caption = "Validation loss by real tokens and time. Bands: range of seeds."
+    caption = "Validation loss by tokens and time. Bands: range of seeds."
     return line_figure("learning-curves", caption, arms, panels)
 
 
@@ -178,7 +180,7 @@ def _speed_bars(bars: Arms) -> list[Figure]:
     name_bars(ax, [arm.label for arm in bars])
     ax.set_xlim(0, 1.2 * np.max(rates))
     ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    ax.set(title="Speed: real tokens per second, and slots lost to padding (hatched)", xlabel="slots per second")
+    ax.set(title="Speed: non-padding tokens per second, and slots lost to padding (hatched)", xlabel="slots per second")
     caption = "Real tokens per second (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
     return [finish(fig, "speed", caption)]
 

@@ -129,7 +129,7 @@ TITLES = {
     "val_loss": "validation loss",
     "val_loss_start": "loss, first 32 tokens",
     "val_loss_as_trained": "loss, evaluated as trained",
-    "real_tokens_per_second": "real tokens/s",
+    "real_tokens_per_second": "non-padding tokens/s",
     "padding_fraction": "padding",
     "peak_memory_bytes": "peak memory",
     "seconds_per_step_median": "seconds/step, median",
@@ -322,7 +322,7 @@ def throughput_tables(records: Records) -> list[Table]:
     metrics = ["rounds", *EXACT[:2], "real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup"]
     columns = [metric_column(metric, []) for metric in metrics]
     columns.append((Column("run", ("run",)), lambda arm: Cell((arm.timing or "")[:8], (arm.timing,))))
-    note = "Only arms of one run compare. Speedup: real tokens per second over those of the run's arm with 1.00x."
+    note = "Only arms of one run compare. Speedup: over the arm with 1.00x."
     heading = "Time of optimizer steps, arms interleaved in one process"
     return [arms_table("throughput", heading, timed, columns, note)] if timed else []
 
