@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import torch
 from scipy.special import stdtr
 
 from packmamba.report.aggregate import Record, of_kind
@@ -29,6 +30,19 @@ def equivalence(values: Any, margin: float) -> float:
     sample = pd.Series(values, dtype=float).dropna()
     nearest, error = margin - abs(sample.mean()), sample.sem()
     return float(stdtr(len(sample) - 1, -nearest / error)) if error else float(nearest <= 0)
+
+
+class PeakMemory:
+    """Measure peak GPU memory since construction; ``held``: bytes in use then."""
+
+    def __init__(self, device: torch.device | str) -> None:
+        self.gpu, self.held = torch.device(device).type == "cuda", 0
+        if self.gpu:
+            torch.cuda.reset_peak_memory_stats()
+            self.held = torch.cuda.memory_allocated()
+
+    def bytes(self) -> int | None:
+        return torch.cuda.max_memory_allocated() if self.gpu else None
 
 
 def steps_of(count: int) -> tuple[str, ...]:

@@ -195,7 +195,7 @@ def __getattr__(name: str) -> Any:
     return globals().setdefault(name, made)
 
 
-if "pytest" in sys.modules:  # of which this is a plugin
+if "pytest" in sys.modules:
     import pytest
 
     _fixture = pytest.fixture(name="leakcheck")(lambda: assert_isolated)

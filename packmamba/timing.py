@@ -67,19 +67,6 @@ def seconds(call: Callable[[], Any], device: torch.device | str = "cpu") -> floa
     return now(device) - begun
 
 
-class PeakMemory:
-    """Measure peak GPU memory since construction; ``held``: bytes in use then."""
-
-    def __init__(self, device: torch.device | str) -> None:
-        self._on_gpu, self.held = torch.device(device).type == "cuda", 0
-        if self._on_gpu:
-            torch.cuda.reset_peak_memory_stats()
-            self.held = torch.cuda.memory_allocated()
-
-    def bytes(self) -> int | None:
-        return torch.cuda.max_memory_allocated() if self._on_gpu else None
-
-
 def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():

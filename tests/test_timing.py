@@ -5,6 +5,7 @@ import time
 import pytest
 import torch
 
+from experiments.common import PeakMemory
 from packmamba import timing
 
 
@@ -44,7 +45,7 @@ def test_an_arm_that_does_not_fit_is_left_out_and_the_others_go_on():
 def test_seconds_and_spread():
     assert timing.spread([9.0, 1.0, 2.0, 4.0, 3.0]) == 2 and timing.spread([3.0]) == 0
     assert 0.02 <= timing.seconds(lambda: time.sleep(0.02)) < 1
-    assert timing.PeakMemory("cpu").bytes() is None
+    assert PeakMemory("cpu").bytes() is None
 
 
 @pytest.mark.gpu
@@ -72,6 +73,6 @@ def test_phases_are_timed_on_the_device_and_the_host_is_not():
 @pytest.mark.gpu
 def test_peak_memory_counts_from_when_it_was_made():
     held = torch.empty(2**20, dtype=torch.uint8, device="cuda")
-    peak = timing.PeakMemory("cuda")
+    peak = PeakMemory("cuda")
     torch.empty(2**22, dtype=torch.uint8, device="cuda")
     assert peak.held >= held.numel() and peak.bytes() == peak.held + 2**22

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
+from experiments.common import PeakMemory
 from experiments.leakcheck.bench import chosen_models, find_kernels, make_configuration
 from packmamba.config import ConfigError, DataConfig, key, load_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
@@ -28,7 +29,7 @@ from packmamba.data.sources.builtin import open_stdlib
 from packmamba.integrations.transformers import patch
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
-from packmamba.timing import PeakMemory, free_memory, median, now, spread, take_turns
+from packmamba.timing import free_memory, median, now, spread, take_turns
 
 Documents = Sequence[Sequence[int]]
 SIZES = ("documents_per_step", "steps", "warm_up_steps")

@@ -48,6 +48,8 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
     arms = chosen_models(c.models, c.only)
     for name, of in arms.items():
         make_configuration(name, of, c.shared)  # before any work
+    import transformers
+
     logging.getLogger("transformers").setLevel(logging.ERROR)
     provenance()
     if c.device != "cpu":
@@ -58,9 +60,10 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
     cells = [(arm, of, boundaries) for arm, of in arms.items() for boundaries in chosen]
     for arm, of, boundaries in tqdm(cells, unit="check", disable=not progress, mininterval=1):
         begun = time.perf_counter()
-        model = _model(arm.removesuffix(PATCHED), of, c)
-        if arm.endswith(PATCHED):
-            model = patch(model)
+        torch.manual_seed(c.seed)
+        configuration = make_configuration(arm.removesuffix(PATCHED), of, c.shared)
+        model: Any = transformers.AutoModelForCausalLM.from_config(configuration).to(c.device)
+        model = patch(model) if arm.endswith(PATCHED) else model
         try:
             result = leakcheck(Collated(model)) if boundaries == TRL else leakcheck(model, boundaries)
             failed = False
@@ -116,13 +119,6 @@ def make_configuration(name: str, of: dict[str, Any], shared: dict[str, Any]) ->
     if unknown := own.keys() - known:
         raise ConfigError(f"models.{name}.config: expected keys of {made.__name__}, got {', '.join(unknown)}")
     return made(**{k: v for k, v in shared.items() if k in known} | own)
-
-
-def _model(name: str, of: dict[str, Any], c: AuditConfig) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(c.seed)
-    return AutoModelForCausalLM.from_config(make_configuration(name, of, c.shared)).to(c.device)
 
 
 def _record(

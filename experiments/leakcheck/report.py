@@ -38,11 +38,6 @@ def verdict(record: Record) -> str:
     return "tight" if m["same_as_alone"] else "tight, but not as alone"
 
 
-def audit_tables(records: Sequence[Record]) -> list[Table]:
-    """For each device a verdict for each model and argument, how many there are of each, and all findings."""
-    return [table for device, own in latest(records).items() for table in _tables(device, own)]
-
-
 def _tables(device: str, records: Sequence[Record]) -> list[Table]:
     config = records[0]["config"]
     ending = "" if device == "cpu" else f"-{device}"
@@ -110,4 +105,6 @@ def _findings(record: Record) -> dict[str, Any]:
     return row | {"largest": m["largest"] or None, "reach": reach, "module": config["module"] or "-"}
 
 
-KINDS = {"audit": Kind(audit_tables)}
+KINDS = {
+    "audit": Kind(lambda records: [table for device, own in latest(records).items() for table in _tables(device, own)])
+}

@@ -140,12 +140,6 @@ def _log_log(ax: Axes, ticks: Sequence[int], label: str) -> None:
     ax.xaxis.set_minor_locator(matplotlib.ticker.NullLocator())
 
 
-def packing_label(records: Sequence[Record]) -> str:
-    """Names a corpus of packing records in file names: the distribution and the number of documents."""
-    config = aggregate.of_kind(records, "packing")[0]["config"]
-    return f"{config['distribution']}-{config['num_documents']}"
-
-
 def _plans(records: Sequence[Record]) -> pd.DataFrame:
     """Return the latest record of every plan and seed, with columns row_length, buffer, per_million (seconds) and label."""
     plans = aggregate.frame(records, "packing")
@@ -187,4 +181,8 @@ def _bars(plans: pd.DataFrame) -> str:
 
 
 # config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
-KINDS = {"packing": Kind(packing_tables, packing_figures, packing_label)}
+KINDS = {
+    "packing": Kind(
+        packing_tables, packing_figures, lambda records: "{distribution}-{num_documents}".format(**records[0]["config"])
+    )
+}

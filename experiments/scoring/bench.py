@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.common import PeakMemory
 from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError, key, load_config
 from packmamba.data.tokenizer import write_tokenizer
@@ -27,7 +28,7 @@ from packmamba.evaluation.packed_forward import log_probabilities
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
-from packmamba.timing import PeakMemory, free_memory, median, seconds, spread, take_turns
+from packmamba.timing import free_memory, median, seconds, spread, take_turns
 from packmamba.training.lit_module import make_model
 
 Request = tuple[list[int], list[int]]

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments.common import PeakMemory
 from experiments.speedup.model import BARE, BREAKDOWN, TOLERANCES, Arm, Documents, Feed, Model, PeerLM, by_family, feed
 from packmamba import timing
 from packmamba.data.batch import PackedBatch
-from packmamba.ops.cuda import schedule_bytes
+from packmamba.ops.cuda import Schedule, schedules_of
 from packmamba.training.boundary import Leak
 from packmamba.training.cuda_graphs import BatchGraphs
 
@@ -129,7 +130,7 @@ class BareLoop:
     def seconds(self, case: Case, turn: int) -> float:
         """Time one batch; note the case's peak memory."""
         self.module.zero_grad()
-        peak = timing.PeakMemory(self.model.device)
+        peak = PeakMemory(self.model.device)
         taken = timing.seconds(lambda: self.forward_backward(case), self.model.device)
         # A graph's memory is taken when it is captured, and kept: what other arms keep is not this one's.
         if (most := peak.bytes()) is not None and turn == (0 if case.arm.graphs else self.model.c.rounds):
@@ -163,4 +164,6 @@ def _difference(losses: Tensor, expected: Tensor) -> float:
 
 def _position_bytes(batch: PackedBatch) -> int:
     """Count the bytes of a batch's starts and ends, and of a GPU's schedule made of them."""
-    return 8 * batch.layout.starts.numel() + schedule_bytes(batch.layout.starts)
+    starts = batch.layout.starts
+    memories = {id(made): made.args[0] for made in schedules_of(starts).values() if isinstance(made, Schedule)}
+    return 8 * starts.numel() + sum(memory.nbytes for memory in memories.values())

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from experiments.common import PeakMemory
 from experiments.speedup.model import STEPS, Arm, Model, feed, run_config
 from packmamba import timing
 from packmamba.config import Config
@@ -50,7 +51,7 @@ def _measure(model: Model, arms: dict[str, Arm], configs: dict[str, Config]) -> 
                 if arm.graphs and not number:  # each shape's graph is captured before anything is timed
                     for place in range((c.rounds + 1) * count):
                         own.step(place)
-                peak, begun = timing.PeakMemory(model.device), timing.now(model.device)
+                peak, begun = PeakMemory(model.device), timing.now(model.device)
                 for step, place in zip(steps, places):
                     own.take(step, place)
                 seconds = timing.now(model.device) - begun

@@ -21,9 +21,8 @@ class CheckedCallable:
 
     Attributes:
         inputs: packed, or sides of padding beside a document in a row of its own; ``padding``: more of these.
-        boundaries: how documents are marked; ``optional``: by an argument that may be left out or refused.
-        vocab_size: V; 0: the logits' width. ``avoid``: special token ids.
-        longest: maximum slots of a row. ``modules``: roots of the modules that compute.
+        boundaries: how documents are marked; ``optional``: by an argument that may be left out.
+        vocab_size: V; 0: the logits' width. ``avoid``: special ids. ``longest``: maximum slots of a row.
     """
 
     inputs: tuple[str, ...] = ("packed",)

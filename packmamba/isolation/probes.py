@@ -54,8 +54,8 @@ class Documents:
     def probes(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield changed tokens, and the slots whose logits must not change.
 
-        Change the first document's last token, the last one's first token, then everything around each document, to its own
-        first token, which competes with it most for the capacity of experts.
+        Change the first document's last token, the last one's first, then all around each document, to its own first token,
+        which competes with it most for experts' capacity.
         """
         count, slot = len(self.lengths), torch.arange(len(self.tokens), device=self.tokens.device)
         yield torch.where(slot == self.lengths[0] - 1, self.others, self.tokens), self.number != 0
@@ -79,7 +79,7 @@ class Documents:
 
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
-    """Restore torch's random states, modes and buffers on leaving; leave autocast's cache alone."""
+    """Restore torch's random states, modes and buffers on leaving."""
     every = [(module, module.training) for root in modules for module in root.modules()]
     buffers = [(m, n, b, b.clone()) for m, _ in every for n, b in m._buffers.items() if b is not None]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
@@ -138,7 +138,7 @@ class Entries(TorchFunctionMode):
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
         self.leaves: list[Tensor] = []
-        self._whole = {id(tokens): tokens}  # computed from tokens, and integers yet
+        self._whole = {id(tokens): tokens}  # and integers of them
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -176,8 +176,8 @@ def crossing_gradients(documents: Documents) -> bool | None:
             for gradient in gradients:
                 marks = None if gradient is None else by_slot(gradient != 0, *own.shape)
                 if marks is not None:
-                    crossed = crossed or bool((marks & ~own).any())
-                    reached = reached or bool((marks & own).any())
+                    crossed |= bool((marks & ~own).any())
+                    reached |= bool((marks & own).any())
     return crossed if crossed or reached else None
 
 
@@ -193,7 +193,7 @@ class Watch(TorchDispatchMode):
         self.dtypes = set[torch.dtype]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), str(func)  # aten.mm.default
+        result, name = func(*args, **(kwargs or {})), str(func)
         self.routed = self.routed or not self.ROUTING.isdisjoint(name.split("."))
         if not name.startswith("aten.") or any(part in name for part in ("mm", "conv", "attention")):
             self.dtypes.update(one.dtype for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor))

@@ -84,12 +84,6 @@ def schedules_of(starts: Tensor) -> dict:
     return schedules
 
 
-def schedule_bytes(starts: Tensor) -> int:
-    """Return the bytes of a layout's schedules."""
-    memories = {id(made): made.args[0] for made in schedules_of(starts).values() if isinstance(made, Schedule)}
-    return sum(memory.numel() * memory.element_size() for memory in memories.values())
-
-
 @contextmanager
 def one_capture() -> Iterator[None]:
     """Share schedules among the calls of one graph capture, in which nothing writes to layouts."""

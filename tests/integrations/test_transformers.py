@@ -180,6 +180,22 @@ def test_flash_attention_of_one_packed_row(family, monkeypatch):
             check_same(packed, model, logits, tokens, [row], 1e-5)
 
 
+@pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba"])
+def test_attention_reads_each_document_alone(family):
+    """Under a mask a neighbour's NaN has weight 0, and 0 x NaN is NaN. Eager attention still takes the mask."""
+    _, packed = both(family)
+    embedded = packed.get_input_embeddings()(random_tokens(ROWS[:2])).detach()
+    marks = arguments([([5, 1, 8], 0, 0), ([6, 8], 0, 0)])[1]
+    logits = {}
+    for kernel, spoilt in (("eager", 0.0), ("sdpa", 0.0), ("sdpa", torch.nan)):
+        packed.set_attn_implementation(kernel)
+        embedded[:, 4] += spoilt
+        logits[kernel, spoilt] = packed(inputs_embeds=embedded, position_ids=marks).logits[:, 6:]
+    first, *others = logits.values()
+    for other in others:
+        torch.testing.assert_close(other, first, rtol=0, atol=1e-5)
+
+
 @every_family
 def test_no_bit_crosses_a_boundary(family):
     """Unpatched, all that follows moves; patched, no bit, forward and backward, with the default cache and any mask of ones."""

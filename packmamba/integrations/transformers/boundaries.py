@@ -1,7 +1,7 @@
 """Convert boundary arguments of a Hugging Face batch to a layout. Shapes: B rows, L slots."""
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ BOUNDARIES = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 class Packing(NamedTuple):
     """Hold the documents of a batch, for every layer in place of an attention mask."""
 
-    layout: SequenceLayout | None  # padding before a row's tokens is a document; None: each row is one
+    layout: Any  # SequenceLayout; padding before a row's tokens is a document; None: each row is one
     left: Tensor | None  # (B, L) bool, that padding; None: there is none
     last: Tensor | slice | None  # (B,) int64, the document at each row's end, if no row holds several; else None
     packed: bool  # whether a row holds several documents

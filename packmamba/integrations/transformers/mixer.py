@@ -67,7 +67,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
 
 
 def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
-    """Mix as ``mix`` by Mamba-2's recurrence. Falcon-H1 scales in_proj's input and output, and may have no norm."""
+    """Mix by Mamba-2's recurrence. Falcon-H1 scales in_proj's input and output, and may have no norm."""
     layout = packing.layout
     if hasattr(mixer, "mup_vector"):
         projected = mixer.in_proj(hidden * mixer.ssm_in_multiplier)

@@ -1,4 +1,4 @@
-"""Packing subclasses of transformers' models with Mamba layers, under the same names."""
+"""Packing subclasses of transformers' models, under the same names."""
 
 import functools
 import importlib
@@ -82,7 +82,7 @@ def _first(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
 def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, Any]:
     """Replace the boundaries among a model's arguments by ``packing``.
 
-    What follows cached states, or is padded behind its tokens beside a cache, stays transformers' own.
+    What follows cached states, or is padded behind beside a cache, stays transformers' own.
     """
     for name in OTHER_NAMES:
         expect(kwargs.get(name) is None, name, "position_ids, seq_idx or cu_seq_lens_q", name, TypeError)
@@ -92,7 +92,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     cached = cache is not None or bool(kwargs.get("use_cache"))
     prepared = isinstance(mask, dict) and (not given or (cache is not None and given.keys() == {"position_ids"}))
     if not isinstance(tokens, Tensor) or prepared:
-        return kwargs  # transformers says what is wrong, or has prepared its own masks, as for a static cache
+        return kwargs  # transformers says what is wrong, or has prepared its own masks
     if cache is not None and _continues(model, cache):
         position = given.pop("position_ids", None)
         expect(not given, " and ".join(given), "none beside a cache that holds states", "some")
@@ -110,14 +110,13 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
 
 
 def _continues(model: Any, cache: Any) -> bool:
-    """Return whether a cache holds states; a Granite of attention alone has keys instead."""
+    """Return whether a cache holds states (keys, of attention alone)."""
     mixer: Any = next((module for module in model.modules() if isinstance(module, tuple(HOLDS))), None)
     return bool(cache.get_seq_length() if mixer is None else cache.has_previous_state(mixer.layer_idx))
 
 
 def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
-    """Mask labels at a document's first token, which has no loss alone."""
-    assert packing.layout is not None
+    """Mask first tokens' labels."""
     starts = packing.layout.position_indices == 0
     masked = {}
     for name, targets in (("labels", starts), ("shift_labels", starts.roll(-1, dims=1))):
@@ -128,13 +127,12 @@ def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
 
 
 def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, Any]:
-    """Return masks of a hybrid's two kinds of layers: for attention inside documents, and the packing."""
+    """Return masks of a hybrid's two kinds of layers."""
     shape = _first(kwargs, INPUTS).shape[:2]
     arguments = {"config": model.config, "inputs_embeds": model.get_input_embeddings().weight.new_empty(*shape, 0)}
     cache = next(name for name in CACHES if name in inspect.signature(create_causal_mask).parameters)
     arguments |= {"attention_mask": kwargs.get("attention_mask"), cache: _first(kwargs, CACHES)}
     if packing.packed:
-        assert packing.layout is not None
         documents, kernel = packing.layout.documents, model.config._attn_implementation
         fits = "flash" not in kernel or shape[0] == 1
         expect(fits, "attn_implementation", "sdpa or eager for several packed rows", repr(kernel))
@@ -145,7 +143,31 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
             kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), int(ends.diff().max()))
         arguments["attention_mask"] = None
         arguments["and_mask_function"] = lambda row, _, query, key: documents[row, query] == documents[row, key]
+        if kernel == "sdpa" and not torch.compiler.is_compiling():
+            return {"full_attention": DocumentMask(documents, arguments), "linear_attention": packing}
     return {"full_attention": create_causal_mask(**arguments), "linear_attention": packing}
+
+
+class DocumentMask:
+    """Stand for a mask: ``scaled_dot_product_attention`` reads each document alone, all else the mask."""
+
+    def __init__(self, documents: Tensor, arguments: dict[str, Any]) -> None:
+        self.lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in documents.cpu()]
+        self.dense = functools.partial(create_causal_mask, **arguments)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if (mask := kwargs.pop("attn_mask", None)) is None:
+            return function(*(x.dense() if isinstance(x, cls) else x for x in args), **kwargs)
+        rows = []
+        for row, lengths in enumerate(mask.lengths):
+            documents = zip(*(x[row, None].split(lengths, 2) for x in args))
+            rows.append(torch.cat([function(*one, **kwargs | {"is_causal": True}) for one in documents], 2))
+        return torch.cat(rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.dense(), name)
 
 
 def _packs(original: Any, way: str, whole: bool) -> Callable:
@@ -160,7 +182,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
         for name, axes in zip(INPUTS, (2, 3)):
             tokens = kwargs.get(name)
             if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
-                raise ValueError(f"{name}: expected {axes} axes and at least one slot, got {tuple(tokens.shape)}")
+                raise ValueError(f"{name}: expected {axes} axes and no empty one, got {tuple(tokens.shape)}")
         arranged = "packing" in kwargs or isinstance(kwargs.get("attention_mask"), Packing)
         needed = self.require_boundaries or any(kwargs.get(name) is not None for name in ASKS)
         if needed and not arranged:
@@ -240,7 +262,7 @@ WHOLE: dict[type, Callable] = {}
 
 
 def _subclass(original: type, **attributes: Any) -> None:
-    # Loading initialises buffers of no custom code; an unregistered class records no hidden states.
+    # Loading initialises no custom code's buffers; unregistered, a class records no hidden states.
     attributes |= {"__module__": __name__, "require_boundaries": False, "is_custom_code": staticmethod(lambda: False)}
     CLASSES[original] = globals()[original.__name__] = ours = type(original.__name__, (original,), attributes)
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), getattr(original, "_can_record_outputs", None))
