@@ -44,7 +44,7 @@ PRIMARY = (
     Contrast("P4 own minus zero, beyond T", "own", "zero", 12, -1, BEYOND),
 )
 EXPLORATORY = (
-    Contrast("sums in another order minus reset", "packed-control", "packed-reset"),
+    Contrast("sums in another order minus reset", "packed-control", "packed-reset", 8),
     Contrast("leak minus padded", "packed-leak", "padded"),
     Contrast("leak minus reset, first 256 bytes", "packed-leak", "packed-reset", where=START),
     Contrast("reset minus padded, first 256 bytes", "packed-reset", "padded", where=START),
@@ -67,7 +67,7 @@ TUNED = {"pairs.nats": "nats a byte of an answer", "asked_headword.choice_accura
 PAIRS = (("packed-reset", "padded"), ("packed-leak", "packed-reset"), ("own", "zero"))
 TUNED_PAIRS = (("tuned-reset", "tuned-padded"), ("tuned-leak", "tuned-reset"))
 PILOT = 100  # seeds from here on are the pilot's
-FEW = 8  # planned seeds of packers and of fine-tuning
+PLANNED = {"packed-control": 8, "own": 12, "state-passing": 8, "single": 4}  # seeds, where a table's others have more
 NOT_RUN = Cell("not run", (None, None))
 Arms = dict[tuple[str, str], Arm]
 Sums = tuple[Any, Any]
@@ -161,14 +161,12 @@ def exploratory(arms: Arms) -> Table:
         found = [(one, nats(arms.get((mixer, one.arm)), arms.get((mixer, one.other)), *one[5:])) for one in EXPLORATORY]
         for trained, start in itertools.product(STATES, ("zero", "foreign")):
             name = f"{trained}'s models read on from {start} minus from own states, beyond T"
-            found.append((Contrast(name, trained, trained, 12), _read_from(arms.get((mixer, trained)), start)))
+            one = Contrast(name, trained, trained, PLANNED.get(trained, 12))
+            found.append((one, _read_from(arms.get((mixer, trained)), start)))
         for one, sums in found:
             it = estimate(*sums)
-            row: dict[str, Any] = {
-                "contrast": one.name,
-                "architecture": title,
-                "difference": it or Cell("not run", (None,) * 3),
-            }
+            row: dict[str, Any] = {"contrast": one.name, "architecture": title}
+            row["difference"] = it or Cell("not run", (None,) * 3)
             rows.append(row | {"seeds": of_planned(it.seeds if it else 0, one.seeds)})
     return make_table(
         "exploratory-text",
@@ -194,11 +192,12 @@ def arms_table(arms: Arms, names: Sequence[str], table: str, heading: str, basel
     rows = []
     for mixer, title in MIXERS.items():
         for name in names:
-            row: dict[str, Any] = {"arm": name, "architecture": title, "seeds": of_planned(0, planned), "loss": NOT_RUN}
+            seeds = PLANNED.get(name, planned)
+            row: dict[str, Any] = {"arm": name, "architecture": title, "seeds": of_planned(0, seeds), "loss": NOT_RUN}
             if (arm := arms.get((mixer, name))) is not None:
                 other, lost = arms.get((mixer, baseline)), int(arm["val_loss"].isna().sum())
-                seeds = of_planned(len(arm.runs) - lost, planned)
-                row["seeds"] = seeds._replace(text=seeds.text + f", {lost} diverged" * bool(lost))
+                cell = of_planned(len(arm.runs) - lost, seeds)
+                row["seeds"] = cell._replace(text=cell.text + f", {lost} diverged" * bool(lost))
                 row |= {"loss": arm["val_loss"], "beyond": arm["beyond.loss"].mean()}
                 row |= {"tokens": arm["real_tokens"].mean(), "padding": arm["padding_fraction"].mean()}
                 row["behind"] = (arm["tokens_behind_another"] / arm["real_tokens"]).mean()
@@ -227,7 +226,7 @@ def answers(arms: Arms, table: str, heading: str, metrics: Mapping[str, str], pa
         if len(both) == 2 and all(some.notna().any() for some in both):
             found = interval(both[0] - both[1])
             row |= {"value": both[0], "other": both[1], "difference": found}
-            row["seeds"] = of_planned(found.seeds if found else 0, planned)
+            row["seeds"] = of_planned(found.seeds if found else 0, PLANNED.get(name, planned))
         rows.append(row)
     return make_table(
         table,
@@ -251,8 +250,8 @@ def pilot(arms: Arms) -> list[Table]:
             sums, targets = nats(arm, reset if (of, arm.title) == (mixer, "packed-leak") else None, ALL)
             if (found := estimate(sums, targets)) is None or math.isnan(found.low):
                 continue
-            row["error"] = pd.Series(sums.sum(axis=1) / targets.sum()).sem()
-            row |= {"harm": found, "half": found.mean / 2}
+            error = pd.Series(sums.sum(axis=1) / targets.sum()).sem()
+            row |= {"harm": found, "half": found.mean / 2, "error": error}
             # As if pairs of reset and padded spread as these do; two seeds of a rate's trial do not say.
             if found.mean > 0 and len(targets) > 1 and found.seeds > 2:
                 row["power"] = power(sums, targets, found.mean / 2, 16)
@@ -289,14 +288,14 @@ def tables(records: Sequence[Record]) -> list[Table]:
         return made
     arms = by_name([record for record in records if record["seed"] < PILOT])
     if kind == "tuned":
-        return [answers(arms, "finetuning-tuned", "Fine-tuned on questions and answers", TUNED, TUNED_PAIRS, FEW)]
+        return [answers(arms, "finetuning-tuned", "Fine-tuned on questions and answers", TUNED, TUNED_PAIRS, 8)]
     return [
         *made,
         verdicts(arms),
         exploratory(arms),
         arms_table(arms, PARITY, "parity-text", "Arms of P1 and P2", "padded", 16),
         arms_table(arms, STATES, "states-text", "Arms of P3 and P4", "zero", 12),
-        arms_table(arms, PACKERS, "packers-text", "Packers in their own order", PACKERS[0], FEW),
+        arms_table(arms, PACKERS, "packers-text", "Packers in their own order", PACKERS[0], 8),
         answers(arms, "answers-text", "Questions to pretrained models", TASKS, PAIRS, 16),
     ]
 
