@@ -35,7 +35,8 @@ def _bench(name: str, *keys: str, **more: Any) -> Step:
 
 CONTROL_SMALL = "arms={packed-control: {data.max_tokens_per_batch: 1024}}"
 GRADIENT_ARMS = f"arms=[{ALL},packed-leak,single]"
-TIMED = f"arms=[{ALL},'padded, functions','packed-reset, functions','padded, mixture','packed-reset, mixture']"
+UNIT_ARMS = [f"'{arm}, {unit}'" for unit in UNITS[1:] for arm in ("padded", "padded-sorted", "packed-reset")]
+TIMED = f"arms=[{ALL},padded-sorted,{','.join(UNIT_ARMS)}]"
 TIMED_SINGLE = "arms=[single,'single, eager','padded, beside single','packed-reset, beside single']"
 SEED_2 = ("keys=[data.unit=mixture,data.num_workers=0,seed=2]", f"arms=[{ALL}]")
 TAKES = "6 hours of runs"
