@@ -66,7 +66,7 @@ class DataConfig:
     num_proc: Optional[int] = key(None, "Threads that tokenize; null: a core each, at most 16.", low=1)
     batching: str = key("matched", "Arrange a step's documents, or fill rows (stream).", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
-    row_length: Optional[int] = key(1024, "Tokens of a row with padding; null (single, padded): no limit.", low=1)
+    row_length: Optional[int] = key(1024, "Tokens of a row; null (single, padded): the longest.", low=1)
     overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
     buffer: int = key(4096, "Window of greedy, in documents.", low=1)
     streams: int = key(1, "Parallel streams of concat_split.", low=1)
@@ -132,7 +132,7 @@ class OptimizerConfig:
 
 @dataclass
 class TrainerConfig:
-    boundary: str = key("reset", "What crosses a document's boundary.", choices=BOUNDARIES)
+    boundary: str = key("reset", "Boundary scheme.", choices=BOUNDARIES)
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme.")
     mean_over: str = key("targets", "Mean of a step's loss; rows: of each row's mean.", choices=("targets", "rows"))
     max_steps: int = key(200, "Optimizer steps.", low=1)

@@ -209,7 +209,7 @@ def _limits(base: Tensor, dtypes: set[torch.dtype]) -> tuple[float, float]:
 def _moves(logits: Tensor, base: Tensor) -> Tensor:
     """Return each token's largest change of a logit, (L,); infinite to or from NaN."""
     changes = []
-    for some, others in zip(logits.split(1024), base.split(1024)):  # for memory
+    for some, others in zip(logits.split(1024), base.split(1024)):
         by = torch.where(moved(some, others), (some - others).abs().nan_to_num(nan=torch.inf), 0.0)
         changes.append(by.amax(-1).double())
     return torch.cat(changes)

@@ -103,7 +103,7 @@ def eager() -> AbstractContextManager[Any]:
 
 
 def logits_of(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Return logits (L, V); dropout drops the same in each call. Raises TypeError or ValueError."""
+    """Return logits (L, V); dropout drops the same in each call."""
     torch.manual_seed(SEED)
     logits = call(tokens[None])
     floating = isinstance(logits, Tensor) and logits.is_floating_point()

@@ -70,8 +70,8 @@ class SweepConfig:
         arms = ", ".join(self.arms)
         need(self.baseline in (None, *self.arms), "baseline", f"one of {arms} or null", f"'{self.baseline}'")
         for contrast in self.primary:
-            known = set(contrast.split(" - ", 1)) <= self.arms.keys()
-            need(known, "primary", f"arms ({arms}) or '<arm> - <arm>'", f"'{contrast}'")
+            known = {self.baseline} != {*contrast.split(" - ", 1)} <= self.arms.keys()
+            need(known, "primary", f"arms ({arms}), not the baseline, or '<arm> - <arm>'", f"'{contrast}'")
         need(bool(self.tune.grid) == bool(self.tune.seeds), "tune", "both grid and seeds, or neither", "one")
         both = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
         need(not both, "tune.seeds", "none of grid.seed", ", ".join(map(str, both)))

@@ -188,7 +188,7 @@ def test_trl_s_trainer_of_a_folder(family, tmp_path):
 
 @pytest.mark.extras
 def test_trl_sft_by_a_script(tmp_path, monkeypatch):
-    """What docs/transformers.md says of the command, with its arguments."""
+    """As docs/transformers.md says."""
     trl = pytest.importorskip("trl")
     from trl.scripts.sft import main, make_parser
 

@@ -166,8 +166,8 @@ class DocumentMask:
             rows.append(torch.cat([function(*one, **kwargs | {"is_causal": True}) for one in documents], 2))
         return torch.cat(rows)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.dense(), name)
+    def to(self, *args: Any, **options: Any) -> Tensor:
+        return self.dense().to(*args, **options)
 
 
 def _packs(original: Any, way: str, whole: bool) -> Callable:
