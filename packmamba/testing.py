@@ -156,7 +156,7 @@ class _LeakCheck:
             if sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
                 raise ValueError("expected whole weights, got sharded ones; check before training")
             self.done = check()
-            if self.done or self.seen == 8:  # batches without two documents in a row
+            if self.done or self.seen == 8:
                 self.on_train_end()
         except Exception as error:  # only a leak ends a training
             line, leaks = " ".join(str(error).split()), isinstance(error, LeakError)

@@ -197,7 +197,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
     if slots[0].any() and (after := int(slots[0].nonzero().max()) - last) > result.reach:
         result.reach, result.endless = after, last + after == len(base) - 1
     first = int(slots.any(1).nonzero()[0])
-    with suppress(torch.OutOfMemoryError):  # all outputs are held
+    with suppress(torch.OutOfMemoryError):
         result.module = result.module or probes.first_module(documents, tokens[first], watched[first])
 
 

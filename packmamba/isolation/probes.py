@@ -119,7 +119,7 @@ def moved(one: Tensor, other: Tensor) -> Tensor:
 
 
 def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
-    """Reduce marks of a module's tensor to slots (R, W); None: no such axis. A convolution's may be longer."""
+    """Reduce marks of a module's tensor to slots (R, W); None: no such axis."""
     if values.dim() and values.shape[0] == rows * width:
         return values.reshape(rows, width, -1).any(-1)
     if values.dim() < 2 or values.shape[0] != rows:

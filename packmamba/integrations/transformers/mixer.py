@@ -21,7 +21,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     layout, xz = packing.layout, mixer.in_proj(hidden)
     wide = accumulation_dtype(xz.dtype)
     conv = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
-    A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)  # in float32 as there, beside float64 too
+    A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)  # in float32 as there
     heads, out_proj, keeps = hasattr(mixer, "n_mamba_heads"), mixer.out_proj, cache is not None
     # Zamba's channels of input and gate alternate.
     x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if heads else xz.chunk(2, dim=-1)
@@ -54,7 +54,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
             if hasattr(mixer, "dt_layernorm"):
                 normed = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
                 low, B, C = (part.to(x.dtype) for part in normed)  # Jamba's norms return float32 under autocast
-            if _plain(mixer.dt_proj):  # the bias is not rounded to the activations' dtype
+            if _plain(mixer.dt_proj):  # the bias is not rounded
                 delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(wide)
             else:
                 delta, bias = mixer.dt_proj(low), None

@@ -160,14 +160,16 @@ class DocumentMask:
         kwargs = kwargs or {}
         if (mask := kwargs.pop("attn_mask", None)) is None:
             return function(*(x.dense() if isinstance(x, cls) else x for x in args), **kwargs)
+        if torch.compiler.is_compiling():
+            return function(*args, attn_mask=mask.dense(), **kwargs)
         rows = []
-        for row, lengths in enumerate(mask.lengths):
-            documents = zip(*(x[row, None].split(lengths, 2) for x in args))
+        for lengths, *row in zip(mask.lengths, *(x.split(1) for x in args)):
+            documents = zip(*(x.split(lengths, 2) for x in row))
             rows.append(torch.cat([function(*one, **kwargs | {"is_causal": True}) for one in documents], 2))
         return torch.cat(rows)
 
-    def to(self, *args: Any, **options: Any) -> Tensor:
-        return self.dense().to(*args, **options)
+    def to(self, *_: Any, **__: Any) -> Any:
+        return self
 
 
 def _packs(original: Any, way: str, whole: bool) -> Callable:

@@ -130,5 +130,6 @@ class PackedMamba2(Mixer):
         epsilon, norm_eps = options["norm_epsilon"], options.get("norm_eps", 1e-5)
         expect(norm_eps == epsilon, "norm_eps", f"norm_epsilon's {epsilon} in this format", norm_eps)
         published = super().to_hugging_face({"ngroups": 1} | options)
+        published["time_step_limit"] = [*map(float, published["time_step_limit"])]
         heads = published["expand"] * options["d_model"] // published["head_dim"]
         return published | {"num_heads": heads, "rms_norm": True, "time_step_rank": 1}
