@@ -117,7 +117,7 @@ class _LeakCheck:
     def __init__(self, warn: bool = False, call: Callable[..., Tensor] | None = None, **options: Any) -> None:
         self.warn, self.logits, self.options, self.done, self.seen = warn, call, options, False, 0
         self.handles: list[Any] = []
-        self.batch: Mapping[str, Any] = {}  # Lightning's, with boundaries that a training step may not pass on
+        self.batch: Mapping[str, Any] = {}  # with boundaries that a training step may not pass on
 
     def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
         if not self.done:
@@ -150,7 +150,7 @@ class _LeakCheck:
         """Call ``check`` until it returns that there was something to check."""
         if self.done:
             return
-        self.done, self.seen = True, self.seen + 1  # the check calls the model, too
+        self.done, self.seen = True, self.seen + 1
         try:
             sharded = any(type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules())
             if sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):

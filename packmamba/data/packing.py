@@ -120,8 +120,9 @@ def plan_rows(
         if overlong == "truncate":
             document, start, length = document[start == 0], start[start == 0], length[start == 0]
         row = np.asarray(chosen.assign(length, limit, buffer), None if len(length) else np.int64)
-        if row.shape != length.shape or row.dtype.kind not in "iu" or row.min(initial=0) < 0:
-            raise ValueError(f"strategy '{strategy}': expected {len(length)} row numbers from 0, got {row!r}")
+        fits = row.shape == length.shape and row.dtype.kind in "iu" and row.min(initial=0) >= 0
+        if not (fits and np.bincount(row).all()):
+            raise ValueError(f"strategy '{strategy}': expected {len(length)} rows from 0, no gaps, got {row!r}")
     num_rows = -(-(int(row.max(initial=-1)) + 1) // streams) * streams
     by_row = np.argsort(row, kind="stable")
     document, start, length = document[by_row], start[by_row], length[by_row]
