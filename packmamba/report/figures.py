@@ -181,7 +181,7 @@ def _speed_bars(bars: Arms) -> list[Figure]:
     ax.set_xlim(0, 1.2 * np.max(rates))
     ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     ax.set(title="Speed: non-padding tokens per second, and slots lost to padding (hatched)", xlabel="slots per second")
-    caption = "Real tokens per second (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
+    caption = "Non-padding tokens/s (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
     return [finish(fig, "speed", caption)]
 
 

@@ -157,9 +157,10 @@ def test_errors_name_the_argument(changed, error, message):
     [
         lambda lengths, *_: np.arange(len(lengths) - 1),
         lambda lengths, *_: np.arange(len(lengths)) - 1,
+        lambda lengths, *_: 2 * np.arange(len(lengths)),
         lambda lengths, *_: np.zeros(len(lengths), np.int64),
     ],
-    ids=["lost", "negative", "overfull"],
+    ids=["lost", "negative", "gaps", "overfull"],
 )
 def test_a_strategy_that_would_lose_or_overfill_is_refused(monkeypatch, assign):
     monkeypatch.setitem(STRATEGIES, "mine", Strategy(assign))

@@ -67,6 +67,12 @@ def test_compiled_is_eager(family):
             assert error(gradient, wanted[name]) < 1e-5, name
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[-2], graphs
+    for layer in packed.base_model.layers:  # one by one, as accelerate does
+        layer.compile(backend="aot_eager")
+    for n in range(2, 14):
+        packed(tokens[:1], position_ids=arguments([([1] * n + [14 - n], 0, 0)])[1])
+        graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    assert graphs[-1] == graphs[-6], graphs
 
 
 def documents():

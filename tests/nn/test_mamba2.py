@@ -29,7 +29,10 @@ def gradients(model, loss):
     return dict(zip(dict(model.named_parameters()), torch.autograd.grad(loss, [*model.parameters()])))
 
 
-@pytest.mark.parametrize("keys", [{}, {"ngroups": 1, "bias": True, "dt_limit": (0.002, 0.05), "tie_embeddings": False}])
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"dt_limit": (0, 0.05)}, {"ngroups": 1, "bias": True, "dt_limit": (0.002, 0.05), "tie_embeddings": False}],
+)
 def test_transformers_model_has_the_same_logits_and_gradients(tmp_path, keys):
     transformers = pytest.importorskip("transformers")
     model = model_of(**keys)

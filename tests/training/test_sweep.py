@@ -81,6 +81,7 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"jobs": 0}, "jobs: expected auto or an integer"),
         ({"launcher": "slurm", "deadline": 5}, "launcher: expected local"),
         ({"primary": ["a - lost"]}, "primary: expected"),
+        ({"primary": ["padded"], "baseline": "padded"}, "primary: expected .*, not the baseline"),
         ({"margin": 0}, "margin: expected"),
         ({"baseline": "padde"}, "baseline: expected one of padded, packed or null"),
         ({"table": {"metrics": ["val_los"]}}, "table.metrics: expected one of .*val_loss"),
