@@ -113,8 +113,6 @@ def demo(words: list[str]) -> None:
 def evaluate(words: list[str]) -> None:
     """Evaluate a trained model: perplexity, synthetic tasks, lm-evaluation-harness."""
     (folder,), overrides = split(words, RUN, 1, 1)
-    from omegaconf import OmegaConf
-
     from packmamba.evaluation.load import load_model, read_config
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
     from packmamba.evaluation.registry import evaluate as run
@@ -122,8 +120,8 @@ def evaluate(words: list[str]) -> None:
     from packmamba.report.html import format_table
     from packmamba.training.run_id import RunLock, records_of
 
-    data = OmegaConf.create({"data": dataclasses.asdict(read_config(folder).data)})
-    config = resolve(EvalConfig, [(data, folder), *read_layers(None, overrides)])
+    data = dataclasses.asdict(read_config(folder).data)
+    config = resolve(EvalConfig, [({"data": data}, folder), *read_layers(None, overrides)])
     for name, keys in config.options.items():
         mine = name in config.tasks and type(keys) is dict
         need(mine, f"options.{name}", f"keys of one of {', '.join(config.tasks)}", keys)
@@ -233,7 +231,7 @@ def export(words: list[str]) -> None:
             (path / name).write_text(json.dumps(content, indent=2) + "\n")
     record = [*records_of(folder), find_record(model.config)][0] if model.trained else None
     (path / "README.md").write_text(model_card(model, record), encoding="utf-8")
-    print(f"Written: {path}, for transformers' AutoModelForCausalLM")
+    print(f"Written, for transformers: {path}")
 
 
 def leakcheck(words: list[str]) -> int:
@@ -361,7 +359,7 @@ def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[
     if dashed := [word for word in words if word.startswith("--")]:
         raise UserError(f"expected key=value, got {dashed[0]}; keys have no dashes")
     if not least <= len(arguments) <= most:
-        raise UserError(f"expected {expected}, got {', '.join(arguments) or 'none'}")
+        raise UserError(f"expected {expected}, and key=value, got {' '.join(arguments) or 'none'}")
     return arguments, [word for word in words if "=" in word]
 
 

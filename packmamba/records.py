@@ -38,6 +38,7 @@ RENAMED: dict[str, dict[str, str]] = {
     "strategy": STRATEGIES,
     "overlong": {"pieces": "split"},
     "boundary": {"foreign": "state_passing", "noise": "fitted_noise", "foreign_heads": "state_passing_within_row"},
+    "precision": {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"},
 }
 
 

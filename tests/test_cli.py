@@ -121,7 +121,7 @@ def test_help_and_version(capsys):
     [
         (["trian"], "did you mean 'train'?"),
         (["train", "--lr=3"], "keys have no dashes"),
-        (["train", "a.yaml", "b.yaml"], "expected a YAML file"),
+        (["train", "a.yaml", "b.yaml"], "expected a YAML file, and key=value"),
         (["train", "nowhere.yaml"], "nowhere.yaml: expected a YAML file, got none; see configs/"),
         (["train", "configs"], "configs: expected a YAML file, got a folder"),
         (["train", "configs/demo.yaml"], "run.py sweep configs/demo.yaml"),

@@ -61,7 +61,8 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
 def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     """Merge layers and their origins over the defaults of ``schema``; validate."""
     config, named = copy.deepcopy(structured(schema)), False
-    for update, origin in layers:
+    for layer, origin in layers:
+        update: Any = OmegaConf.create(layer)
         named |= OmegaConf.select(update, "model.d_state") == 16 and not origin.endswith(CONFIGURATION)
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
@@ -75,7 +76,8 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
             hint = "; an older version's key: remove it" if old else _instead(key, schema())
             raise ConfigError(f"unknown key '{key}' in {origin}{hint}") from None
         except (OmegaConfBaseException, TypeError) as error:
-            key = getattr(error, "full_key", None) or next(iter(update))
+            lists = [one for one in update if isinstance(update._get_node(one), ListConfig)]
+            key = getattr(error, "full_key", None) or [*lists, *update][0]
             expected = next(kind for word, kind in TYPES.items() if word in str(error).splitlines()[0])
             got = OmegaConf.select(update, key)
             whole = expected == "an integer" and isinstance(got, float) and got.is_integer()
@@ -138,6 +140,7 @@ def _check(name: str, value: Any, remedy: str, choices: Any = (), check: Any = N
 def _check_rules(config: Config) -> None:
     data, model, trainer, evaluations = config.data, config.model, config.trainer, config.evaluations
     strategy, boundary = registry(STRATEGIES)[data.strategy], registry(BOUNDARIES)[trainer.boundary]
+    need(hasattr(strategy, "pads"), "data.strategy", "a packing.Strategy", repr(strategy))
     of_mixer = options(registry(MIXERS)[model.mixer])
     stream, splits = data.batching == "stream", strategy.splits_documents
 

@@ -12,20 +12,9 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from packmamba.config import (
-    Config,
-    ConfigError,
-    DataConfig,
-    TrainerConfig,
-    import_plugins,
-    registry,
-    resolve,
-    to_dict,
-    validate,
-)
+from packmamba.config import Config, DataConfig, TrainerConfig, import_plugins, need, registry, resolve, validate
 from packmamba.data.batch import Rows, StepBatch
 from packmamba.data.packing import Integers
 from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
@@ -50,9 +39,8 @@ class PackedDataModule(lightning.LightningDataModule):
         progress: bool = True, **keys: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        layers = [
-            (OmegaConf.create({"data": one}), type(self).__name__) for one in (to_dict(config or DataConfig()), keys)
-        ]
+        need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
+        layers = [({"data": one}, type(self).__name__) for one in (vars(config or DataConfig()), keys)]
         self.config = resolve(Config, layers).data
         self.seed, self.plugins, self.progress, self._boundary = seed, list(plugins), progress, boundary
 
@@ -84,8 +72,8 @@ class PackedDataModule(lightning.LightningDataModule):
         return {"corpus_hash": self.corpora.corpus_hash}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        if state_dict["corpus_hash"] != self.corpora.corpus_hash:
-            raise ConfigError("data: expected the documents that this run began with, got others; remove its folder")
+        same = state_dict["corpus_hash"] == self.corpora.corpus_hash
+        need(same, "data", "the documents that this run began with", "others; remove its folder")
 
     def setup(self, stage: str | None = None) -> None:
         ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)

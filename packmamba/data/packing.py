@@ -78,7 +78,6 @@ class Strategy:
     pads: bool = True  # rows have row_length slots; else as many as tokens
     needs_row_length: bool = True  # else a row is as long as its document without one
     splits_documents: bool = False
-    drops_tokens: bool = False  # a token may be in no row, whatever overlong says
 
 
 def plan_rows(

@@ -120,10 +120,9 @@ def _tokenize(
                 pairs = zip(chunk, encoded)
                 writer.add([(one, ids) for one, ids in pairs if len(ids) and one.held_out == held_out])
         counts = [writer.counts["documents"] for writer in writers]
-        if not any(counts):
-            raise ConfigError(f"data.path: expected documents with a token in them, got none in '{data.path}'")
         if not all(counts):
-            raise ConfigError(f"data.validation_fraction: expected documents in both splits, got {counts}")
+            got = "{} and {} in '{}'".format(*counts, data.path)
+            raise ConfigError(f"data.path: expected documents in training and validation, got {got}")
         ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
         hashes = [hash for writer in writers for name, hash in writer.hashes.items() if name != "groups"]
         header = json.dumps([*ids.values(), *(hash.hexdigest() for hash in hashes)])

@@ -119,8 +119,8 @@ def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], 
     trainer = make_trainer(config, folder, [metrics, average, evaluations, checkpoint], progress, reached)
     with lock if trainer.is_global_zero else nullcontext():
         if (done := run_id.find_record(config)) is not None:
-            if done["corpus_hash"] != data.corpora.corpus_hash:
-                raise ConfigError(f"data: the documents have changed; remove {path} and {folder}")
+            same = done["corpus_hash"] == data.corpora.corpus_hash
+            need(same, "data", "this run's documents", f"others; remove {path} and {folder}")
             if progress:
                 print(f"already done, nothing is trained: {folder}")
             return done

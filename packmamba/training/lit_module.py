@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics import Metric
 
-from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, need, validate
+from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, need, resolve, validate
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
@@ -89,7 +89,7 @@ class PackedLitModule(lightning.LightningModule):
         trainer = validate(
             TrainerConfig(boundary=boundary, boundary_options=boundary_options or {}, mean_over=mean_over)
         )
-        self.optimizer_config = validate(OptimizerConfig(lr=lr, **optimizer))
+        self.optimizer_config = resolve(OptimizerConfig, [({"lr": lr, **optimizer}, type(self).__name__)])
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
         self.model: Any = MambaLM(**model) if isinstance(model, dict) else cast(Any, model)

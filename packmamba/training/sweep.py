@@ -155,7 +155,7 @@ def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
 
 
 def _with(config: Config, **keys: Any) -> Config:
-    return resolve(Config, [(OmegaConf.create(to_dict(config)), CONFIGURATION), (_layer(keys), "tune.grid")])
+    return resolve(Config, [(to_dict(config), CONFIGURATION), (_layer(keys), "tune.grid")])
 
 
 def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config | None:

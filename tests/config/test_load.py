@@ -77,10 +77,12 @@ def test_a_wrong_key_is_named(override, message):
 def test_plugins_are_imported_before_names_are_checked(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    code = "from packmamba.data.packing import STRATEGIES\nSTRATEGIES['mine'] = STRATEGIES['greedy']\n"
+    code = "from packmamba.data.packing import STRATEGIES\nSTRATEGIES.update(mine=STRATEGIES['greedy'], plain=print)\n"
     (tmp_path / "my_strategy.py").write_text(code)
     monkeypatch.setattr("packmamba.data.packing.STRATEGIES", dict(STRATEGIES))
     assert load_config(None, ["plugins=[my_strategy]", "data.strategy=mine"]).plugins == ["my_strategy"]
+    with pytest.raises(ConfigError, match="^data.strategy: expected a packing.Strategy"):
+        load_config(None, ["plugins=[my_strategy]", "data.strategy=plain"])
     with pytest.raises(ConfigError, match="^plugins: cannot import 'no_such_module'"):
         load_config(None, ["plugins=[no_such_module]"])
 
@@ -121,7 +123,7 @@ def test_valid(overrides):
         ("optimizer.final_lr_fraction=1.5", "optimizer.final_lr_fraction: expected at least 0 and at most 1"),
         ("trainer.deterministic=maybe", "trainer.deterministic: expected true or false"),
         ("trainer.loggers=csv", "trainer.loggers: expected a list"),
-        ("trainer.precision=bf16", "trainer.precision: .*did you mean 'bf16-true'"),
+        ("trainer.precision=bf16", "trainer.precision: .*it is bf16-mixed now"),
         ("model.dt_rank=some", "model.dt_rank: expected auto or an integer"),
         ("model.mixer_options.d_stat=3", "'model.mixer_options.d_stat'"),
         ("data=3", "data: expected keys and values"),

@@ -151,7 +151,7 @@ def test_memory_does_not_grow_with_the_corpus(data, monkeypatch):
 @pytest.mark.parametrize("texts", [[], [""], ["one"]])
 def test_a_corpus_without_documents_to_train_on_is_refused(data, texts):
     write_lines(Path(data.path), texts)
-    assert refused(data).startswith("data.validation_fraction" if texts == ["one"] else "data.path")
+    assert refused(data).startswith("data.path: expected documents in training and validation, got 0 and ")
     assert not any(path.is_dir() for path in Path(data.cache_dir).iterdir())
 
 

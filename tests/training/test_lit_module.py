@@ -242,7 +242,6 @@ def test_users_own_module_of_ten_lines(tmp_path):
 
 @pytest.mark.parametrize("file", ["demo.yaml", "sweeps/continuity.yaml"])
 def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
-    """They were 55 % padding where steps of matched documents were cut into rows of streams."""
     keys = [f"data.cache_dir={tmp_path}", "data.source=synthetic", "data.num_documents=1000"]
     _, configs = load_sweep(f"configs/{file}", keys)
     carrying = {repr(config.data): config for config in configs if config.trainer.boundary == "carry"}
@@ -261,6 +260,8 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
         ("lr", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), lr=-1.0)),
         ("mean_over", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), mean_over="files")),
         ("model", lambda: PackedLitModule()),
+        ("'boundry' in PackedLitModule", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), boundry="leak")),
+        ("config: expected DataConfig", lambda: PackedDataModule("stdlib")),
         ("data.strategy", lambda: PackedDataModule(strategy="gredy")),
         ("data.row_length", lambda: PackedDataModule(DataConfig(), row_length=0)),
     ],
@@ -269,8 +270,6 @@ def test_a_wrong_argument_is_named(key, make):
     with pytest.raises(ConfigError, match=key):
         make()
 
-
-# --- the gradient of a step
 
 SCHEMES = {
     "padded": {"strategy": "padded"},

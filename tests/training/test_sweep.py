@@ -33,8 +33,7 @@ def runs_of(folder):
 
 @pytest.fixture
 def pretended(monkeypatch):
-    """Runs are recorded without being trained; their list."""
-    seen = []
+    seen = []  # runs, recorded without being trained
 
     def pretend(configs, report, progress):
         for config in configs:
@@ -72,6 +71,7 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
     [
         ({"arm": {}}, "unknown key 'arm'.*'arms'"),
         ({"arms": {}}, "arms: expected at least one arm"),
+        ({"arms": ["x"]}, "arms: expected keys and values"),
         ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
         ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected concat_split"),
         ({"arms": {"x": {"model": {"d_state": 2}}}, "grid": {"model.d_state": [4]}}, "grid.model.d_state: .*arms.x"),
