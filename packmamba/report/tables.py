@@ -129,6 +129,7 @@ TITLES = {
     "val_loss": "validation loss",
     "val_loss_start": "loss, first 32 tokens",
     "val_loss_as_trained": "loss, evaluated as trained",
+    "real_tokens": "non-padding tokens",
     "real_tokens_per_second": "non-padding tokens/s",
     "padding_fraction": "padding",
     "peak_memory_bytes": "peak memory",
@@ -285,9 +286,9 @@ def sentence(records: Records) -> str:
 
 
 def _notes(arms: Arms) -> list[str]:
-    notes = ["Losses are nats per real target, of documents one at a time from zero state in every arm."]
+    notes = ["Losses are nats per target, each document from zero state."]
     if others := ", ".join(arm.label for arm in arms if arm.timing is None):
-        notes.append(f"Speed is no comparison where arms were not timed together: {others}.")
+        notes.append(f"Not timed together, speeds do not compare: {others}.")
     if others := ", ".join(arm.label for arm in arms if not aggregate.same_documents(arm, arm.baseline)):
         notes.append(f"Steps hold other documents than the baseline's: {others}.")
     fewest = min(len(arm.runs) for arm in arms)
