@@ -136,8 +136,8 @@ def _fields() -> dict[tuple[str, ...], dict[str, object]]:
     return found
 
 
-def without_speeds(kind: Kind) -> Kind:
-    """Leave out the speed of training runs that shared a machine; timings of arms in turns have tables of their own."""
+def without_speeds(kind: Kind, *more: Callable[..., list[Table]]) -> Kind:
+    """Leave out the speed of training runs that shared a machine, which timings of arms in turns have; add tables."""
 
     def tables(records: Sequence[Record]) -> list[Table]:
         made = kind.tables(records)
@@ -146,7 +146,7 @@ def without_speeds(kind: Kind) -> Kind:
             if table.name == "training":
                 table.columns = [table.columns[i] for i in kept]
                 table.rows = [[row[i] for i in kept] for row in table.rows]
-                table.notes = [note for note in table.notes if not note.startswith("Speed")]
-        return made
+                table.notes = [note for note in table.notes if not note.startswith("Not timed")]
+        return made + [table for make in more for table in make(records)]
 
     return replace(kind, tables=tables)

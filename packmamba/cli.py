@@ -53,8 +53,8 @@ class EvalConfig(LoadConfig):
 @dataclasses.dataclass
 class GenerateConfig(LoadConfig):
     max_new_tokens: int = key(64, "Maximum tokens to generate.", low=1)
-    temperature: float = key(0.0, "Sampling temperature; 0 for the most likely token.", low=0)
-    top_p: float = key(1.0, "Sample among the likeliest tokens of this probability.", above=0, high=1)
+    temperature: float = key(0.0, "Sampling temperature; 0: greedy.", low=0)
+    top_p: float = key(1.0, "Probability of nucleus sampling.", above=0, high=1)
     seed: int = key(0, "Seed of sampling.", low=0)
 
 

@@ -97,6 +97,6 @@ def _rate(arm: Arm) -> Cell:
 
 
 KINDS = {
-    "training": without_speeds(replace(LIBRARY["training"].extended(answers_tables), label=task_of)),
+    "training": replace(without_speeds(LIBRARY["training"], answers_tables), label=task_of),
     "throughput": replace(LIBRARY["throughput"], label=task_of),
 }

@@ -313,7 +313,7 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
 
 
 KINDS = {
-    "training": without_speeds(replace(LIBRARY["training"].extended(parity_tables), label=unit)),
-    "throughput": replace(LIBRARY["throughput"].extended(speed_tables), label=unit),
+    "training": replace(without_speeds(LIBRARY["training"], parity_tables), label=unit),
+    "throughput": replace(without_speeds(LIBRARY["throughput"], speed_tables), label=unit),
     "gradients": Kind(gradient_tables, label=unit),
 }

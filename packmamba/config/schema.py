@@ -14,7 +14,7 @@ OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-NAMED = ("csv", "tensorboard", "wandb")
+NAMED = ("csv", "tensorboard", "tensorboard_tokens", "wandb")
 AUTO = "auto or an integer above 0", lambda value: value == "auto" or (type(value) is int and value > 0)
 LOGGERS = f"{', '.join(NAMED)} or class paths", lambda names: all(name in NAMED or "." in str(name) for name in names)
 TWO_RATES = "two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas)
@@ -58,7 +58,7 @@ class DataConfig:
     end_token: Optional[str] = key("</s>", "Token after every document; null: none.")
     validation_fraction: float = key(0.05, "Fraction of files (text) or documents held out.", above=0, high=0.99)
     distribution: str = key("documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS)
-    num_documents: int = key(10000, "Number of synthetic documents, or of a task's examples.", low=1)
+    num_documents: int = key(10000, "Synthetic documents, or a task's examples.", low=1)
     vocab_size: int = key(256, "Vocabulary of synthetic documents.", low=1)
     task: Optional[str] = key(None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
@@ -74,9 +74,7 @@ class DataConfig:
     shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (batching stream).", low=1)
     tokens_per_step: int = key(4096, "Tokens of an optimizer step; with padding under batching=stream.", low=1)
     cut_documents: Optional[int] = key(None, "Cut training documents to this length.", low=1)
-    cut_at_steps: bool = key(
-        True, "Cut documents so that steps hold exactly tokens_per_step (matched); rests start anew."
-    )
+    cut_at_steps: bool = key(True, "Cut documents so that steps hold exactly tokens_per_step (matched).")
     max_tokens_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
     validation_documents: Optional[int] = key(None, "Documents to validate on; null: all held out.", low=1)
     num_workers: int = key(0, "Processes that prepare batches; 0 for none.", low=0)
@@ -98,11 +96,11 @@ class DataConfig:
 class ModelConfig:
     vocab_size: Optional[int] = key(None, "Rows of the embedding; null: the corpus's vocabulary.", low=1)
     d_model: int = key(128, "Width of the residual stream.", low=1)
-    n_layer: int = key(2, "Number of blocks.", low=1)
+    n_layer: int = key(2, "Blocks.", low=1)
     mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
-    mixer_options: dict[str, Any] = key({}, "Further arguments of the mixer, such as dt_max.")
+    mixer_options: dict[str, Any] = key({}, "More arguments of the mixer, such as dt_max.")
     d_state: int = key(16, "States per channel; 16: the mixer's default (mamba2: 128).", low=1)
-    d_conv: int = key(4, "Width of the convolution.", low=2, high=4)
+    d_conv: int = key(4, "Taps of the convolution.", low=2, high=4)
     expand: int = key(2, "d_inner = expand * d_model.", low=1)
     dt_rank: Any = key("auto", "Rank of delta; auto: ceil(d_model / 16).", check=AUTO)
     tie_embeddings: bool = key(True, "The head shares the embedding's weight.")
@@ -125,7 +123,7 @@ class OptimizerConfig:
     betas: list[float] = key([0.9, 0.95], "Decay rates of AdamW's moments.", check=TWO_RATES)
     weight_decay: float = key(0.1, "Only matrices decay.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
-    schedule_steps: Optional[int] = key(None, "Steps of the schedule; null: trainer.max_steps.", low=1)
+    schedule_steps: Optional[int] = key(None, "Steps of the schedule; null: max_steps.", low=1)
     final_lr_fraction: float = key(0.1, "Fraction of the peak at the cosine's end.", low=0, high=1)
     grad_clip: Optional[float] = key(1.0, "Maximum gradient norm; null: no clipping.", above=0)
 
@@ -142,7 +140,7 @@ class TrainerConfig:
     evaluate_every: Optional[int] = key(None, "Steps between evaluations; null: at the end.", low=1)
     checkpoint_every: int = key(50, "Steps between checkpoints.", low=1)
     log_every: int = key(10, "Steps between logged points.", low=1)
-    loggers: list[Any] = key(["csv", "tensorboard"], "csv, tensorboard, wandb or class paths.", check=LOGGERS)
+    loggers: list[Any] = key(["csv", "tensorboard"], f"{LOGGERS[0]}.", check=LOGGERS)
     callbacks: list[Any] = key([], "Class paths, or {class_path: ..., init_args: {...}}.")
     leakcheck_every: Optional[int] = key(0, "Steps between leakchecks; 0: only the first batch; null: none.", low=0)
     precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
@@ -150,8 +148,8 @@ class TrainerConfig:
     devices: int = key(1, "Devices of each machine.", low=1)
     num_nodes: int = key(1, "Machines, each started by torchrun or SLURM.", low=1)
     strategy: str = key("auto", "Over several devices; auto is ddp.", choices=("auto", "ddp", "fsdp2"))
-    cuda_graphs: bool = key(False, "Replay micro-batches as CUDA graphs: faster for small models.")
-    deterministic: bool = key(False, "Give the same bits again, on a CPU or one GPU.")
+    cuda_graphs: bool = key(False, "Replay micro-batches as CUDA graphs (small models).")
+    deterministic: bool = key(False, "The same bits again, on a CPU or one GPU.")
     init_from: Optional[str] = key(None, "Initial weights: folder of a run or checkpoint, or <sweep>:<arm>.")
     threads: Optional[int] = key(None, "CPU threads; null: PyTorch's default, or 1 if deterministic.", low=1, high=1024)
 

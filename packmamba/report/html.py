@@ -35,9 +35,6 @@ class Kind:
     figures: Callable[[Records], list[Figure]] = lambda records: []
     label: Callable[[Records], str] = lambda records: records[0]["corpus_hash"][:12]
 
-    def extended(self, tables: Callable[[Records], list[Table]]) -> Kind:
-        return replace(self, tables=lambda records: [*self.tables(records), *tables(records)])
-
 
 KINDS: dict[str, Kind] = {
     "training": Kind(training_tables, training_figures),

@@ -268,12 +268,20 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
         raise ConfigError(f"{key}: expected a class path, got {path}: {error}") from None
 
 
+class TokenAxis(TensorBoardLogger):
+    tokens = 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.tokens = int(metrics.get("train/real_tokens", self.tokens))
+        super().log_metrics(metrics, self.tokens)
+
+
 def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
     if spec == "csv":
         return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
-    if spec == "tensorboard":
-        options: Any = {"purge_step": resumed_step or None, "default_hp_metric": False}
-        return TensorBoardLogger(folder, name="tensorboard", version="", **options)
+    if spec in ("tensorboard", "tensorboard_tokens"):
+        kind, purged = (TensorBoardLogger, resumed_step or None) if spec == "tensorboard" else (TokenAxis, None)
+        return kind(folder, spec, "", default_hp_metric=False, purge_step=purged)
     if spec == "wandb":
         return WandbLogger(folder.name, folder, id=folder.name, project=folder.parent.name or "packmamba")
     return instantiate(spec, "trainer.loggers", save_dir=folder)

@@ -105,7 +105,6 @@ def test_rows_that_go_on_from_a_cache_have_no_boundaries(name):
 @every_name
 @pytest.mark.parametrize("part", ["", "backbone", "backbone.layers.0.mixer"], ids=["model", "backbone", "mixer"])
 def test_a_cache_is_seen_under_either_name(family, name, part):
-    """It is filled, and a step goes on from it, as in the original."""
     if part.endswith("mixer"):
         given, options = torch.randn(2, 14, 16, generator=torch.Generator().manual_seed(2)), {}
     else:

@@ -174,7 +174,6 @@ def test_trl_s_sft_trainer(family, way, tmp_path):
 @every_family
 @pytest.mark.parametrize("length", [23, 40])
 def test_trl_s_wrapped_documents_are_refused(family, length, tmp_path, monkeypatch):
-    """They are one text without boundaries, in full rows or beside a padded one."""
     monkeypatch.setitem(WAYS["wrapped"], "max_length", length)
     with pytest.raises(ValueError, match="^position_ids: expected "):
         sft(patch(build(family, vocab_size=300), require_boundaries=True), tmp_path, "wrapped")
