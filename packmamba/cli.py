@@ -341,7 +341,7 @@ def kernels(words: list[str]) -> None:
 COMMANDS: dict[str, tuple[Callable, str, type | str | None]] = {
     "demo": (demo, "[key=value ...]", "packmamba.training.sweep:SweepConfig"),
     "train": (train, "[FILE.yaml] [key=value ...]", Config),
-    "sweep": (sweep, "FILE.yaml ... [key=value ...]", "packmamba.training.sweep:SweepConfig"),
+    "sweep": (sweep, "FILE.yaml [key=value ...]", "packmamba.training.sweep:SweepConfig"),
     "eval": (evaluate, "RUN [tasks=[...]] [key=value ...]", EvalConfig),
     "generate": (generate, "RUN TEXT [key=value ...]", GenerateConfig),
     "export": (export, "RUN [FOLDER]", None),

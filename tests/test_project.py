@@ -24,7 +24,7 @@ def test_environment_has_the_dependencies_of_pyproject():
     conda = OmegaConf.to_container(OmegaConf.load(ROOT / "environment.yml"))["dependencies"]
     (pip,) = (entry["pip"] for entry in conda if isinstance(entry, dict))
     train = project["optional-dependencies"]["train"]
-    assert sorted(pip) == sorted([*project["dependencies"], *train, "-e ."])
+    assert sorted(pip) == sorted([*project["dependencies"], *train, "-e .[dev,integrations]"])
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))

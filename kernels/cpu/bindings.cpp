@@ -43,36 +43,36 @@ void conv1d_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor 
   });
 }
 
-void check_kept(const Tensor& kept, const Tensor& starts, const Tensor& u) {
-  STD_TORCH_CHECK(kept.size(0) >= starts.numel() + u.size(0) * u.size(1) / kChunk, "too little room for the kept states");
+void check_saved(const Tensor& saved, const Tensor& starts, const Tensor& u) {
+  STD_TORCH_CHECK(saved.size(0) >= starts.numel() + u.size(0) * u.size(1) / kChunk, "too little room for the saved states");
 }
 
 void ssm_forward(const Tensor u, const Tensor delta, const Tensor A, const Tensor B, const Tensor C, const OptionalTensor D,
                  const OptionalTensor z, const OptionalTensor delta_bias, bool delta_softplus, const Tensor starts,
                  const Tensor ends, const OptionalTensor initial_state, Tensor y, OptionalTensor final_state,
-                 OptionalTensor kept) {
-  if (kept) check_kept(*kept, starts, u);
+                 OptionalTensor saved) {
+  if (saved) check_saved(*saved, starts, u);
   with_dtype(u, [&](auto type) {
     using T = decltype(type);
     using R = accumulate_t<T>;
     const ScanArguments<T> in(u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state);
-    Operators<T>::scan_forward(in, pointer<T>(y), pointer<R>(final_state), pointer<R>(kept), kept ? kept->size(0) : 0);
+    Operators<T>::scan_forward(in, pointer<T>(y), pointer<R>(final_state), pointer<R>(saved), saved ? saved->size(0) : 0);
   });
 }
 
 void ssm_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor u, const Tensor delta, const Tensor A,
                   const Tensor B, const Tensor C, const OptionalTensor D, const OptionalTensor z,
                   const OptionalTensor delta_bias, bool delta_softplus, const Tensor starts, const Tensor ends,
-                  const OptionalTensor initial_state, const Tensor kept, Tensor du, Tensor ddelta, Tensor dA, Tensor dB,
+                  const OptionalTensor initial_state, const Tensor saved, Tensor du, Tensor ddelta, Tensor dA, Tensor dB,
                   Tensor dC, OptionalTensor dD, OptionalTensor dz, OptionalTensor dbias, OptionalTensor dinitial) {
-  check_kept(kept, starts, u);
+  check_saved(saved, starts, u);
   with_dtype(u, [&](auto type) {
     using T = decltype(type);
     using R = accumulate_t<T>;
     const ScanArguments<T> in(u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state);
     const ScanGradients<T> out{pointer<T>(du), pointer<T>(ddelta), pointer<T>(dB), pointer<T>(dC), pointer<T>(dz),
                                pointer<R>(dA), pointer<R>(dD), pointer<R>(dbias), pointer<R>(dinitial)};
-    Operators<T>::scan_backward(in, Rows<const T>(dy), pointer<const R>(dfinal), pointer<const R>(kept), out);
+    Operators<T>::scan_backward(in, Rows<const T>(dy), pointer<const R>(dfinal), pointer<const R>(saved), out);
   });
 }
 
@@ -89,10 +89,10 @@ STABLE_TORCH_LIBRARY(packmamba_cpu, m) {
   m.def(
       "ssm_forward(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
       "bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor(a!) y, Tensor(b!)? final_state, "
-      "Tensor(c!)? kept) -> ()");
+      "Tensor(c!)? saved) -> ()");
   m.def(
       "ssm_backward(Tensor dy, Tensor? dfinal, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
-      "Tensor? delta_bias, bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor kept, "
+      "Tensor? delta_bias, bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor saved, "
       "Tensor(a!) du, Tensor(b!) ddelta, Tensor(c!) dA, Tensor(d!) dB, Tensor(e!) dC, Tensor(f!)? dD, Tensor(g!)? dz, "
       "Tensor(h!)? dbias, Tensor(i!)? dinitial) -> ()");
 }

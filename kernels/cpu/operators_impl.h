@@ -13,13 +13,13 @@ template <class T>
 void Operators<T>::conv_backward(const ConvArguments<T>& in, Rows<const T> dy, const R* dfinal, const ConvGradients<T>& out) {
   with_taps(in.taps, [&](auto taps) { packmamba::conv_backward<T, taps.value>(in, dy, dfinal, out); });
 }
-template <class T> void Operators<T>::scan_forward(const ScanArguments<T>& in, T* y, R* final_state, R* kept, int64_t kept_places) {
-  packmamba::scan_forward<T>(in, y, final_state, kept, kept_places);
+template <class T> void Operators<T>::scan_forward(const ScanArguments<T>& in, T* y, R* final_state, R* saved, int64_t saved_places) {
+  packmamba::scan_forward<T>(in, y, final_state, saved, saved_places);
 }
 template <class T>
-void Operators<T>::scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const R* dfinal, const R* kept,
+void Operators<T>::scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const R* dfinal, const R* saved,
                                  const ScanGradients<T>& out) {
-  packmamba::scan_backward<T>(in, dy, dfinal, kept, out);
+  packmamba::scan_backward<T>(in, dy, dfinal, saved, out);
 }
 
 }  // namespace packmamba

@@ -10,11 +10,11 @@
 
 namespace packmamba {
 
-constexpr int kChunk = 32;            // tokens between kept states; the backward replays them. Python allocates accordingly
+constexpr int kChunk = 32;            // tokens between saved states; the backward replays them. Python allocates accordingly
 constexpr int kGroupChannels = 128;    // of a work item, more where there would be too many groups
 constexpr int kMaxGroups = 32;        // bounds the partial sums of dB and dC
 constexpr int kSegmentTokens = 256;   // joins short documents; bounds the partial sums of dA
-constexpr int kPaddedChannels = 16;   // kept states are padded to this many channels
+constexpr int kPaddedChannels = 16;   // saved states are padded to this many channels
 constexpr int kTogether = 4;          // tokens, or states, whose exponentials are computed side by side; divides kChunk
 
 template <class T> struct ScanArguments {
@@ -50,8 +50,8 @@ template <class R> struct ChannelGroups {
   int lanes_of(int64_t block) const { return int(std::min<int64_t>(lanes, channels - block * lanes)); }
 };
 
-// Where the states kept of a document's chunk lie: one place more than chunks per document is always enough.
-inline int64_t kept_chunk(int64_t document, int64_t start, int64_t chunk) { return document + start / kChunk + chunk; }
+// Where the states saved of a document's chunk lie: one place more than chunks per document is always enough.
+inline int64_t saved_chunk(int64_t document, int64_t start, int64_t chunk) { return document + start / kChunk + chunk; }
 
 // (channels, states) of a block with its channels on lanes: states vectors. Lanes past the last channel are zero.
 template <class R> void load_block(const R* from, int64_t states, int count, Vec<R>* to, R factor = 1) {

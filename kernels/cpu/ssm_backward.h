@@ -1,4 +1,4 @@
-// The selective scan, backward: chunks of a document from its last to its first, each replayed from its kept state, then walked
+// The selective scan, backward: chunks of a document from its last to its first, each replayed from its saved state, then walked
 // back. With g the gradient before the gate and w = delta u:
 //   dh = g C + carry;  dC += g h;  dB += dh w;  carry = dh a;  ddelta = sum_n carry h_prev A + u sum_n dh B;
 //   du = delta sum_n dh B + g D;  dA += carry h_prev delta.
@@ -73,14 +73,14 @@ void backward_tile(int tokens, const Tokens<R>& in, BackwardTokens<R>& io, const
 }
 
 template <class T>
-void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulate_t<T>* dfinal, const accumulate_t<T>* kept,
+void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulate_t<T>* dfinal, const accumulate_t<T>* saved,
                    const ScanGradients<T>& out) {
   using R = accumulate_t<T>;
   using V = Vec<R>;
   constexpr int lanes = kLanes<R>;
   const Documents& documents = in.documents;
   const int64_t states = in.states, channels = in.channels;
-  const int64_t padded = (channels + kPaddedChannels - 1) / kPaddedChannels * kPaddedChannels, kept_size = padded * states;
+  const int64_t padded = (channels + kPaddedChannels - 1) / kPaddedChannels * kPaddedChannels, saved_size = padded * states;
   const ChannelGroups<R> groups(channels);
   const auto segments = join_documents(documents, kSegmentTokens);
   const auto order = longest_first(segments);
@@ -150,7 +150,7 @@ void scan_backward(const ScanArguments<T>& in, Rows<const T> dy, const accumulat
             io.y[t] = in.D ? skip * tokens.u[t] : V{};
             io.sum_B[t] = io.sum_A[t] = V{};
           }
-          const R* state = kept + kept_chunk(s, start, chunk) * kept_size + channel * states;
+          const R* state = saved + saved_chunk(s, start, chunk) * saved_size + channel * states;
           for_each_tile<8>(states, [&](int64_t n, auto tile) {
             V from[tile.value];
             std::memcpy(from, state + n * lanes, sizeof from);

@@ -33,24 +33,24 @@ void forward_tile(int tokens, const Vec<R>* size, const Vec<R>* drive, Vec<R>* y
 }
 
 template <class T>
-void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state, accumulate_t<T>* kept,
-                  int64_t kept_places) {
+void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state, accumulate_t<T>* saved,
+                  int64_t saved_places) {
   using R = accumulate_t<T>;
   using V = Vec<R>;
   constexpr int lanes = kLanes<R>;
   const Documents& documents = in.documents;
   const int64_t states = in.states, channels = in.channels;
-  const int64_t kept_size = (channels + kPaddedChannels - 1) / kPaddedChannels * kPaddedChannels * states;
+  const int64_t saved_size = (channels + kPaddedChannels - 1) / kPaddedChannels * kPaddedChannels * states;
   const ChannelGroups<R> groups(channels);
   const auto segments = join_documents(documents, kSegmentTokens);
   const auto order = longest_first(segments);
   const auto A = blocks_of_A(in.A, channels, states, R(1.4426950408889634));
   begin_output(y, channels, documents);
-  if (kept)
+  if (saved)
     for (int64_t s = 0, from = 0; s <= documents.count; ++s) {
       const bool last = s == documents.count;
-      const int64_t to = last ? kept_places : kept_chunk(s, documents.starts[s], 0);
-      std::fill(kept + from * kept_size, kept + to * kept_size, R(0));
+      const int64_t to = last ? saved_places : saved_chunk(s, documents.starts[s], 0);
+      std::fill(saved + from * saved_size, saved + to * saved_size, R(0));
       if (!last) from = to + (documents.ends[s] - documents.starts[s] + kChunk - 1) / kChunk;
     }
 
@@ -86,12 +86,12 @@ void scan_forward(const ScanArguments<T>& in, T* y, accumulate_t<T>* final_state
           const int64_t block = first_block + j, channel = block * lanes;
           const int width = groups.lanes_of(block);
           V* state = &scratch.state[j * states];
-          if (kept) {
-            R* place = kept + kept_chunk(s, start, (slot - start) / kChunk) * kept_size + channel * states;
+          if (saved) {
+            R* place = saved + saved_chunk(s, start, (slot - start) / kChunk) * saved_size + channel * states;
             std::memcpy(place, state, sizeof(V) * states);
             // Nothing that leaves is undefined: neither channels past the last, nor (below) places that no chunk has.
             if (channel + lanes >= channels)
-              std::fill(place + lanes * states, place + (kept_size - channel * states), R(0));
+              std::fill(place + lanes * states, place + (saved_size - channel * states), R(0));
           }
           const Ahead next(slot + count, ahead, first_block * lanes, blocks * lanes, j, blocks);
           for (const auto& rows : {in.u, in.delta, in.z}) next.prefetch(rows);

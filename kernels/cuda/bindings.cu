@@ -132,8 +132,8 @@ bool tuned(const ScanParams& p) {
 }
 
 // Both backwards fit what they keep into this: 16 bits a number each 32 tokens, or 32 bits each 64.
-void check_kept(const Tensor& kept, const ScanParams& p) {
-  STD_TORCH_CHECK(kept.numel() >= p.slots() / SAVE_EVERY * p.channels * p.states, "too little room for the kept states");
+void check_saved(const Tensor& saved, const ScanParams& p) {
+  STD_TORCH_CHECK(saved.numel() >= p.slots() / SAVE_EVERY * p.channels * p.states, "too little room for the saved states");
 }
 
 void zero_output_padding(const ScanParams& p, void* output, int64_t token, cudaStream_t stream) {
@@ -144,12 +144,12 @@ void zero_output_padding(const ScanParams& p, void* output, int64_t token, cudaS
 void ssm_forward(const Tensor u, const Tensor delta, const Tensor A, const Tensor B, const Tensor C, const OptionalTensor D,
                  const OptionalTensor z, const OptionalTensor delta_bias, bool delta_softplus, const Tensor starts,
                  const Tensor ends, const OptionalTensor initial_state, Tensor y, OptionalTensor final_state,
-                 OptionalTensor kept, const Tensor schedule, int64_t cut_above, int64_t cut_length, int64_t window,
+                 OptionalTensor saved, const Tensor schedule, int64_t cut_above, int64_t cut_length, int64_t window,
                  int64_t stream) {
   ScanParams p = scan_params(u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state, schedule,
                              cut_above, cut_length, window);
-  if (kept) check_kept(*kept, p);
-  p.y = y.data_ptr(), p.final_state = pointer<float>(final_state), p.saved = pointer(kept);
+  if (saved) check_saved(*saved, p);
+  p.y = y.data_ptr(), p.final_state = pointer<float>(final_state), p.saved = pointer(saved);
   const bool tensor_cores = p.documents && tuned(p);
   if (!tensor_cores)
     zero_output_padding(p, p.y, p.channels, cudaStream_t(stream));
@@ -165,16 +165,16 @@ void ssm_forward(const Tensor u, const Tensor delta, const Tensor A, const Tenso
 void ssm_backward(const Tensor dy, const OptionalTensor dfinal, const Tensor u, const Tensor delta, const Tensor A,
                   const Tensor B, const Tensor C, const OptionalTensor D, const OptionalTensor z,
                   const OptionalTensor delta_bias, bool delta_softplus, const Tensor starts, const Tensor ends,
-                  const OptionalTensor initial_state, const Tensor kept, Tensor du, Tensor ddelta, Tensor dA, Tensor dB,
+                  const OptionalTensor initial_state, const Tensor saved, Tensor du, Tensor ddelta, Tensor dA, Tensor dB,
                   Tensor dC, OptionalTensor dD, OptionalTensor dz, OptionalTensor dbias, OptionalTensor dinitial,
                   const Tensor schedule, int64_t cut_above, int64_t cut_length, int64_t window, int64_t stream,
                   OptionalTensor y) {
   ScanParams p = scan_params(u, delta, A, B, C, D, z, delta_bias, delta_softplus, starts, ends, initial_state, schedule,
                              cut_above, cut_length, window);
-  check_kept(kept, p);
+  check_saved(saved, p);
   STD_TORCH_CHECK(!y || z, "expected z where y is wanted");
   p.y = pointer(y);
-  p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.saved = kept.data_ptr();
+  p.dy = view(dy), p.dfinal = pointer<float>(dfinal), p.saved = saved.data_ptr();
   p.du = du.data_ptr(), p.ddelta = ddelta.data_ptr(), p.dz = pointer(dz), p.dB = dB.data_ptr(), p.dC = dC.data_ptr();
   p.dz_token = token_stride(dz), p.dB_token = token_stride(dB), p.dC_token = token_stride(dC);
   p.dA = pointer<float>(dA), p.dD = pointer<float>(dD), p.dbias = pointer<float>(dbias), p.dinitial = pointer<float>(dinitial);
@@ -220,10 +220,10 @@ STABLE_TORCH_LIBRARY(packmamba_cuda, m) {
   m.def(
       "ssm_forward(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
       "bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor(a!) y, Tensor(b!)? final_state, "
-      "Tensor(c!)? kept, " SCHEDULE ") -> ()");
+      "Tensor(c!)? saved, " SCHEDULE ") -> ()");
   m.def(
       "ssm_backward(Tensor dy, Tensor? dfinal, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
-      "Tensor? delta_bias, bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor kept, "
+      "Tensor? delta_bias, bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor saved, "
       "Tensor(a!) du, Tensor(b!) ddelta, Tensor(c!) dA, Tensor(d!) dB, Tensor(e!) dC, Tensor(f!)? dD, Tensor(g!)? dz, "
       "Tensor(h!)? dbias, Tensor(i!)? dinitial, " SCHEDULE ", Tensor(j!)? y=None) -> ()");
 }

@@ -27,7 +27,7 @@ CONFIGURATION = "configuration.yaml"
 OLD_KEYS = {f"data.{old}": f"data.{new}" for old, new in RENAMED["data"].items()}
 OLD_KEYS |= {"experiment": "output", "only": "arms=[...] and grid.seed=[...]"}
 TYPES = {"Integer": "an integer", "Float": "a number", "bool": "true or false", "to string": "text", "None": "a value"}
-TYPES |= {"List": "a list such as [a,b]", "": "keys and values, or a list, as in the defaults"}
+TYPES |= {"List": "a list such as [a,b]", "": "keys and values, as in the defaults"}
 BOUNDS = {"low": ("at least", ge), "above": ("above", gt), "high": ("at most", le)}
 ON_GPU = ("auto", "gpu", "cuda")
 Schema = TypeVar("Schema")
@@ -129,7 +129,7 @@ def _check(name: str, value: Any, remedy: str, choices: Any = (), check: Any = N
     for one in [] if value is None else value if isinstance(value, list) else [value]:
         if choices and one not in (names := registry(choices)):
             renamed = RENAMED.get(name.rpartition(".")[2], {}).get(one)
-            hint = f"; it is {renamed} now" if renamed else suggest(one, names).partition("; known")[0]
+            hint = f"; write {renamed}" if renamed else suggest(one, names).partition("; known")[0]
             raise ConfigError(f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}")
         for bound, limit in bounds.items():
             need(one < float("inf") and BOUNDS[bound][1](one, limit), name, expected, shown(one) + remedy)
@@ -140,7 +140,7 @@ def _check(name: str, value: Any, remedy: str, choices: Any = (), check: Any = N
 def _check_rules(config: Config) -> None:
     data, model, trainer, evaluations = config.data, config.model, config.trainer, config.evaluations
     strategy, boundary = registry(STRATEGIES)[data.strategy], registry(BOUNDARIES)[trainer.boundary]
-    need(hasattr(strategy, "pads"), "data.strategy", "a packing.Strategy", repr(strategy))
+    need(hasattr(strategy, "pads"), "data.strategy", "a packing.Strategy(function)", repr(strategy))
     of_mixer = options(registry(MIXERS)[model.mixer])
     stream, splits = data.batching == "stream", strategy.splits_documents
 
@@ -206,7 +206,7 @@ def import_plugins(plugins: Iterable[str]) -> None:
         sys.path += {os.getcwd()}.difference(sys.path)
         try:
             importlib.import_module(plugin)
-        except ImportError as error:
+        except (ImportError, SyntaxError) as error:
             raise ConfigError(f"plugins: cannot import '{plugin}' ({error})") from None
 
 

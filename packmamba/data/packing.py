@@ -78,6 +78,7 @@ class Strategy:
     pads: bool = True  # rows have row_length slots; else as many as tokens
     needs_row_length: bool = True  # else a row is as long as its document without one
     splits_documents: bool = False
+    drops_tokens: bool = False
 
 
 def plan_rows(
@@ -110,7 +111,7 @@ def plan_rows(
         raise ValueError(f"lengths: expected 1 to 2**31 - 1 tokens, got {lengths[wrong[0]]} for document {wrong[0]}")
     lengths, limit = lengths.astype(np.int64), int(limit)
     if chosen.splits_documents:
-        document, start, length, row = chosen.assign(lengths, limit, streams)
+        document, start, length, row = chosen.assign(lengths.copy(), limit, streams)
     else:
         if overlong == "error" and len(long := np.flatnonzero(lengths > limit)):
             got = f"{lengths[long[0]]} in document {long[0]}, more in {len(long)} of {len(lengths)}; set overlong=split"
@@ -118,7 +119,7 @@ def plan_rows(
         document, start, length = cut(lengths, limit)
         if overlong == "truncate":
             document, start, length = document[start == 0], start[start == 0], length[start == 0]
-        row = np.asarray(chosen.assign(length, limit, buffer), None if len(length) else np.int64)
+        row = np.asarray(chosen.assign(length.copy(), limit, buffer), None if len(length) else np.int64)
         fits = row.shape == length.shape and row.dtype.kind in "iu" and row.min(initial=0) >= 0
         if not (fits and np.bincount(row).all()):
             raise ValueError(f"strategy '{strategy}': expected {len(length)} rows from 0, no gaps, got {row!r}")

@@ -56,7 +56,7 @@ def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, na
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"{name}: expected a SequenceLayout or None, got {type(layout).__name__}")
     if layout.shape != shape:
-        raise ValueError(f"{name}: expected shape {tuple(shape)} like {like_name}, got {layout.shape}")
+        raise ValueError(f"{name}: expected shape {tuple(shape)} like {like_name}, got {layout.shape}; set row_length")
     _check_device(layout, name, like, like_name)
     return layout
 

@@ -226,8 +226,8 @@ def _walk(
         if not OUT:
             dyk, of_z = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
             tl.store(passes + at + q, tl.sum(out * dyk, 1), inside)
-            kept_at = ((k0 + i).to(tl.int64) * H + h) * N * P + s[:, None] * P + p[None, :]
-            tl.store(states + kept_at, state.to(DTYPE), both)
+            saved_at = ((k0 + i).to(tl.int64) * H + h) * N * P + s[:, None] * P + p[None, :]
+            tl.store(states + saved_at, state.to(DTYPE), both)
         if OUT or GATE:
             scores = _dot(Ck, tl.trans(Bk), DTYPE) * step[None, :]
             own_score = tl.sum(tl.where(q[:, None] == q[None, :], scores, 0.0), 1)  # not rounded to x's dtype
@@ -276,8 +276,8 @@ def _walk_back(
         inside = q < length
         t = (start - slot0).to(tl.int64) + q
         in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
-        kept_at = (k * H + h) * N * P + s[:, None] * P + p[None, :]
-        tl.store(dstates + kept_at, state.to(DTYPE), both)
+        saved_at = (k * H + h) * N * P + s[:, None] * P + p[None, :]
+        tl.store(dstates + saved_at, state.to(DTYPE), both)
         at = h.to(tl.int64) * slots + start
         step, total, whole = _decay(steps, totals, at, inside, length, Q)
         Bk = tl.load(B + row * B_b + t[:, None] * B_l + h // SHARED * B_g + s[None, :], in_s, 0.0)
@@ -286,7 +286,7 @@ def _walk_back(
         dyk, _ = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
         scores = _dot(Bk, tl.trans(Ck), DTYPE)
         scores = tl.where(q[:, None] <= q[None, :], scores * tl.exp(total[None, :] - total[:, None]), 0.0)
-        seen = tl.load(states + kept_at, both, 0.0).to(tl.float32)
+        seen = tl.load(states + saved_at, both, 0.0).to(tl.float32)
         tl.store(through + k * H + h, tl.sum(tl.sum(seen * state, 1), 0) * tl.exp(whole))
         of_x = _dot(Bk, state, DTYPE) * tl.exp(whole - total)[:, None]
         xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
@@ -344,8 +344,8 @@ def _chunk(
         pairs = tl.where(q[:, None] > q[None, :], pairs * step[None, :], 0.0)
         moved = tl.load(passes + at + q, inside, 0.0)
         tl.store(passes + at + q, moved + tl.sum(pairs, 1) - tl.sum(pairs, 0), inside)
-        kept_at = (k.to(tl.int64) * H + h) * N * P + s[:, None] * P + p[None, :]
-        state, dstate = tl.load(states + kept_at, both, 0.0), tl.load(dstates + kept_at, both, 0.0)
+        saved_at = (k.to(tl.int64) * H + h) * N * P + s[:, None] * P + p[None, :]
+        state, dstate = tl.load(states + saved_at, both, 0.0), tl.load(dstates + saved_at, both, 0.0)
         dC += _dot(dyk * tl.exp(total)[:, None], tl.trans(state), DTYPE)
         dB += _dot(xk.to(tl.float32) * (step * tl.exp(whole - total))[:, None], tl.trans(dstate), DTYPE)
     dC += _dot(sum_pairs, Bk, DTYPE)

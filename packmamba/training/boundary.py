@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves as flatten_states
 from torch.utils._pytree import tree_map as map_states
 from torch.utils._pytree import tree_structure, tree_unflatten
 
+from packmamba.config.load import need
 from packmamba.data.batch import PackedBatch
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -211,6 +212,7 @@ class FittedNoise(Carry):
 
     def __init__(self, memory: float = 0.99) -> None:
         super().__init__()
+        need(0 <= memory < 1, "memory", "at least 0 and below 1", memory)
         self.memory = memory
         self.reset()
 

@@ -48,7 +48,7 @@ def fit(
     Raises Stopped, with a checkpoint, on a signal or where ``stop`` is true after a step.
     """
     folder = run_id.run_folder(config)
-    new = not folder.exists()
+    new = not (folder / CONFIGURATION).exists()
     with configured_runtime(config), redirect_stdout(sys.stderr):
         try:
             return _fit(config, progress, stop)
@@ -240,17 +240,12 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
     return trainer
 
 
-class FSDP2(ModelParallelStrategy):
-    """Load checkpoints with weights_only, which Lightning drops."""
-
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        return super().load_checkpoint(checkpoint_path, weights_only=True)
-
-
 def make_strategy(options: TrainerConfig) -> Strategy | str:
     devices = options.devices * options.num_nodes
     if options.strategy == "fsdp2":
-        return FSDP2(data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False)
+        return ModelParallelStrategy(
+            data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False
+        )
     if options.strategy == "auto" and devices == 1:
         return "auto"
     torch._dynamo.config.optimize_ddp = False

@@ -85,7 +85,8 @@ class PackedLitModule(lightning.LightningModule):
     ) -> None:
         super().__init__()
         self.automatic_optimization, self.compiled = False, compile
-        need(model is not None, "model", "MambaLM's arguments or a module", "none; pass your own again")
+        takes = isinstance(model, dict | nn.Module)
+        need(takes, "model", "MambaLM's arguments or a module", f"{model}; pass your own")
         trainer = validate(
             TrainerConfig(boundary=boundary, boundary_options=boundary_options or {}, mean_over=mean_over)
         )

@@ -51,6 +51,7 @@ def test_facts_show_on_an_example(strategy):
     plan = plan_rows(lengths, 256, strategy, buffer=64)
     facts = STRATEGIES[strategy]
     assert facts.splits_documents == (len(plan.document) > len(lengths))
+    assert facts.drops_tokens == (plan.num_tokens < lengths.sum())
     assert facts.pads == (plan.num_slots > plan.num_tokens)
     assert facts.keeps_order == bool((np.diff(plan.document) >= 0).all())
 
@@ -165,3 +166,8 @@ def test_a_strategy_that_would_lose_or_overfill_is_refused(monkeypatch, assign):
     monkeypatch.setitem(STRATEGIES, "mine", Strategy(assign))
     with pytest.raises(ValueError, match="strategy 'mine'"):
         plan_rows([5, 7, 3], 8, "mine")
+
+
+def test_a_strategy_may_change_the_lengths_that_it_is_given(monkeypatch):
+    monkeypatch.setitem(STRATEGIES, "mine", Strategy(lambda lengths, *_: lengths.sort() or np.arange(len(lengths))))
+    assert plan_rows([5, 7, 3], 8, "mine").length.tolist() == [5, 7, 3]

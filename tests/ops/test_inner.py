@@ -4,17 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from models import (
-    LAYOUT,
-    assert_close,
-    build,
-    every_config,
-    flat,
-    gradients,
-    random_states,
-    random_tokens,
-    summed_loss,
-)
+from models import LAYOUT, assert_close, build, every_config, flat, gradients, random_states, random_tokens, summed_loss
 from operators import AWKWARD, relative_error
 from packmamba import SequenceLayout
 from packmamba.nn import block

@@ -15,7 +15,7 @@ from packmamba.ops.backends import Backend
 from packmamba.records import read_records
 from packmamba.training.callbacks import checkpoints
 from packmamba.training.fit import fit
-from packmamba.training.run_id import recorded_config, run_folder
+from packmamba.training.run_id import RunLock, recorded_config, run_folder
 from runs import final_state, tiny_config
 
 LATER = ["name=later", "optimizer.lr=0.01", "optimizer.warmup_steps=0", "trainer.max_steps=4", "trainer.checkpoint_every=1",
@@ -65,7 +65,10 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
 def test_a_run_that_cannot_be_is_refused_by_its_key(tmp_path, monkeypatch, key, value):
     monkeypatch.setitem(BACKENDS, "missing", Backend(packages=("not_there",)))
     with pytest.raises(ConfigError, match=key):
-        fit(tiny_config(tmp_path, *f"{key}={value}".replace("} ", "}|").split("|")), progress=False)
+        config = tiny_config(tmp_path, *f"{key}={value}".replace("} ", "}|").split("|"))
+        with RunLock(run_folder(config)):  # as a sweep does
+            fit(config, progress=False)
+    assert not [*tmp_path.rglob("*-seed*")]
 
 
 def test_speed_leaves_out_the_first_steps_and_validation_and_checkpoints(tmp_path, monkeypatch):
