@@ -15,12 +15,7 @@ from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record
 from packmamba.report.html import KINDS as LIBRARY
 from packmamba.report.html import Kind
-from packmamba.report.statistics import (
-    bootstrap,
-    difference_by_group,
-    interval,
-    verdict,
-)
+from packmamba.report.statistics import bootstrap, difference_by_group, interval, verdict
 from packmamba.report.tables import Cell, Table
 
 EARLY = 200

@@ -54,6 +54,10 @@ EXPLORATORY = (
     Contrast("state passing minus zero, beyond T", "state-passing", "zero", 8, curve=BEYOND),
     Contrast("own minus state passing, beyond T", "own", "state-passing", 8, curve=BEYOND),
     Contrast("one document at a time minus padded", "single", "padded", 4),
+    Contrast("130M: packed with reset minus padded", "packed-reset-130m", "padded-130m", 4),
+    Contrast("130M: leak minus reset", "packed-leak-130m", "packed-reset-130m", 4),
+    Contrast("130M: own minus shuffled, beyond T", "own-130m", "shuffled-130m", 4, curve=BEYOND),
+    Contrast("130M: own minus zero, beyond T", "own-130m", "zero-130m", 4, curve=BEYOND),
 )
 PACKERS = ("next-fit", "greedy", "best-fit-decreasing", "concat-split", "padded-sorted")
 STATES = ("zero", "own", "shuffled", "state-passing")
