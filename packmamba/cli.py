@@ -47,7 +47,7 @@ class EvalConfig(LoadConfig):
     include_path: Optional[str] = key(None, "Folder of harness tasks.")
     limit: Optional[int] = key(None, "Maximum examples of a harness task.", low=1)
     output: Optional[str] = key(None, "Folder of records and items; null: RUN/evaluation.")
-    plugins: list[str] = key([], "Python modules to import first.")
+    plugins: list[str] = key([], "Modules to import first.")
 
 
 @dataclasses.dataclass

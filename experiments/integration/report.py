@@ -136,7 +136,4 @@ def _others(records: Iterable[Record]) -> str:
     )
 
 
-KINDS = {
-    "integration": Kind(tables, label=named_by("integration", "model")),
-    "trainer": Kind(trainer_tables),
-}
+KINDS = {"integration": Kind(tables, label=named_by("integration", "model")), "trainer": Kind(trainer_tables)}

@@ -8,7 +8,7 @@ _SMALL += ("calls=2", "slots=2048", "documents=64", "arms.packed.row_length=2048
 _SMALL += ("packed_documents=20000", "rounds=2")
 TAKES = "6 minutes"
 STEPS = [
-    Step("paper.yaml", small=_SMALL, gpus=1, gpu_gib=75, packages=("mamba_ssm", "causal_conv1d"), small_on_cpu=True),
+    Step("paper.yaml", small=_SMALL, gpus=1, gpu_gib=75, packages=("mamba_ssm", "causal_conv1d"), small_on_cpu=True)
 ]
 
 

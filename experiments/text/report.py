@@ -8,12 +8,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 
 from experiments.common import make_table
+from packmamba.records import read_records
 from packmamba.report.aggregate import Arm, Record, training_arms
 from packmamba.report.figures import MUTED, Figure, axes, finish, name_bars
 from packmamba.report.html import Kind
@@ -54,11 +56,13 @@ EXPLORATORY = (
     Contrast("state passing minus zero, beyond T", "state-passing", "zero", 8, curve=BEYOND),
     Contrast("own minus state passing, beyond T", "own", "state-passing", 8, curve=BEYOND),
     Contrast("one document at a time minus padded", "single", "padded", 4),
-    Contrast("130M: packed with reset minus padded", "packed-reset-130m", "padded-130m", 4),
-    Contrast("130M: leak minus reset", "packed-leak-130m", "packed-reset-130m", 4),
-    Contrast("130M: own minus shuffled, beyond T", "own-130m", "shuffled-130m", 4, curve=BEYOND),
-    Contrast("130M: own minus zero, beyond T", "own-130m", "zero-130m", 4, curve=BEYOND),
+    Contrast("packed with reset, trained again, minus first", "packed-reset-again", "packed-reset", 8),
+    *(
+        one._replace(name=f"130M: {one.name}", arm=f"{one.arm}-130m", other=f"{one.other}-130m", seeds=4)
+        for one in PRIMARY
+    ),
 )
+REPEATS = Path(__file__).parent / "repeats"  # of runs whose seeds have records
 PACKERS = ("next-fit", "greedy", "best-fit-decreasing", "concat-split", "padded-sorted")
 STATES = ("zero", "own", "shuffled", "state-passing")
 PARITY = ("padded", "packed-reset", "packed-control", "packed-leak", "single")
@@ -291,6 +295,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     if (kind := kind_of(records)) == "pilot":
         return made
     arms = by_name([record for record in records if record["seed"] < PILOT])
+    again = [one for one in read_records(REPEATS) if one["corpus_hash"] == records[0]["corpus_hash"]]
+    arms |= {(mixer, f"{name}-again"): arm for (mixer, name), arm in by_name(again).items()}
     if kind == "tuned":
         return [answers(arms, "finetuning-tuned", "Fine-tuned on questions and answers", TUNED, TUNED_PAIRS, 8)]
     return [

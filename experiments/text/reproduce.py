@@ -38,10 +38,7 @@ SWEEPS = {
     "state-passing": ("state-passing", FEW, "null", "beyond.loss"),
     "single": ("single", range(1, 5), "null", "perplexity.loss"),
 }
-PRIMARY = {
-    "parity": "primary=[packed-reset,packed-leak - packed-reset]",
-    "states": "primary=[own,own - shuffled]",
-}
+PRIMARY = {"parity": "primary=[packed-reset,packed-leak - packed-reset]", "states": "primary=[own,own - shuffled]"}
 PILOT = ("data.subset=validation", "evaluation_options.last_word.split=validation")
 
 

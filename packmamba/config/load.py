@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
+from torch.utils._pytree import tree_map
 
 from packmamba.config.schema import BOUNDARIES, MIXER_KEYS, MIXERS, OPTIMIZERS, STRATEGIES, Config, options, registry
 from packmamba.errors import COMMAND, ConfigError, expect
@@ -62,7 +63,8 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     """Merge layers and their origins over the defaults of ``schema``; validate."""
     config, named = copy.deepcopy(structured(schema)), False
     for layer, origin in layers:
-        update: Any = OmegaConf.create(layer)
+        plain = tree_map(lambda one: one.tolist() if hasattr(one, "tolist") else one, layer)
+        update: Any = OmegaConf.create(plain, flags={"allow_objects": True})
         named |= OmegaConf.select(update, "model.d_state") == 16 and not origin.endswith(CONFIGURATION)
         if isinstance(name := update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}

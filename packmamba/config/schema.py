@@ -52,7 +52,7 @@ class DataConfig:
     unit: Optional[str] = key(None, "Documents of packages; null: files.", choices=("files", "functions", "mixture"))
     text_key: str = key("text", "Field or column of the document (jsonl, parquet, huggingface).")
     subset: Optional[str] = key(None, "Configuration of the dataset (huggingface).")
-    split: str = key("train", "Split of the dataset, such as train[:10%] (huggingface).")
+    split: str = key("train", "Split, such as train[:10%] (huggingface).")
     tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json.")
     begin_token: Optional[str] = key("<s>", "Token before every document; null: none.")
     end_token: Optional[str] = key("</s>", "Token after every document; null: none.")
@@ -70,14 +70,14 @@ class DataConfig:
     overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
     buffer: int = key(4096, "Window of greedy, in documents.", low=1)
     streams: int = key(1, "Parallel streams of concat_split.", low=1)
-    stagger: bool = key(False, "Begin streams inside a document (concat_split, batching stream).")
-    shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (batching stream).", low=1)
-    tokens_per_step: int = key(4096, "Tokens of an optimizer step; with padding under batching=stream.", low=1)
+    stagger: bool = key(False, "Begin streams inside documents (concat_split, stream).")
+    shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (stream).", low=1)
+    tokens_per_step: int = key(4096, "Tokens of an optimizer step (stream: with padding).", low=1)
     cut_documents: Optional[int] = key(None, "Cut training documents to this length.", low=1)
-    cut_at_steps: bool = key(True, "Cut documents so that steps hold exactly tokens_per_step (matched).")
+    cut_at_steps: bool = key(True, "Cut documents so that steps hold tokens_per_step exactly.")
     max_tokens_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
     validation_documents: Optional[int] = key(None, "Documents to validate on; null: all held out.", low=1)
-    num_workers: int = key(0, "Processes that prepare batches; 0 for none.", low=0)
+    num_workers: int = key(0, "Workers of the DataLoader.", low=0)
 
     @property
     def step_rows(self) -> int:
@@ -124,7 +124,7 @@ class OptimizerConfig:
     weight_decay: float = key(0.1, "Only matrices decay.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
     schedule_steps: Optional[int] = key(None, "Steps of the schedule; null: max_steps.", low=1)
-    final_lr_fraction: float = key(0.1, "Fraction of the peak at the cosine's end.", low=0, high=1)
+    final_lr_fraction: float = key(0.1, "Of the peak, at the cosine's end.", low=0, high=1)
     grad_clip: Optional[float] = key(1.0, "Maximum gradient norm; null: no clipping.", above=0)
 
 
@@ -166,7 +166,7 @@ class OpsConfig:
 class Config:
     name: str = key("train", "Name of the run and of its arm in tables.")
     output: Optional[str] = key(None, "Folder of the record; null: the run's own.")
-    plugins: list[str] = key([], "Python modules to import first.")
+    plugins: list[str] = key([], "Modules to import first.")
     evaluations: list[str] = key([], "Run them after training.", choices="packmamba.evaluation.registry:EVALUATIONS")
     evaluation_options: dict[str, Any] = key({}, "Such as evaluation_options.mqar.num_pairs=4.")
     evaluation_examples: int = key(200, "Examples of each task.", low=1)

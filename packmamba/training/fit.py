@@ -243,9 +243,7 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
 def make_strategy(options: TrainerConfig) -> Strategy | str:
     devices = options.devices * options.num_nodes
     if options.strategy == "fsdp2":
-        return ModelParallelStrategy(
-            data_parallel_size=devices, tensor_parallel_size=1, save_distributed_checkpoint=False
-        )
+        return ModelParallelStrategy(devices, 1, save_distributed_checkpoint=False)
     if options.strategy == "auto" and devices == 1:
         return "auto"
     torch._dynamo.config.optimize_ddp = False

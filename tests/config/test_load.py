@@ -83,8 +83,10 @@ def test_plugins_are_imported_before_names_are_checked(tmp_path, monkeypatch):
     assert load_config(None, ["plugins=[my_strategy]", "data.strategy=mine"]).plugins == ["my_strategy"]
     with pytest.raises(ConfigError, match="^data.strategy: expected a packing.Strategy"):
         load_config(None, ["plugins=[my_strategy]", "data.strategy=plain"])
-    with pytest.raises(ConfigError, match="^plugins: cannot import 'no_such_module'"):
-        load_config(None, ["plugins=[no_such_module]"])
+    (tmp_path / "broken.py").write_text("def")
+    for plugin in ("no_such_module", "broken"):
+        with pytest.raises(ConfigError, match=f"^plugins: cannot import '{plugin}'"):
+            load_config(None, [f"plugins=[{plugin}]"])
 
 
 CARRY = ["trainer.boundary=carry", "data.strategy=concat_split"]

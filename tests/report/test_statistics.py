@@ -33,12 +33,7 @@ def drawn(rng, seeds, groups, of_seeds, of_groups, rest, effect=0.0, unequal=1.0
 
 @pytest.mark.parametrize(
     ("seeds", "of_seeds", "of_groups", "rest", "groups"),
-    [
-        (8, 1, 1, 1, 30),
-        (5, 1, 0.3, 0.3, 30),
-        (8, 0, 1, 0, 12),
-        (3, 1, 0.3, 0.3, 30),
-    ],
+    [(8, 1, 1, 1, 30), (5, 1, 0.3, 0.3, 30), (8, 0, 1, 0, 12), (3, 1, 0.3, 0.3, 30)],
 )
 def test_intervals_hold_the_truth_as_often_as_they_say(seeds, of_seeds, of_groups, rest, groups):
     """Also with few groups of very unequal size, as validation packages are: twelve that weigh like four or five."""

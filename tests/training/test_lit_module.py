@@ -30,7 +30,8 @@ def data_module(folder, **keys):
         rng = np.random.default_rng(0)
         for i, n in enumerate(rng.lognormal(3.5, 1, 100).astype(int) + 1):
             (texts / f"{i}.txt").write_text("".join(rng.choice(list("abcdefgh "), n)) + ".")
-    sizes = {"row_length": 64, "tokens_per_step": 256, "max_tokens_per_batch": 128, "validation_fraction": 0.2}
+    sizes = {"row_length": np.int64(64), "tokens_per_step": 256, "max_tokens_per_batch": 128}
+    sizes["validation_fraction"] = 0.2
     where = {"source": "text", "path": str(texts), "cache_dir": str(folder / "cache"), "overlong": "split"}
     return PackedDataModule(**sizes | where | keys, progress=False)
 
@@ -261,6 +262,7 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
         ("mean_over", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), mean_over="files")),
         ("model", lambda: PackedLitModule()),
         ("'boundry' in PackedLitModule", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), boundry="leak")),
+        ("lr: expected a number", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), lr="fast")),
         ("config: expected DataConfig", lambda: PackedDataModule("stdlib")),
         ("data.strategy", lambda: PackedDataModule(strategy="gredy")),
         ("data.row_length", lambda: PackedDataModule(DataConfig(), row_length=0)),
