@@ -124,7 +124,9 @@ class Case:
     def loops(self, tensors: dict[str, Tensor]):
         arguments, run = SPECIFICATIONS[self.operator]
         given = dict.fromkeys(arguments._fields) | tensors | self.options | {"layout": self.layout}
+        z = None if "z" in arguments._fields else given.pop("z", None)
         y, final = run(arguments(**given))
+        y = y if z is None else y * torch.nn.functional.silu(z)
         return (y, final) if self.options["return_final_state"] else y
 
     def _differentiate(self, function: Callable) -> dict[str, Tensor]:

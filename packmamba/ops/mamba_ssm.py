@@ -58,14 +58,14 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
 def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack`` by mamba-ssm, in chunks of 256."""
     real = _real(a.layout)
-    delta, x, B, C, z = _blank(a, real, a.x, a.B, a.C, a.z)
+    delta, x, B, C = _blank(a, real, a.x, a.B, a.C)
     scan = _peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
     limit = (-torch.inf, torch.inf) if a.delta_limit is None else tuple(a.delta_limit)
     initial = a.initial_state
     if initial is not None and a.layout.num_documents < a.layout.shape[0]:
         initial = initial.new_zeros(a.layout.shape[0], *initial.shape[1:]).index_copy(0, a.layout.rows.long(), initial)
     y, final = scan(
-        x, delta, a.A, B, C, 256, D=a.D, z=z, dt_bias=a.delta_bias, initial_states=initial,
+        x, delta, a.A, B, C, 256, D=a.D, dt_bias=a.delta_bias, initial_states=initial,
         dt_softplus=a.delta_softplus, dt_limit=limit, return_final_states=True,
     )  # fmt: skip
     if final is not None and a.layout.num_documents < a.layout.shape[0]:

@@ -93,7 +93,7 @@ def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor]:
 
 def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
     """Scan token by token: states of (H, P, N)."""
-    x, delta, A, B, C, D, z, delta_bias, initial_state, _, layout, delta_softplus, delta_limit, _ = a
+    x, delta, A, B, C, D, delta_bias, initial_state, _, layout, delta_softplus, delta_limit, *_ = a
     x_slots, delta = x.flatten(0, 1).to(A.dtype), delta.flatten(0, 1).to(A.dtype)
     B, C = (t.flatten(0, 1).to(A.dtype).repeat_interleave(x.shape[2] // t.shape[2], dim=1)[:, :, None] for t in (B, C))
 
@@ -105,7 +105,7 @@ def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
         y = (h * C[t]).sum(-1)
         if D is not None:
             y = y + (D if D.dim() == 2 else D[:, None]) * x_slots[t]
-        return y if z is None else y * F.silu(z.flatten(0, 1)[t].to(y.dtype)), h
+        return y, h
 
     states = A.new_zeros(a.state_shape) if initial_state is None else initial_state
     return _by_token(layout, x, states, step)

@@ -15,7 +15,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
 from packmamba.ops.cuda import check_has_kernels
-from packmamba.ops.custom_op import empty_grad_like, register
+from packmamba.ops.custom_op import register
 
 CHUNK = 64
 """A chunk ends where a document's position is a multiple of this."""
@@ -78,10 +78,14 @@ def ssd_pack(
         if not pair or not all(isinstance(one, (int, float)) for one in delta_limit) or delta_limit[0] > delta_limit[1]:
             raise ValueError(f"delta_limit: expected (low, high) with low at most high, or None, got {delta_limit!r}")
     a = SsdArguments(
-        x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets, layout, delta_softplus, delta_limit,
-        return_final_state,
+        x, delta, A, B, C, D, delta_bias, initial_state, layout.offsets, layout, delta_softplus, delta_limit,
+        return_final_state, z is not None,
     )  # fmt: skip
     y, final_state = choose(backend, x.device, "ssd_pack")(a)
+    if z is not None:
+        gate = torch.where((layout.documents >= 0)[..., None, None], z, 0).to(y.dtype).flatten()
+        gate = F.silu(F.pad(gate, (0, -gate.numel() % 64)))[: gate.numel()]  # tails of vectors round otherwise
+        y = (y * gate.view(shape)).to(x.dtype)
     return (y, final_state) if return_final_state else y
 
 
@@ -94,7 +98,6 @@ class SsdArguments(NamedTuple):
     B: Tensor
     C: Tensor
     D: Tensor | None
-    z: Tensor | None
     delta_bias: Tensor | None
     initial_state: Tensor | None
     offsets: Tensor | None
@@ -102,6 +105,7 @@ class SsdArguments(NamedTuple):
     delta_softplus: bool
     delta_limit: tuple[float, float] | None
     return_final_state: bool
+    wide: bool  # y in A's dtype
 
     def aligned(self) -> SsdArguments:
         """Pad states to a multiple of 16: products of matrices that begin off alignment round otherwise."""
@@ -111,6 +115,12 @@ class SsdArguments(NamedTuple):
         pad = (0, -states % 16)
         initial = None if self.initial_state is None else F.pad(self.initial_state, pad)
         return self._replace(B=F.pad(self.B, pad), C=F.pad(self.C, pad), initial_state=initial)
+
+    @property
+    def output(self) -> Tensor:
+        return torch.empty_like(
+            self.x, dtype=self.A.dtype if self.wide else None, memory_format=torch.contiguous_format
+        )
 
     @property
     def state_shape(self) -> tuple[int, ...]:
@@ -215,9 +225,7 @@ def chunked(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
         y = torch.cat(parts)
         if a.D is not None:
             y = y + _skip(a.D) * x
-        if a.z is not None:
-            y = y * F.silu(chunks.gather(a.z, y.dtype))
-        return chunks.scatter(y, a.x), final
+        return chunks.scatter(y, a.output), final
 
 
 def _states(a: SsdArguments, chunks: Chunks, steps: Steps, x: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -281,12 +289,6 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
     x, B, C = (chunks.gather(tensor, a.A.dtype) for tensor in (a.x, a.B, a.C))
     start, _, decay = _states(a, chunks, steps, x, B)
     dy = torch.zeros_like(x) if dy is None else chunks.gather(dy, a.A.dtype)
-    dz = None
-    if a.z is not None:
-        z = chunks.gather(a.z, a.A.dtype)
-        open_, before = torch.sigmoid(z), dy
-        dy = before * z * open_
-        dz = before * open_ * (1 + z * (1 - open_))
     dseen = dy * steps.from_start[..., None]
     dlast = a.A.new_zeros(a.state_shape) if dfinal is None else F.pad(dfinal, (0, a.B.shape[3] - states))
     dlocal = _outer(dseen, C)
@@ -316,9 +318,6 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         through = (start[part] * dend[part]).sum((2, 3)) * decay[part][..., 0, 0]
         dlog[part] = passes.flip(1).cumsum(1).flip(1) + added.cumsum(1) - added + through[:, None]
         dsize[part] = (dx[part] * x[part]).sum(3)
-        if dz is not None:
-            forward = _multiply(scores * weighed, x[part].transpose(1, 2))
-            dz[part] *= forward.transpose(1, 2) + seen + (0 if a.D is None else _skip(a.D) * x[part])
     dx = dx * size[..., None]
     if a.D is not None:
         dx = dx + _skip(a.D) * dy
@@ -332,7 +331,6 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
     return (
         chunks.scatter(dx, a.x), chunks.scatter(ddelta, a.delta), (dlog * size).sum((0, 1)),
         chunks.scatter(dB, a.B)[..., :states].contiguous(), chunks.scatter(dC, a.C)[..., :states].contiguous(), dD,
-        None if dz is None else chunks.scatter(dz, a.x),
         None if a.delta_bias is None else ddelta.sum((0, 1)), dinitial,
     )  # fmt: skip
 
@@ -350,18 +348,18 @@ def _kernels(x: Tensor) -> Any:
 
 
 def _fake(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    return empty_grad_like(a.x), a.A.new_empty(a.state_shape) if a.return_final_state else None, None
+    return a.output, a.A.new_empty(a.state_shape) if a.return_final_state else None, None
 
 
 def _backward(a: SsdArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
     dy, dfinal = grads
     dfinal = dfinal if a.return_final_state else None
     if a.layout.starts.numel() == 0:
-        return tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in a[:9])
+        return tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in a[:8])
     if a.x.is_cuda:
         return _kernels(a.x).backward(a, dy, dfinal)
     with torch.autocast(a.x.device.type, enabled=False):
         return _chunked_backward(a, dy, dfinal)
 
 
-compiled = register("ssd_pack", SsdArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9)
+compiled = register("ssd_pack", SsdArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=8)

@@ -145,24 +145,11 @@ def _dot_of_state(C, state, OUT: tl.constexpr, DTYPE: tl.constexpr):
 
 
 @triton.jit
-def _dot_of_gated(dy, x, GATE: tl.constexpr, DTYPE: tl.constexpr):
-    """Multiply dy by x's transpose; gated dy is no bfloat16; sums cancel."""
-    if GATE and DTYPE == tl.bfloat16:
-        return tl.dot(dy, tl.trans(x.to(tl.float32)), input_precision="tf32")
-    return _dot(dy, tl.trans(x), DTYPE)
-
-
-@triton.jit
-def _gated(dy, z, row, t, h, p, mask, place, z_b, z_l, z_h, GATE: tl.constexpr):
-    """Return the gradient before the gate, and dz's factor of the ungated output."""
-    dyk = tl.load(dy + place, mask, 0.0).to(tl.float32)
-    of_z = dyk
-    if GATE:
-        zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], mask, 0.0).to(tl.float32)
-        open_ = 1 / (1 + tl.exp(-zk))
-        of_z = dyk * open_ * (1 + zk * (1 - open_))
-        dyk = dyk * zk * open_
-    return dyk, of_z
+def _dot_of_wide(dy, dyk, x, DTYPE: tl.constexpr):
+    """Multiply dy by x's transpose; a float32 dy beside bfloat16 is gated, and its sums cancel."""
+    if dy.dtype.element_ty == tl.float32 and DTYPE == tl.bfloat16:
+        return tl.dot(dyk, tl.trans(x.to(tl.float32)), input_precision="tf32")
+    return _dot(dyk, tl.trans(x), DTYPE)
 
 
 @triton.jit
@@ -185,14 +172,14 @@ def _decay(steps, totals, at, inside, length, Q: tl.constexpr):
 
 @triton.jit
 def _walk(
-    x, B, C, D, z, initial, y, final, states, dy, dz, passes, steps, totals,
+    x, B, C, D, initial, y, final, states, dy, passes, steps, totals,
     documents,
     L, H, slots,
-    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, z_b, z_l, z_h,
+    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g,
     P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
-    SKIP: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUT: tl.constexpr, DTYPE: tl.constexpr,
+    SKIP: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, OUT: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """Walk one head of one document; OUT: write y, else states at chunks' starts, passes and dz.
+    """Walk one head of one document; OUT: write y, else states at chunks' starts and passes.
 
     SHARED: heads of a group.
     """
@@ -224,22 +211,16 @@ def _walk(
         place = (start + q).to(tl.int64)[:, None] * H * P + h * P + p[None, :]
         out = _dot_of_state(Ck, state, OUT, DTYPE) * tl.exp(total)[:, None]
         if not OUT:
-            dyk, of_z = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
+            dyk = tl.load(dy + place, in_p, 0.0).to(tl.float32)
             tl.store(passes + at + q, tl.sum(out * dyk, 1), inside)
             saved_at = ((k0 + i).to(tl.int64) * H + h) * N * P + s[:, None] * P + p[None, :]
             tl.store(states + saved_at, state.to(DTYPE), both)
-        if OUT or GATE:
+        else:
             scores = _dot(Ck, tl.trans(Bk), DTYPE) * step[None, :]
             own_score = tl.sum(tl.where(q[:, None] == q[None, :], scores, 0.0), 1)  # not rounded to x's dtype
             scores = tl.where(q[:, None] > q[None, :], scores * tl.exp(total[:, None] - total[None, :]), 0.0)
             out += _dot(scores, xk, DTYPE) + (own_score[:, None] + skip[None, :]) * xf
-            if not OUT:
-                tl.store(dz + place, (of_z * out).to(DTYPE), in_p)
-            else:
-                if GATE:
-                    zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], in_p, 0.0).to(tl.float32)
-                    out = out * zk / (1 + tl.exp(-zk))
-                tl.store(y + place, out.to(DTYPE), in_p)
+            tl.store(y + place, out.to(y.dtype.element_ty), in_p)
         scaled = xf * (step * tl.exp(whole - total))[:, None]
         state = state * tl.exp(whole) + _dot(tl.trans(Bk), scaled, DTYPE)
     if FINAL:
@@ -248,12 +229,12 @@ def _walk(
 
 @triton.jit
 def _walk_back(
-    x, dy, B, C, D, z, dfinal, dinitial, states, dstates, dx, added, through, steps, totals,
+    x, dy, B, C, D, dfinal, dinitial, states, dstates, dx, added, through, steps, totals,
     documents,
     L, H, slots,
-    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, z_b, z_l, z_h,
+    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g,
     P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
-    SKIP: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, DTYPE: tl.constexpr,
+    SKIP: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Walk one head of one document backwards; write dx and gradients of states at chunks' ends."""
     h, own_row = tl.program_id(0) % H, documents + 6 * (tl.program_id(0) // H)
@@ -283,7 +264,7 @@ def _walk_back(
         Bk = tl.load(B + row * B_b + t[:, None] * B_l + h // SHARED * B_g + s[None, :], in_s, 0.0)
         Ck = tl.load(C + row * C_b + t[:, None] * C_l + h // SHARED * C_g + s[None, :], in_s, 0.0)
         place = (start + q).to(tl.int64)[:, None] * H * P + h * P + p[None, :]
-        dyk, _ = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
+        dyk = tl.load(dy + place, in_p, 0.0).to(tl.float32)
         scores = _dot(Bk, tl.trans(Ck), DTYPE)
         scores = tl.where(q[:, None] <= q[None, :], scores * tl.exp(total[None, :] - total[:, None]), 0.0)
         seen = tl.load(states + saved_at, both, 0.0).to(tl.float32)
@@ -300,10 +281,10 @@ def _walk_back(
 
 @triton.jit
 def _chunk(
-    dy, x, B, C, z, states, dstates, passes, of_x, partial_D, partial_BC, steps, totals, chunk_start, chunk_length, L, H, slots,
-    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g, z_b, z_l, z_h,
+    dy, x, B, C, states, dstates, passes, of_x, partial_D, partial_BC, steps, totals, chunk_start, chunk_length, L, H, slots,
+    x_b, x_l, x_h, B_b, B_l, B_g, C_b, C_l, C_g,
     P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SHARED: tl.constexpr,
-    SKIP: tl.constexpr, EACH: tl.constexpr, GATE: tl.constexpr, DTYPE: tl.constexpr,
+    SKIP: tl.constexpr, EACH: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Take a chunk and EACH heads of a group: pairs of tokens, and their share of dB and dC."""
     some, k = tl.program_id(0) % (H // EACH), tl.program_id(0) // (H // EACH)
@@ -330,8 +311,8 @@ def _chunk(
         step, total, whole = _decay(steps, totals, at, inside, length, Q)
         place = (start + q)[:, None] * H * P + h * P + p[None, :]
         xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
-        dyk, _ = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
-        pairs = _dot_of_gated(dyk, xk, GATE, DTYPE)
+        dyk = tl.load(dy + place, in_p, 0.0).to(tl.float32)
+        pairs = _dot_of_wide(dy, dyk, xk, DTYPE)
         if SKIP == 1:
             own_pairs = tl.where(q[:, None] == q[None, :], pairs, 0.0)
             tl.store(partial_D + k.to(tl.int64) * H + h, tl.sum(tl.sum(own_pairs, 1), 0))
@@ -398,11 +379,10 @@ class Problem:
         self.constants = {
             "P": channels, "N": states, "PB": max(16, triton.next_power_of_2(channels)),
             "NB": max(16, triton.next_power_of_2(states)), "Q": CHUNK, "SHARED": heads // groups,
-            "GATE": a.z is not None, "DTYPE": TYPES[a.x.dtype],
+            "DTYPE": TYPES[a.x.dtype],
         }  # fmt: skip
         self.skip = 0 if a.D is None else a.D.dim()
-        z = a.x if a.z is None else a.z
-        for name, axes, tensor in (("x", "blh", a.x), ("B", "blg", a.B), ("C", "blg", a.C), ("z", "blh", z)):
+        for name, axes, tensor in (("x", "blh", a.x), ("B", "blg", a.B), ("C", "blg", a.C)):
             self.constants |= {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride())}
         self.by_chunk = (len(self.chunks.start), triton.cdiv(heads, 16))
         self.by_document = (heads * len(a.layout.starts),)
@@ -419,12 +399,12 @@ def _dense(a: Any) -> Any:
 def forward(a: Any) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack``."""
     a = _dense(a)
-    y, final = a.x.new_empty(a.x.shape), a.A.new_zeros(a.state_shape) if a.return_final_state else None
+    y, final = a.output, a.A.new_zeros(a.state_shape) if a.return_final_state else None
     if not len(a.layout.starts):
         return y.zero_(), final
     of = Problem(a)
     _walk[of.by_document](
-        a.x, a.B, a.C, a.D, a.z, a.initial_state, y, final, None, None, None, None, of.steps, of.totals, of.chunks.documents,
+        a.x, a.B, a.C, a.D, a.initial_state, y, final, None, None, None, of.steps, of.totals, of.chunks.documents,
         *of.sizes, **of.constants, SKIP=of.skip, INITIAL=a.initial_state is not None, FINAL=final is not None, OUT=True, **WALK,
     )  # fmt: skip
     zero_padding(of.chunks, y)
@@ -434,31 +414,30 @@ def forward(a: Any) -> tuple[Tensor, Tensor | None]:
 def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
     a = _dense(a)
     (groups, states), (heads, channels), of = a.B.shape[2:], a.x.shape[2:], Problem(a)
-    dy = a.x.new_zeros(a.x.shape) if dy is None else dy.contiguous()
+    dy = torch.zeros_like(a.output) if dy is None else dy.contiguous()
     dfinal = None if dfinal is None else dfinal.contiguous()
     count = len(of.chunks.start)
     wide = a.x.dtype if a.x.dtype == torch.bfloat16 else torch.float32
     at_starts, at_ends = (a.x.new_empty(count, heads, states, channels, dtype=wide) for _ in range(2))
     dx, ddelta = a.x.new_empty(a.x.shape), a.x.new_empty(a.delta.shape)
-    dz = None if a.z is None else a.x.new_empty(a.x.shape)
     initial = a.initial_state is not None
     dinitial = torch.zeros_like(a.initial_state) if initial else None
     passes, added, of_x = (torch.empty_like(of.steps) for _ in range(3))
     through, partial_A, partial_bias = (a.A.new_empty(count, heads) for _ in range(3))
     partial_D = None if a.D is None else a.A.new_zeros(count, *a.D.shape)
     _walk[of.by_document](
-        a.x, a.B, a.C, a.D, a.z, a.initial_state, None, None, at_starts, dy, dz, passes, of.steps, of.totals,
+        a.x, a.B, a.C, a.D, a.initial_state, None, None, at_starts, dy, passes, of.steps, of.totals,
         of.chunks.documents, *of.sizes, **of.constants, SKIP=of.skip, INITIAL=initial, FINAL=False, OUT=False, **WALK,
     )  # fmt: skip
     _walk_back[of.by_document](
-        a.x, dy, a.B, a.C, a.D, a.z, dfinal, dinitial, at_starts, at_ends, dx, added, through, of.steps, of.totals,
+        a.x, dy, a.B, a.C, a.D, dfinal, dinitial, at_starts, at_ends, dx, added, through, of.steps, of.totals,
         of.chunks.documents, *of.sizes, **of.constants, SKIP=of.skip, INITIAL=initial, FINAL=dfinal is not None, **BACK,
     )  # fmt: skip
     shared = heads // groups
     each = next(n for n in range(min(HEADS, shared), 0, -1) if shared % n == 0)
     partial_BC = a.A.new_empty(shared // each, of.slots, groups, 2, states)
     _chunk[(heads // each * count,)](
-        dy, a.x, a.B, a.C, a.z, at_starts, at_ends, passes, of_x, partial_D, partial_BC, of.steps, of.totals,
+        dy, a.x, a.B, a.C, at_starts, at_ends, passes, of_x, partial_D, partial_BC, of.steps, of.totals,
         *of.place, **of.constants, SKIP=of.skip, EACH=each, **CHUNKS,
     )  # fmt: skip
     del at_starts, at_ends
@@ -467,7 +446,7 @@ def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor |
         *of.place, *of.limits, **of.of_steps,
     )  # fmt: skip
     dB, dC = (part.reshape(a.B.shape).to(a.B.dtype) for part in partial_BC.sum(0).unbind(2))
-    zero_padding(of.chunks, dx, ddelta, dz, dB := dB.contiguous(), dC := dC.contiguous())
+    zero_padding(of.chunks, dx, ddelta, dB := dB.contiguous(), dC := dC.contiguous())
     dD = None if partial_D is None else partial_D.sum(0)
     dbias = None if a.delta_bias is None else partial_bias.sum(0)
-    return dx, ddelta, partial_A.sum(0), dB, dC, dD, dz, dbias, dinitial
+    return dx, ddelta, partial_A.sum(0), dB, dC, dD, dbias, dinitial

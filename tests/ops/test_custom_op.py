@@ -20,7 +20,7 @@ def arguments_of(case):
     """The custom operator's positional arguments."""
     names = SPECIFICATIONS[case.operator][0]._fields
     tensors = {n: v.clone().requires_grad_() for n, v in case.tensors.items()}
-    given = dict.fromkeys(names) | tensors | case.options
+    given = dict.fromkeys(names) | {"wide": "z" in tensors} | tensors | case.options
     places = {"layout": (case.layout.starts, case.layout.ends)}
     return (*(v for n in names for v in places.get(n, (given[n],))), True)
 
