@@ -28,6 +28,7 @@ from hugging_face import (  # noqa: E402
     refused,
     wide,  # noqa: F401
 )
+from operators import DEVICES  # noqa: E402
 from packmamba import SequenceLayout, leakcheck  # noqa: E402
 from packmamba.integrations.transformers import disable, enable, patch  # noqa: E402
 
@@ -180,12 +181,13 @@ def test_flash_attention_of_one_packed_row(family, monkeypatch):
             check_same(packed, model, logits, tokens, [row], 1e-5)
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba"])
-def test_attention_reads_each_document_alone(family):
+def test_attention_reads_each_document_alone(family, device):
     """Under a mask a neighbour's NaN has weight 0, and 0 x NaN is NaN. Eager attention still takes the mask."""
-    _, packed = both(family)
-    embedded = packed.get_input_embeddings()(random_tokens(ROWS[:2])).detach()
-    marks = arguments([([5, 1, 8], 0, 0), ([6, 8], 0, 0)])[1]
+    packed = both(family)[1].to(device)
+    embedded = packed.get_input_embeddings()(random_tokens(ROWS[:2]).to(device)).detach()
+    marks = arguments([([5, 1, 8], 0, 0), ([6, 8], 0, 0)])[1].to(device)
     logits = {}
     for kernel, spoilt in (("eager", 0.0), ("sdpa", 0.0), ("sdpa", torch.nan)):
         packed.set_attn_implementation(kernel)

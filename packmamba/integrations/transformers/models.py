@@ -3,6 +3,7 @@
 import functools
 import importlib
 import inspect
+import itertools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -148,11 +149,15 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
     return {"full_attention": create_causal_mask(**arguments), "linear_attention": packing}
 
 
+_nested: Any = torch.nested.nested_tensor_from_jagged
+
+
 class DocumentMask:
     """Stand for a mask: ``scaled_dot_product_attention`` reads each document alone, all else the mask."""
 
     def __init__(self, documents: Tensor, arguments: dict[str, Any]) -> None:
         self.lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in documents.cpu()]
+        self.ends = torch.tensor([0, *itertools.accumulate(itertools.chain(*self.lengths))], device=documents.device)
         self.dense = functools.partial(create_causal_mask, **arguments)
 
     @classmethod
@@ -162,6 +167,11 @@ class DocumentMask:
             return function(*(x.dense() if isinstance(x, cls) else x for x in args), **kwargs)
         if torch.compiler.is_compiling():
             return function(*args, attn_mask=mask.dense(), **kwargs)
+        if args[0].is_cuda and args[0].shape[1] == args[1].shape[1]:  # one kernel for all
+            most = max(map(max, mask.lengths))
+            parts = [_nested(x.transpose(1, 2).flatten(0, 1), mask.ends, min_seqlen=1, max_seqlen=most) for x in args]
+            out = function(*(x.transpose(1, 2) for x in parts), **kwargs | {"is_causal": True}).transpose(1, 2)
+            return out.values().view(*args[0].transpose(1, 2).shape[:3], -1).transpose(1, 2)
         rows = []
         for lengths, *row in zip(mask.lengths, *(x.split(1) for x in args)):
             documents = zip(*(x.split(lengths, 2) for x in row))
