@@ -106,7 +106,9 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
-        entries[name] = entry | {key: value for key, value in more.items() if value}
+        old, new = entries.get(name, {}), entry | {key: value for key, value in more.items() if value}
+        moved = old and any(old.get(key) != new.get(key) for key in ("margin", "primary"))
+        entries[name] = new | {"changed": True} if "changed" in old or moved and has_records(folder) else new
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
 
 

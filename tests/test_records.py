@@ -80,6 +80,8 @@ def test_records_hold_their_sweep(tmp_path):
     expected = {"baseline": "padded", "tuned": None, "absent": [], "seeds": [0, 1, 2]}
     expected["table"] = {"metrics": ["val_loss"]}
     assert padded["sweep"] == expected | {"tried": [{"optimizer.lr": [0.1, 0.2]}]}
+    write_sweep(tmp_path, "other", {"padded": [2]}, "padded", margin=0.1)
+    assert read_records(tmp_path)[0]["sweep"]["changed"]
 
 
 def test_the_commit_is_of_the_own_checkout(tmp_path, monkeypatch):

@@ -153,6 +153,11 @@ def _dot_of_wide(dy, dyk, x, DTYPE: tl.constexpr):
 
 
 @triton.jit
+def _load(tensor, row, t, h, i, mask, of_row, of_t, of_h):
+    return tl.load(tensor + row * of_row + t[:, None] * of_t + h * of_h + i[None, :], mask, 0.0)
+
+
+@triton.jit
 def _document(
     documents, D, H, L,
     P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SKIP: tl.constexpr,
@@ -206,9 +211,9 @@ def _walk(
         inside = q < length
         t = start - row * L + q
         in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
-        xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
-        Bk = tl.load(B + row * B_b + t[:, None] * B_l + h // SHARED * B_g + s[None, :], in_s, 0.0)
-        Ck = tl.load(C + row * C_b + t[:, None] * C_l + h // SHARED * C_g + s[None, :], in_s, 0.0)
+        xk = _load(x, row, t, h, p, in_p, x_b, x_l, x_h)
+        Bk = _load(B, row, t, h // SHARED, s, in_s, B_b, B_l, B_g)
+        Ck = _load(C, row, t, h // SHARED, s, in_s, C_b, C_l, C_g)
         at = h.to(tl.int64) * slots + start
         step, total, whole = _decay(steps, totals, at, inside, length, Q)
         xf = xk.to(tl.float32)
@@ -258,8 +263,8 @@ def _walk_back(
         tl.store(dstates + saved_at, state.to(DTYPE), both)
         at = h.to(tl.int64) * slots + start
         step, total, whole = _decay(steps, totals, at, inside, length, Q)
-        Bk = tl.load(B + row * B_b + t[:, None] * B_l + h // SHARED * B_g + s[None, :], in_s, 0.0)
-        Ck = tl.load(C + row * C_b + t[:, None] * C_l + h // SHARED * C_g + s[None, :], in_s, 0.0)
+        Bk = _load(B, row, t, h // SHARED, s, in_s, B_b, B_l, B_g)
+        Ck = _load(C, row, t, h // SHARED, s, in_s, C_b, C_l, C_g)
         place = (start + q).to(tl.int64)[:, None] * H * P + h * P + p[None, :]
         dyk = tl.load(dy + place, in_p, 0.0).to(tl.float32)
         scores = _dot(Bk, tl.trans(Ck), DTYPE)
@@ -267,7 +272,7 @@ def _walk_back(
         seen = tl.load(states + saved_at, both, 0.0).to(tl.float32)
         tl.store(through + k * H + h, tl.sum(tl.sum(seen * state, 1), 0) * tl.exp(whole))
         of_x = _dot(Bk, state, DTYPE) * tl.exp(whole - total)[:, None]
-        xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
+        xk = _load(x, row, t, h, p, in_p, x_b, x_l, x_h)
         tl.store(added + at + q, tl.sum(of_x * xk.to(tl.float32), 1), inside)
         of_x += _dot(scores, dyk, DTYPE)
         tl.store(dx + place, (of_x * step[:, None] + skip[None, :] * dyk).to(DTYPE), in_p)
@@ -296,8 +301,8 @@ def _chunk(
     in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
     both = of_s[:, None] & of_p[None, :]
     group = some * EACH // SHARED
-    Bk = tl.load(B + row * B_b + t[:, None] * B_l + group * B_g + s[None, :], in_s, 0.0)
-    Ck = tl.load(C + row * C_b + t[:, None] * C_l + group * C_g + s[None, :], in_s, 0.0)
+    Bk = _load(B, row, t, group, s, in_s, B_b, B_l, B_g)
+    Ck = _load(C, row, t, group, s, in_s, C_b, C_l, C_g)
     scores = _dot(Ck, tl.trans(Bk), DTYPE)
     dB = tl.zeros((Q, NB), tl.float32)
     dC = tl.zeros((Q, NB), tl.float32)
@@ -307,7 +312,7 @@ def _chunk(
         at = h.to(tl.int64) * slots + start
         step, total, whole = _decay(steps, totals, at, inside, length, Q)
         place = (start + q)[:, None] * H * P + h * P + p[None, :]
-        xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
+        xk = _load(x, row, t, h, p, in_p, x_b, x_l, x_h)
         dyk = tl.load(dy + place, in_p, 0.0).to(tl.float32)
         pairs = _dot_of_wide(dy, dyk, xk, DTYPE)
         if SKIP == 1:

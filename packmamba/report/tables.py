@@ -262,7 +262,8 @@ def _verdicts(contrasts: Sequence[aggregate.Contrast], metric: str) -> Table:
     table.notes = [
         "Paired over seeds, and groups of documents if there are any. Different: the interval excludes zero, of primaries with "
         f"p <= 0.05 after Holm.{''.join(margins)} Other documents: never equivalent. As is a leak: the test could not have "
-        "failed. Seeds for 80 % power: to be equivalent at no difference, by resampling; a dash: above 100."
+        "failed. Seeds for 80 % power: to be equivalent at no difference, by resampling; a dash: above 100.",
+        *["Margin or primaries set after runs."] * any("changed" in one.arm.sweep for one in contrasts),
     ]
     return table
 
