@@ -158,12 +158,12 @@ class SequenceLayout:
 
     @property
     def num_documents(self) -> int:
-        """S."""
+        """Return S."""
         return self.starts.numel()
 
     @property
     def num_slots(self) -> int:
-        """B * L."""
+        """Return B * L."""
         return self.shape[0] * self.shape[1]
 
     @cached_property

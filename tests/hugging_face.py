@@ -53,7 +53,6 @@ CONFIGS = {
     "odd sizes": {"hidden_size": 20, "expand": 3, "state_size": 3, "conv_kernel": 3, "time_step_rank": 5},
 }
 VOCAB = 40
-# Lengths by row, and the padding before and behind them.
 ROWS = [([5, 1, 8], 0, 0), ([3, 2, 1], 3, 5), ([14], 0, 0), ([], 14, 0), ([4], 10, 0), ([9], 0, 5)]
 
 

@@ -32,6 +32,8 @@ class PackedDataModule(lightning.LightningDataModule):
         boundary: the boundary scheme; None: that of ``trainer.lightning_module``, else reset.
         plugins: modules that loader workers import first. ``progress``: show a bar while a corpus is prepared.
         keys: of the section ``data``, such as ``source="text"``.
+
+    Raises ConfigError.
     """
 
     def __init__(

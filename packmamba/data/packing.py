@@ -31,7 +31,10 @@ class Row(tuple[Piece, ...]):
 
 @dataclass(frozen=True, eq=False)
 class PackingPlan:
-    """Hold pieces; row i is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``, in ``slots[i]`` slots with padding."""
+    """Hold pieces; row i is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``, in ``slots[i]`` slots with padding.
+
+    int64: document, start, length (P,), row_offsets (R + 1,), slots (R,).
+    """
 
     document: Integers
     start: Integers
@@ -78,16 +81,17 @@ class Strategy:
     pads: bool = True  # rows have row_length slots; else as many as tokens
     needs_row_length: bool = True  # else a row is as long as its document without one
     splits_documents: bool = False
-    drops_tokens: bool = False
+    drops_tokens: bool = False  # even without overlong=truncate
 
 
 def plan_rows(
     lengths: Any, row_length: int | None, strategy: str, overlong: str = "error", buffer: int = 4096, streams: int = 1
 ) -> PackingPlan:
-    """Arrange documents in rows. Raises TypeError or ValueError.
+    """Arrange documents in rows (PackMamba, arXiv 2408.03865); return their PackingPlan. Raises TypeError or ValueError.
 
     Args:
         lengths: (documents,) integers, tokens of each document, at least 1.
+        strategy: a key of STRATEGIES.
         row_length: slots of a row; None (single, padded): the length of the row's document.
         overlong: ``error``, ``truncate``, or ``split`` longer documents into pieces of ``row_length`` and a rest.
         buffer: documents (or pieces) that greedy sorts and packs at a time.

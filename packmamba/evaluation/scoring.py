@@ -25,7 +25,7 @@ def score(
     max_slots: int = 16384,
     begin_token: int | None = None,
 ) -> list[Score]:
-    """Score continuations given their contexts; a score's bits do not depend on other requests.
+    """Score continuations given their contexts, in order; a score's bits do not depend on other requests.
 
     Args:
         requests: pairs (context, continuation) of token ids.

@@ -21,6 +21,7 @@ class MambaLM(nn.Module):
 
     Args:
         vocab_size, d_model, n_layer: rows of the embedding, width of the residual stream, blocks.
+        tie_embeddings: share the embedding's weight with the head. ``norm_epsilon``: of RMSNorm.
         recompute: activations that the backward recomputes: "none"; "inner", the convolution's output and delta (compiled
             kernels only); "block", all but each block's input (activation checkpointing).
         mixer: a name in ``packmamba.nn.mixers.MIXERS``; options: its own.

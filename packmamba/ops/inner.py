@@ -44,6 +44,7 @@ def mamba_inner(
         xz: (B, L, 2 D), the convolution's input and the gate.
         x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; gradients of wider ones
             are not rounded to it by compiled kernels.
+        conv_weight, conv_bias, A, D, delta_bias: the operators'.
         conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is one.
         conv_state, ssm_state: the operators' initial states.
         recompute: in the backward compute the convolution's output and delta again (compiled kernels only), and on a GPU y.

@@ -68,7 +68,9 @@ class PackedLitModule(lightning.LightningModule):
         mean_over: "targets"; or "rows", the mean over rows of each row's mean.
         cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph.
         compile: torch.compile the blocks and the loss.
-        optimizer: keys of the section ``optimizer``; ``schedule_steps`` None: the Trainer's steps.
+        lr, optimizer: keys of the section ``optimizer``; ``schedule_steps`` None: the Trainer's steps.
+
+    Raises ConfigError.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ from packmamba.nn import MambaLM
 
 
 def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
-    """AdamW (arXiv 1711.05101)."""
+    """Make AdamW (arXiv 1711.05101)."""
     groups, (first, second) = model.weight_decay_groups(config.weight_decay), config.betas
     return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), fused=fused)
 

@@ -86,7 +86,6 @@ def test_only_the_answer_is_a_target(sample):
     assert len(asked.choices) == 4 and list(asked.choices[asked.answer]) == asked.targets[asked.mask].tolist()
 
 
-# Of each arm the loss over padded's or zero's.
 EFFECTS = {"padded": 0.0, "packed-reset": 0.0001, "packed-leak": 0.02, "zero": 0.0, "own": -0.01, "shuffled": 0.01}
 
 

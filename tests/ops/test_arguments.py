@@ -16,7 +16,6 @@ def off_stride(tensor):
     return tensor.transpose(1, 2).contiguous().transpose(1, 2)
 
 
-# operator, argument, its change, error
 REFUSALS = [
     ("conv1d_pack", "x", torch.Tensor.tolist, TypeError),
     ("conv1d_pack", "x", lambda x: x[0], ValueError),

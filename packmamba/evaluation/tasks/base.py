@@ -15,7 +15,7 @@ Span = int | tuple[int, int]
 
 @dataclass(frozen=True, eq=False)
 class Example:
-    """One document of n tokens.
+    """Hold a document of n tokens.
 
     Attributes:
         tokens, targets, mask: (n,); ``targets[t]`` is the answer after ``tokens[: t + 1]`` where ``mask[t]``.

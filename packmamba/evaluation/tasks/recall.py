@@ -8,7 +8,7 @@ Pairs = list[tuple[list[int], list[int]]]
 
 
 class MultiQueryRecall:
-    """MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
+    """Make MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
 
     Gaps follow a power law: most keys return early. The lower half of the ids are keys. Published: ``vocab_size=8192``, (length,
     num_pairs) (64, 4), (128, 8), (256, 16).
