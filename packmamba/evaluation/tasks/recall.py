@@ -37,7 +37,7 @@ class MultiQueryRecall:
 
 
 class Induction:
-    """Induction heads (Mamba, arXiv 2312.00752): a second mark at the document's end asks for the first one's successor.
+    """Make induction heads (Mamba, arXiv 2312.00752): a second mark at the document's end asks for the first one's successor.
 
     The largest id is the mark. Published: length 256, tested to 2**20; vocabulary 16.
     """
@@ -56,7 +56,7 @@ class Induction:
 
 
 class FuzzyRecall:
-    """Fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to three tokens.
+    """Make fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to three tokens.
 
     A key seen before asks for its value, and no other has its first token. Half the ids are keys'. Published: vocabulary 16,
     length 128.
@@ -81,7 +81,7 @@ class FuzzyRecall:
 
 
 class NoisyRecall:
-    """Noisy in-context recall (MAD, arXiv 2403.17844): pairs among noise; a key seen before asks for its value.
+    """Make noisy in-context recall (MAD, arXiv 2403.17844): pairs among noise; a key seen before asks for its value.
 
     A quarter of the ids are keys, a quarter values. Published: vocabulary 32, noise 0.2, length 128.
     """
@@ -120,7 +120,7 @@ def _recall(
 
 
 class SelectiveCopying:
-    """Selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844): repeat ``num_data`` tokens among noise in order.
+    """Make selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844): repeat ``num_data`` tokens among noise in order.
 
     ``length`` excludes the markers that ask for them. Published: 16 data tokens in 4096 (Mamba) or 256 (MAD), vocabulary 16.
     """
@@ -143,7 +143,7 @@ class SelectiveCopying:
 
 
 class Parity:
-    """Parity of bits, which Mamba's positive eigenvalues cannot learn (arXiv 2411.12537)."""
+    """Make parity of bits, which Mamba's positive eigenvalues cannot learn (arXiv 2411.12537)."""
 
     vocab_size, chance = 3, 0.5
 

@@ -63,7 +63,7 @@ class Passkey:
 
 
 class NextLine:
-    """Multiple choice on real code: which of four lines follows about ``context`` bytes of a file?
+    """Make multiple choices on real code: which of four lines follows about ``context`` bytes of a file?
 
     Wrong lines are of the same file, indentation, and nearly the same length, and not in the context, whose length is ``load``.
     A package has at most ``per_package`` items.
