@@ -22,7 +22,7 @@ SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit di
 FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
 KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_seconds".split()
 
-# Losses are nats per target, of documents alone; val_loss_start of their first 32 tokens.
+# Losses: nats per target, of documents alone; val_loss_start: of their first 32 tokens.
 METRICS = """steps real_tokens targets train_seconds parameters peak_memory_bytes val_loss val_loss_start val_loss_as_trained
     real_tokens_per_second slots_per_second padding_fraction""".split()
 
@@ -32,7 +32,7 @@ LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.s
     trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
     trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
 STRATEGIES = {"in_order": "next_fit", "best_fit": "best_fit_decreasing", "histogram": "spfhp", "split": "concat_split"}
-# Old names of keys of a configuration, and of values: names today.
+# Old keys of configurations, and values: today's.
 RENAMED: dict[str, dict[str, str]] = {
     "data": {"mode": "batching", "slots_per_batch": "max_tokens_per_batch"},
     "strategy": STRATEGIES,

@@ -20,10 +20,10 @@ class PackedBatch:
     """Hold one forward pass; tokens, targets and loss_mask are (B, L)."""
 
     tokens: Tensor
-    targets: Tensor  # next tokens of documents, or a task's answers; 0 where loss_mask is False
+    targets: Tensor  # next tokens, or a task's answers; 0 where loss_mask is False
     loss_mask: Tensor
     layout: SequenceLayout
-    turn: int = 0  # of streams round-robin: the batch continues the last of this number
+    turn: int = 0  # of streams: the batch continues the last of this number
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """Return a copy on a device."""
@@ -63,7 +63,7 @@ class Rows:
     document: Integers
     start: Integers
     length: Integers
-    offset: Integers  # the document's tokens in earlier rows, whose state the piece may continue
+    offset: Integers  # the document's tokens in earlier rows
     end: Integers  # of the document in these rows; a token there is no target
     row_offsets: Integers
     slots: Integers

@@ -97,7 +97,7 @@ class PackedDataModule(lightning.LightningDataModule):
         groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=world_size)
         evaluations = [(rows, groups[rank::world_size])]
         if getattr(self.boundary, "as_trained", False):
-            # All of it on every rank: carried states must meet their rows; the mean cancels.
+            # All of it on every rank: carried states must meet their rows.
             evaluations.append(arrange_as_trained(corpus, documents, data, self.boundary.continues))
         return evaluations
 
@@ -152,7 +152,7 @@ class StepSampler(DistributedSampler):
         return iter(range(first, min(first + self.length, self.last)))
 
     def __len__(self) -> int:
-        return self.length  # of a whole epoch, also of one that is resumed: Lightning counts from its first step
+        return self.length  # of a whole epoch: Lightning counts from its first step
 
 
 def _start_worker(plugins: list[str], worker: int) -> None:

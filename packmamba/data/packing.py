@@ -81,7 +81,7 @@ class Strategy:
     pads: bool = True  # rows have row_length slots; else as many as tokens
     needs_row_length: bool = True  # else a row is as long as its document without one
     splits_documents: bool = False
-    drops_tokens: bool = False  # even without overlong=truncate
+    drops_tokens: bool = False
 
 
 def plan_rows(
@@ -178,7 +178,7 @@ def _next_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
 
 def _first_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
     """Put each document into the first row that has room."""
-    # A binary tree of maxima, node n above 2n and 2n + 1; leaves are the free slots of rows.
+    # A binary tree of maxima, node n above 2n and 2n + 1; leaves: rows' free slots.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     rooms = [row_length] * (2 * leaves)
     row_of = []
@@ -205,7 +205,7 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
         order = first + np.argsort(-lengths[first : first + buffer], kind="stable")
         shortest = lengths[order[-1]]
         rows_with: dict[int, list[int]] = {}
-        rooms: list[int] = []  # its keys, sorted: free slots of rows in which a later piece could fit
+        rooms: list[int] = []  # its keys, sorted: free slots
         rows = []
         for length in lengths[order].tolist():
             if rooms and rooms[-1] >= length:

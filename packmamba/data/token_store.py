@@ -20,7 +20,7 @@ from packmamba.data.sources import open_source
 from packmamba.data.sources.source import SEED, Document
 from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
 
-FORMAT = 1  # Raise when the same keys and files give other tokens or another folder
+FORMAT = 1  # raise when the same keys and files give others
 META = "meta.json"
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096

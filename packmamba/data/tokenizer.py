@@ -12,7 +12,7 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig
 
 TOKENIZER, OPTIONS = "tokenizer.json", "tokenizer_config.json"
-BYTES = "packmamba_bytes"  # Key of ``tokenizer_config.json`` that marks a byte tokenizer
+BYTES = "packmamba_bytes"  # marks a byte tokenizer in ``tokenizer_config.json``
 
 
 class Tokenizer:
@@ -141,7 +141,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 
 def _byte_level(begin_token: str | None, end_token: str | None) -> str:
     """Write ``ByteTokenizer`` as `tokenizers` JSON: byte-level BPE without merges."""
-    # ByteLevel names printable bytes by their own characters, others by those from 256 on.
+    # ByteLevel: printable bytes are their own characters, others those from 256 on.
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     vocabulary = {chr(i if i in printable else next(others)): i for i in range(256)}

@@ -29,7 +29,7 @@ def generate(
     """Continue each prompt; return the new tokens, without the stop token. Raises TypeError or ValueError.
 
     Args:
-        prompts: token ids, at least one each. ``max_new_tokens``: of each; ``stop_token``: ends one earlier.
+        prompts: token ids, at least one each; ``stop_token`` ends one before ``max_new_tokens``.
         temperature: 0 takes the most likely token.
         top_p: draw among the most likely tokens whose probabilities reach this sum.
         seed: decides a prompt's draws, with its index.

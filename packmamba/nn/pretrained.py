@@ -16,7 +16,7 @@ from packmamba.nn.mixers import MIXERS
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 FIRST_LAYER = "Mamba1"
 """ssm_cfg.layer where config.json has none."""
-KEYS = {  # by MambaLM's argument: state-spaces' key and default, Hugging Face's key and default
+KEYS = {  # MambaLM's argument: state-spaces' key and default, Hugging Face's
     "vocab_size": ("vocab_size", 50277, "vocab_size", 50280),
     "d_model": ("d_model", None, "hidden_size", None),
     "n_layer": ("n_layer", None, "num_hidden_layers", 32),

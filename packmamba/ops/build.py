@@ -25,7 +25,7 @@ from filelock import FileLock
 from packmamba.errors import COMMAND, KernelError, expect
 
 BUILD_COMMAND = f"{COMMAND} kernels build"
-# The oldest version of the stable ABI on which libraries load.
+# The oldest stable ABI on which libraries load.
 TORCH_TARGET_VERSION = 0x020B000000000000
 OLDEST_ARCHITECTURE = 80
 TORCH = Path(torch.__file__).parent

@@ -15,7 +15,7 @@ SEGMENT = 1024
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}
 """Documents above this share of a scheduler's tokens are cut in segments that are walked at once, and scanned twice."""
 NEVER = 2**31 - 1
-# Documents that begin in one window share a work item: minimum slots, maximum windows.
+# Documents of one window share a work item: minimum slots, maximum windows.
 MIN_WINDOW, WINDOWS = 128, 128
 WARP_CHANNELS = 16
 

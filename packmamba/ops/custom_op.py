@@ -155,7 +155,7 @@ def register(
         return Differentiable.apply((keys, given[-1], gather(given[:-1])[tensors:]), *given[:tensors])
 
     _library.impl(name, differentiated, "Autograd", with_keyset=True)
-    # Without Function's own search for functorch's wrappers, which ``is_tracing`` rules out.
+    # Without Function's search for functorch's wrappers: ``is_tracing`` rules them out.
     apply = super(torch.autograd.Function, Differentiable).apply
 
     def call(a: Arguments) -> tuple:

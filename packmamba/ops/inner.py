@@ -182,7 +182,7 @@ def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | N
     if not a.return_state:
         dconv_final = dssm_final = None
     if dssm is not None:
-        dssm.zero_()  # of documents that are absent (training.cuda_graphs) nothing writes it
+        dssm.zero_()  # nothing writes absent documents' (training.cuda_graphs)
     kernels = KERNELS[a.xz.device.type]
     (x_in, z), (dx, dz) = a.xz.chunk(2, dim=2), dxz.chunk(2, dim=2)
     convolve, (A, D, *others) = _kernel_arguments(a)

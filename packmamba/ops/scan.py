@@ -13,7 +13,7 @@ from packmamba.ops.backends import choose
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
 
-SAVED_TOKENS, SAVED_CHANNELS = 32, 16  # tokens between states saved for the backward; channels there are a multiple
+SAVED_TOKENS, SAVED_CHANNELS = 32, 16  # tokens between saved states; channels are a multiple
 BACKWARD_SHARED_BYTES = 113 << 10
 """Shared memory of a block of the scan's tensor-core backward."""
 

@@ -310,7 +310,7 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         seen = _by_group(C[part], start[part]) * steps.from_start[part][..., None]
         later = _by_group(B[part], dend[part]) * steps.to_end[part][..., None]
         dx[part] = _multiply((scores * decays).mT, dy[part].transpose(1, 2)).transpose(1, 2) + later
-        # Gradients of size * A, by pairs of tokens, and states at the chunk's start and end.
+        # Gradients of size * A, by pairs of tokens, and states at both ends.
         passes = (moved.sum(3) - moved.sum(2)).transpose(1, 2) + (seen * dy[part]).sum(3)
         added = (later * x[part]).sum(3) * size[part]
         through = (start[part] * dend[part]).sum((2, 3)) * decay[part][..., 0, 0]

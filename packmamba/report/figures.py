@@ -22,7 +22,7 @@ from packmamba.report.tables import table_keys, title
 
 INK, MUTED = "#24292f", "#5c6370"
 _LEAK = {"linewidth": 1.8, "linestyle": (0, (4, 1.5))}
-# Okabe and Ito's colours; thinner later lines keep arms that coincide visible.
+# Okabe and Ito's colours.
 STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8", "linewidth": 6.0},
     "padded": {"color": "#E69F00", "linewidth": 3.6},

@@ -1,7 +1,5 @@
 """From folders of records to tables, figures and one self-contained HTML page."""
 
-from __future__ import annotations
-
 import base64
 import itertools
 import re

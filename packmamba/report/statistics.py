@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from scipy.special import stdtr, stdtrit
 
 DRAWS = 10_000
-FEWEST_GROUPS = 15  # with fewer, of unequal size, the delta method's intervals are too narrow
+FEWEST_GROUPS = 15  # with fewer the delta method's intervals are too narrow
 
 
 class Estimate(NamedTuple):

@@ -232,7 +232,7 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
         raise ConfigError(f"{'ops.' if str(error).startswith('backend') else 'trainer: '}{error}") from None
     wrong = trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed"  # bfloat16 to Lightning
     need(not wrong, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
-    # Lightning's signal handlers, and its broadcast at each step (its issue 20806).
+    # Lightning's signal handlers, and its broadcasts (its issue 20806).
     loop = trainer.fit_loop.epoch_loop
     for part, name in ((trainer._signal_connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
         assert hasattr(part, name), name

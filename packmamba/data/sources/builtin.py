@@ -14,10 +14,9 @@ from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources.packages import functions_of
 from packmamba.data.sources.source import SEED, Document, Source, hash_files, held_out_count, held_out_files, list_files
 
-# Tests are no typical functions; lib2to3's are broken files.
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 LIBRARY = Path(sysconfig.get_path("stdlib"))
-CHUNK = 1024  # Synthetic documents drawn at a time; their ids depend on it
+CHUNK = 1024  # documents drawn at a time; their ids depend on it
 
 
 @functools.cache

@@ -13,7 +13,7 @@ import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, registry
 
-SEED = 0  # Seed of the validation split, of synthetic documents and of examples
+SEED = 0  # of the validation split, synthetic documents, examples
 
 
 class Document(NamedTuple):
@@ -29,7 +29,7 @@ class Document(NamedTuple):
 class Source:
     """Stream documents in a fixed order, any number of times."""
 
-    fingerprint: list[Any]  # JSON values that change whenever the documents may, but for the validation fraction
+    fingerprint: list[Any]  # JSON values that change when documents may, but for the validation fraction
     read: Callable[[], Iterator[Document]]
     vocab_size: int | Callable[[], int] | None = None  # of ids, which get no begin and end tokens; None: text
 

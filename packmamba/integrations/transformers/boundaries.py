@@ -19,7 +19,7 @@ class Packing(NamedTuple):
 
     layout: Any  # SequenceLayout; padding before a row's tokens is a document; None: each row is one
     left: Tensor | None  # (B, L) bool, that padding; None: there is none
-    last: Tensor | slice | None  # (B,) int64, the document at each row's end, if no row holds several; else None
+    last: Tensor | slice | None  # (B,) int64, the document at each row's end; None: rows hold several
     packed: bool  # whether a row holds several documents
 
 
