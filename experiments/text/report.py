@@ -56,7 +56,8 @@ EXPLORATORY = (
     Contrast("state passing minus zero, beyond T", "state-passing", "zero", 8, curve=BEYOND),
     Contrast("own minus state passing, beyond T", "own", "state-passing", 8, curve=BEYOND),
     Contrast("one document at a time minus padded", "single", "padded", 4),
-    Contrast("packed with reset, trained again, minus first", "packed-reset-again", "packed-reset", 8),
+    Contrast("packed with reset, trained a second time, minus first", "packed-reset-second", "packed-reset", 8),
+    Contrast("packed with reset, trained a third time, minus first", "packed-reset-third", "packed-reset", 8),
     *(
         one._replace(name=f"130M: {one.name}", arm=f"{one.arm}-130m", other=f"{one.other}-130m", seeds=4)
         for one in PRIMARY
@@ -227,20 +228,20 @@ def answers(arms: Arms, table: str, heading: str, metrics: Mapping[str, str], pa
     """Make a row for each metric and pair of arms; intervals over seeds."""
     rows = []
     for (metric, what), (mixer, title), (name, baseline) in itertools.product(metrics.items(), MIXERS.items(), pairs):
-        sides = [arms.get((mixer, one)) for one in (name, baseline)]
+        sides = [arms[mixer, one][metric] if (mixer, one) in arms else pd.Series() for one in (name, baseline)]
+        paired = pd.concat(sides, axis=1, join="inner", keys=["value", "other"]).dropna()
         row: dict[str, Any] = {"task": what, "architecture": title, "arm": name, "minus": baseline}
-        row |= dict.fromkeys(("value", "other"), NOT_RUN) | {"seeds": of_planned(0, planned)}
-        both = [side[metric] for side in sides if side]
-        if len(both) == 2 and all(some.notna().any() for some in both):
-            found = interval(both[0] - both[1])
-            row |= {"value": both[0], "other": both[1], "difference": found}
-            row["seeds"] = of_planned(found.seeds if found else 0, PLANNED.get(name, planned))
+        row |= dict.fromkeys(("value", "other"), NOT_RUN) | {
+            "seeds": of_planned(len(paired), PLANNED.get(name, planned))
+        }
+        if len(paired):
+            row |= {**paired, "difference": interval(paired["value"] - paired["other"])}
         rows.append(row)
     return make_table(
         table,
         heading,
         "!task | !architecture | !arm | !minus | value = value value_sd | of the other = other other_sd | "
-        "difference [95 %] = difference[]:4 | seeds = seeds planned",
+        "difference [95 %] = difference[]:5 | seeds = seeds planned",
         rows,
         "Intervals are over seeds (Student's t), not adjusted. Four choices: share of right answers, chance 0.25.",
     )
@@ -295,8 +296,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
     if (kind := kind_of(records)) == "pilot":
         return made
     arms = by_name([record for record in records if record["seed"] < PILOT])
-    again = [one for one in read_records(REPEATS) if one["corpus_hash"] == records[0]["corpus_hash"]]
-    arms |= {(mixer, f"{name}-again"): arm for (mixer, name), arm in by_name(again).items()}
+    for time in ("second", "third"):
+        again = [one for one in read_records(REPEATS / time) if one["corpus_hash"] == records[0]["corpus_hash"]]
+        arms |= {(mixer, f"{name}-{time}"): arm for (mixer, name), arm in by_name(again).items()}
     if kind == "tuned":
         return [answers(arms, "finetuning-tuned", "Fine-tuned on questions and answers", TUNED, TUNED_PAIRS, 8)]
     return [

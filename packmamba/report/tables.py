@@ -146,7 +146,7 @@ FORMATS: dict[str, Callable[[float], Cell]] = {
     "peak_memory_bytes": gibibytes,
     "speedup": functools.partial(number, form=".2f", unit="x"),
 }
-MAIN = ("choice_accuracy", "accuracy", "loss")  # an evaluation's main metric: its first of these
+MAIN = ("choice_accuracy", "accuracy", "loss")  # an evaluation's main metric is its first of these
 
 
 ArmColumn = tuple[Column, Callable[[Arm], Cell]]

@@ -123,6 +123,9 @@ def test_known_effects_get_their_verdicts():
         assert float(rows[name]["difference"]) == pytest.approx(effect, abs=1e-3), "seeds are pairs"
     read = [row for row in rows_of(study(), "exploratory-text") if row["contrast"].startswith("own's models")]
     assert [float(row["difference"]) for row in read[:2]] == pytest.approx([0.03, 0.05])
+    right = [one | {"metrics": one["metrics"] | {"headword.choice_accuracy": one["seed"]}} for one in study()]
+    row = rows_of([one for one in right if one["arm"][:6] != "padded" or one["seed"] < 8], "answers-text")[0]
+    assert float(row["value"]) == float(row["other"]) == 4, "of the seeds that both arms have"
 
 
 @pytest.mark.parametrize(
