@@ -231,9 +231,7 @@ def answers(arms: Arms, table: str, heading: str, metrics: Mapping[str, str], pa
         sides = [arms[mixer, one][metric] if (mixer, one) in arms else pd.Series() for one in (name, baseline)]
         paired = pd.concat(sides, axis=1, join="inner", keys=["value", "other"]).dropna()
         row: dict[str, Any] = {"task": what, "architecture": title, "arm": name, "minus": baseline}
-        row |= dict.fromkeys(("value", "other"), NOT_RUN) | {
-            "seeds": of_planned(len(paired), PLANNED.get(name, planned))
-        }
+        row |= {"value": NOT_RUN, "other": NOT_RUN, "seeds": of_planned(len(paired), PLANNED.get(name, planned))}
         if len(paired):
             row |= {**paired, "difference": interval(paired["value"] - paired["other"])}
         rows.append(row)
