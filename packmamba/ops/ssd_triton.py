@@ -166,13 +166,24 @@ def _gated(dy, z, row, t, h, p, mask, place, z_b, z_l, z_h, GATE: tl.constexpr):
 
 
 @triton.jit
-def _skip(D, h, p, of_p, P: tl.constexpr, PB: tl.constexpr, SKIP: tl.constexpr):
+def _document(
+    documents, D, H, L,
+    P: tl.constexpr, N: tl.constexpr, PB: tl.constexpr, NB: tl.constexpr, Q: tl.constexpr, SKIP: tl.constexpr,
+):  # fmt: skip
+    """Return a program's head and document, indices and masks, D, and where its states are."""
+    h, own_row = tl.program_id(0) % H, documents + 6 * (tl.program_id(0) // H)
+    number, k0, n = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
+    begin, end, grid = tl.load(own_row + 3), tl.load(own_row + 4), tl.load(own_row + 5)
+    q, p, s = tl.arange(0, Q), tl.arange(0, PB), tl.arange(0, NB)
+    of_p, of_s = p < P, s < N
     skip = tl.zeros((PB,), tl.float32)
     if SKIP == 1:
         skip += tl.load(D + h)
     if SKIP == 2:
         skip += tl.load(D + h * P + p, of_p, 0.0)
-    return skip
+    own = (number.to(tl.int64) * H + h) * P * N + p[None, :] * N + s[:, None]
+    both = of_s[:, None] & of_p[None, :]
+    return h, k0, n, begin, end, grid, begin.to(tl.int64) // L, q, p, s, of_p, of_s, skip, own, both
 
 
 @triton.jit
@@ -196,16 +207,9 @@ def _walk(
 
     SHARED: heads of a group.
     """
-    h, own_row = tl.program_id(0) % H, documents + 6 * (tl.program_id(0) // H)
-    document, k0, n = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
-    begin, end, grid = tl.load(own_row + 3), tl.load(own_row + 4), tl.load(own_row + 5)
-    row = begin.to(tl.int64) // L
-    slot0 = row * L
-    q, p, s = tl.arange(0, Q), tl.arange(0, PB), tl.arange(0, NB)
-    of_p, of_s = p < P, s < N
-    skip = _skip(D, h, p, of_p, P, PB, SKIP)
-    own = (document.to(tl.int64) * H + h) * P * N + p[None, :] * N + s[:, None]
-    both = of_s[:, None] & of_p[None, :]
+    h, k0, n, begin, end, grid, row, q, p, s, of_p, of_s, skip, own, both = _document(
+        documents, D, H, L, P, N, PB, NB, Q, SKIP
+    )
     state = tl.zeros((NB, PB), tl.float32)
     if INITIAL:
         state = tl.load(initial + own, both, 0.0)
@@ -213,7 +217,7 @@ def _walk(
         start = tl.maximum(begin, grid + i * Q)
         length = tl.minimum(end, grid + i * Q + Q) - start
         inside = q < length
-        t = (start - slot0).to(tl.int64) + q
+        t = start - row * L + q
         in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
         xk = tl.load(x + row * x_b + t[:, None] * x_l + h * x_h + p[None, :], in_p, 0.0)
         Bk = tl.load(B + row * B_b + t[:, None] * B_l + h // SHARED * B_g + s[None, :], in_s, 0.0)
@@ -256,16 +260,9 @@ def _walk_back(
     SKIP: tl.constexpr, GATE: tl.constexpr, INITIAL: tl.constexpr, FINAL: tl.constexpr, DTYPE: tl.constexpr,
 ):  # fmt: skip
     """Walk one head of one document backwards; write dx and gradients of states at chunks' ends."""
-    h, own_row = tl.program_id(0) % H, documents + 6 * (tl.program_id(0) // H)
-    document, k0, n = tl.load(own_row), tl.load(own_row + 1), tl.load(own_row + 2)
-    begin, end, grid = tl.load(own_row + 3), tl.load(own_row + 4), tl.load(own_row + 5)
-    row = begin.to(tl.int64) // L
-    slot0 = row * L
-    q, p, s = tl.arange(0, Q), tl.arange(0, PB), tl.arange(0, NB)
-    of_p, of_s = p < P, s < N
-    skip = _skip(D, h, p, of_p, P, PB, SKIP)
-    own = (document.to(tl.int64) * H + h) * P * N + p[None, :] * N + s[:, None]
-    both = of_s[:, None] & of_p[None, :]
+    h, k0, n, begin, end, grid, row, q, p, s, of_p, of_s, skip, own, both = _document(
+        documents, D, H, L, P, N, PB, NB, Q, SKIP
+    )
     state = tl.zeros((NB, PB), tl.float32)
     if FINAL:
         state = tl.load(dfinal + own, both, 0.0)
@@ -274,7 +271,7 @@ def _walk_back(
         start = tl.maximum(begin, grid + (n - 1 - i) * Q)
         length = tl.minimum(end, grid + (n - i) * Q) - start
         inside = q < length
-        t = (start - slot0).to(tl.int64) + q
+        t = start - row * L + q
         in_p, in_s = inside[:, None] & of_p[None, :], inside[:, None] & of_s[None, :]
         saved_at = (k * H + h) * N * P + s[:, None] * P + p[None, :]
         tl.store(dstates + saved_at, state.to(DTYPE), both)
