@@ -35,8 +35,10 @@ def _bench(name: str, *keys: str, **more: Any) -> Step:
 
 CONTROL_SMALL = "arms={packed-control: {data.max_tokens_per_batch: 1024}}"
 GRADIENT_ARMS = f"arms=[{ALL},packed-leak,single]"
-UNIT_ARMS = [f"'{arm}, {unit}'" for unit in UNITS[1:] for arm in ("padded", "padded-sorted", "packed-reset")]
-TIMED = f"arms=[{ALL},padded-sorted,{','.join(UNIT_ARMS)}]"
+EQUAL = {"files": steps_of(514), "functions": steps_of(1192), "mixture": steps_of(715)}
+SORTED = {"files": steps_of(932), "functions": steps_of(1420), "mixture": steps_of(1336)}
+SPEED = ("padded", "padded-sorted", "padded-sorted-65536", "padded-sorted-131072", "packed-reset")
+TIMED = f"arms=[{','.join([repr(arm + of) for of in ('', ', functions', ', mixture') for arm in SPEED])}]"
 TIMED_SINGLE = "arms=[single,'single, eager','padded, beside single','packed-reset, beside single']"
 SEED_2 = ("keys=[data.unit=mixture,data.num_workers=0,seed=2]", f"arms=[{ALL}]")
 TAKES = "6 hours of runs"
@@ -51,9 +53,8 @@ STEPS = [
     _sweep("files-rate", suffixed("rate", *MAIN)),
     _sweep("mixture-long", "padded-long,packed-reset-long"),
     _sweep("mixture-more", "padded-more,packed-reset-more,packed-leak-more", "grid.seed=[9,10,11,12,13,14,15,16]"),
-    _sweep("equal-time-files", "packed-equal-time"),
-    _sweep("equal-time-functions", "packed-equal-time", "data.unit=functions", *steps_of(1192)),
-    _sweep("equal-time-mixture", "packed-equal-time", "data.unit=mixture", *steps_of(715)),
+    *(_sweep(f"equal-time-{unit}", "packed-equal-time", f"data.unit={unit}", *keys) for unit, keys in EQUAL.items()),
+    *(_sweep(f"sorted-time-{unit}", "packed-sorted-time", f"data.unit={unit}", *keys) for unit, keys in SORTED.items()),
     _bench("speed", TIMED),
     _bench("speed", "name=speed-single", "throughput_rounds=10", TIMED_SINGLE),
     _bench("gradients", small=GRADIENTS, packages=PEERS, small_on_cpu=True),
