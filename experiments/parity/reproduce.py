@@ -35,8 +35,8 @@ def _bench(name: str, *keys: str, **more: Any) -> Step:
 
 CONTROL_SMALL = "arms={packed-control: {data.max_tokens_per_batch: 1024}}"
 GRADIENT_ARMS = f"arms=[{ALL},packed-leak,single]"
-EQUAL = {"files": steps_of(514), "functions": steps_of(1192), "mixture": steps_of(715)}
-SORTED = {"files": steps_of(932), "functions": steps_of(1420), "mixture": steps_of(1336)}
+TIMES = {"equal": (514, 1192, 715), "sorted": (932, 1420, 1336), "fastest-sorted": (None, 818, 660)}
+LONGER = [(time, unit, count) for time, counts in TIMES.items() for unit, count in zip(UNITS, counts) if count]
 SPEED = ("padded", "padded-sorted", "padded-sorted-65536", "padded-sorted-131072", "packed-reset")
 TIMED = f"arms=[{','.join([repr(arm + of) for of in ('', ', functions', ', mixture') for arm in SPEED])}]"
 TIMED_SINGLE = "arms=[single,'single, eager','padded, beside single','packed-reset, beside single']"
@@ -53,8 +53,7 @@ STEPS = [
     _sweep("files-rate", suffixed("rate", *MAIN)),
     _sweep("mixture-long", "padded-long,packed-reset-long"),
     _sweep("mixture-more", "padded-more,packed-reset-more,packed-leak-more", "grid.seed=[9,10,11,12,13,14,15,16]"),
-    *(_sweep(f"equal-time-{unit}", "packed-equal-time", f"data.unit={unit}", *keys) for unit, keys in EQUAL.items()),
-    *(_sweep(f"sorted-time-{unit}", "packed-sorted-time", f"data.unit={unit}", *keys) for unit, keys in SORTED.items()),
+    *(_sweep(f"{t}-time-{unit}", f"packed-{t}-time", f"data.unit={unit}", *steps_of(n)) for t, unit, n in LONGER),
     _bench("speed", TIMED),
     _bench("speed", "name=speed-single", "throughput_rounds=10", TIMED_SINGLE),
     _bench("gradients", small=GRADIENTS, packages=PEERS, small_on_cpu=True),
