@@ -56,6 +56,7 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
     config, rows, every = first["config"], [], []
     rounds = {record["config"]["rounds"] for arms in models.values() for record in arms.values()}
     turns = " or ".join(str(many - 1) for many in sorted(rounds) if many > 1)
+    versions = " or ".join(sorted({r["config"]["transformers"] for arms in models.values() for r in arms.values()}))
     for model, arms in models.items():
         row: dict[str, Any] = {"model": model, "parameters": next(iter(arms.values()))["config"]["parameters"] / 1e6}
         for arm, record in arms.items():
@@ -66,10 +67,9 @@ def trainer_tables(records: Sequence[Record]) -> list[Table]:
             every.append(record["metrics"] | fields)
         rows.append(row)
     where = (
-        f"{hardware(first)}; {config['precision']}; transformers "
-        f"{config['transformers']}; medians of {turns} interleaved turns of {config['steps']} "
-        f"steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), behind a first one in "
-        "which kernels are compiled and tuned (of arms with one turn: it)"
+        f"{hardware(first)}; {config['precision']}; transformers {versions}; medians of {turns} interleaved turns of "
+        f"{config['steps']} steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), behind "
+        "a first one in which kernels are compiled and tuned (of arms with one turn: it)"
     )
     speed, ours = "real_tokens_per_second", "packed_real_tokens_per_second"
     return [

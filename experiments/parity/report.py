@@ -286,21 +286,19 @@ def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Tabl
 
 
 def speed_tables(records: Sequence[Record]) -> list[Table]:
-    """Tabulate how many steps of each arm take as long as one of padded; ``records`` are of one corpus."""
-    timed = aggregate.timed_arms(records)
-    rows = []
+    """Tabulate how many steps of each arm take as long as one of padded or packed; ``records`` are of one corpus."""
+    rows, timed, median = [], aggregate.timed_arms(records), "seconds_per_step_median"
     for arm in timed:
-        padded = next((p for p in timed if p.setting == arm.setting and p.scheme == "padded"), None)
-        if padded is not None:
-            seconds, spread = (arm[f"seconds_per_step_{name}"].mean() for name in ("median", "spread"))
-            ratio = padded["seconds_per_step_median"].mean() / seconds
-            row = {"arm": arm.name, "seconds": seconds, "spread": spread, "padding": arm["padding_fraction"].mean()}
-            rows.append(row | {"ratio": ratio, "steps": round(500 * ratio)})
+        peers = {peer.name.split(",")[0]: peer[median].mean() for peer in timed if peer.setting == arm.setting}
+        if padded := peers.get("padded"):
+            row = {"arm": arm.name, "run": str(arm.timing)[:8], "seconds": (seconds := arm[median].mean())}
+            row |= {name: arm[name].mean() for name in ("padding_fraction", "seconds_per_step_spread")}
+            rows.append(row | {"ratio": padded / seconds, "packed": seconds / peers["packed-reset"]})
     table = make_table(
         "equal-time",
         f"{unit(records)}: optimizer steps of the same documents in the time of padded's",
-        "!arm | seconds/step, median = seconds:.4g | interquartile range = spread:.2g | padding:% | "
-        "times as fast as padded = ratio:.3f x | steps in the time of 500 = steps:d",
+        "!arm | seconds/step, median = seconds:.4g | interquartile range = seconds_per_step_spread:.2g | "
+        "padding = padding_fraction:% | times as fast as padded = ratio:.3f x | packed over it = packed:.3f x | !run",
         rows,
         "Whole optimizer steps in turns in one process, alone on its GPU; arms have the same documents in every step.",
     )
