@@ -290,10 +290,10 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
     rows, timed, median = [], aggregate.timed_arms(records), "seconds_per_step_median"
     for arm in timed:
         peers = {peer.name.split(",")[0]: peer[median].mean() for peer in timed if peer.setting == arm.setting}
-        if padded := peers.get("padded"):
+        if peers.keys() >= {"padded", "packed-reset"}:
             row = {"arm": arm.name, "run": str(arm.timing)[:8], "seconds": (seconds := arm[median].mean())}
             row |= {name: arm[name].mean() for name in ("padding_fraction", "seconds_per_step_spread")}
-            rows.append(row | {"ratio": padded / seconds, "packed": seconds / peers["packed-reset"]})
+            rows.append(row | {"ratio": peers["padded"] / seconds, "packed": seconds / peers["packed-reset"]})
     table = make_table(
         "equal-time",
         f"{unit(records)}: optimizer steps of the same documents in the time of padded's",
