@@ -106,7 +106,9 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
-        entries[name] = entry | {key: value for key, value in more.items() if value}
+        old, entry = entries.get(name, {}), entry | {key: value for key, value in more.items() if value}
+        moved = old and has_records(folder) and any(old.get(key) != entry.get(key) for key in ("margin", "primary"))
+        entries[name] = entry | {"late": True} if moved or "late" in old else entry
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
 
 

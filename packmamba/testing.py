@@ -117,7 +117,7 @@ class _LeakCheck:
     def __init__(self, warn: bool = False, call: Callable[..., Tensor] | None = None, **options: Any) -> None:
         self.warn, self.logits, self.options, self.done, self.seen = warn, call, options, False, 0
         self.handles: list[Any] = []
-        self.batch: Mapping[str, Any] = {}  # with boundaries that a training step may not pass on
+        self.batch: Mapping[str, Any] = {}
 
     def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
         if not self.done:

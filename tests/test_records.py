@@ -78,8 +78,9 @@ def test_records_hold_their_sweep(tmp_path):
     padded, single = read_records(tmp_path)
     assert "sweep" not in single
     expected = {"baseline": "padded", "tuned": None, "absent": [], "seeds": [0, 1, 2]}
-    expected["table"] = {"metrics": ["val_loss"]}
-    assert padded["sweep"] == expected | {"tried": [{"optimizer.lr": [0.1, 0.2]}]}
+    assert padded["sweep"] == expected | {"tried": [{"optimizer.lr": [0.1, 0.2]}], "table": {"metrics": ["val_loss"]}}
+    write_sweep(tmp_path, "other", {"padded": [2]}, "padded", margin=0.1)
+    assert read_records(tmp_path)[0]["sweep"]["late"]
 
 
 def test_the_commit_is_of_the_own_checkout(tmp_path, monkeypatch):

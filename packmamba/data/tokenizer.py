@@ -76,7 +76,7 @@ class FileTokenizer(Tokenizer):
             raise ConfigError("data.tokenizer: a file needs the package tokenizers; pip install tokenizers") from None
         except Exception as error:  # the package raises plain Exception
             raise ConfigError(f"data.tokenizer: expected bytes or a JSON file, got '{path}' ({error})") from None
-        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # threads encode; its own warn after a fork
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         vocabulary = self._tokenizer.get_vocab(with_added_tokens=True)

@@ -164,7 +164,7 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     texts = validation("long_context", context, len(model.lm_head.weight))
     window, most, before, least, least_groups = texts.options.values()
     groups = [label.get("group", label["document"]) for label in texts.labels]
-    which, windows, end = list[int](), list[int](), 0  # of each item its document and k
+    which, windows, end = list[int](), list[int](), 0
     for k in (2**i for i in range(1, most.bit_length())):
         reach = [i for i, document in enumerate(texts.documents) if len(document) >= k * window]
         if len(reach) < least or len({groups[i] for i in reach}) < least_groups:

@@ -81,7 +81,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
     task = make_task(name, context, len(model.lm_head.weight))
     total = getattr(task, "num_examples", None) or context.examples
     count = min(context.examples, total)
-    numbers = [i * total // count for i in range(count)]  # evenly spaced over a finite task
+    numbers = [i * total // count for i in range(count)]
     examples = [task.example(context.seed, number) for number in numbers]
     if getattr(task, "of_bytes", False) and not isinstance(context.tokenizer, (ByteTokenizer, type(None))):
         examples = [tokenize(example, context.tokenizer) for example in examples]

@@ -131,7 +131,7 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
 
 def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
     """Return the parameters of a model's forward, and whether it takes any keyword."""
-    forward = getattr(model, "_orig_mod", model).forward  # also of a compiled model
+    forward = getattr(model, "_orig_mod", model).forward
     parameters = dict(inspect.signature(forward).parameters)
     return parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 

@@ -105,7 +105,7 @@ def line_figure(name: str, caption: str, arms: Arms, panels: Sequence[Panel]) ->
             ax.plot(line.index, line["mean"], label=arm.label, **style)
             ax.fill_between(line.index, line["low"], line["high"], color=style["color"], alpha=0.15, linewidth=0)
         ax.set(**settings)
-        ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))  # 20k and 10M
+        ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
         if settings.get("xscale") == "log":
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))

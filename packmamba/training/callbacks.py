@@ -207,7 +207,7 @@ class Checkpoint(LightningCheckpoint):
                 old.unlink(missing_ok=True)
         if signum and not last:
             self.stopped = Stopped(step, trainer.max_steps, signum)
-            trainer.should_stop, trainer.limit_val_batches = True, 0  # without a last validation
+            trainer.should_stop, trainer.limit_val_batches = True, 0
 
 
 def step_of(path: Path) -> int:

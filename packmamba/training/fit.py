@@ -230,7 +230,7 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
         backend_name(config.ops.backend, trainer.strategy.root_device)
     except Exception as error:
         raise ConfigError(f"{'ops.' if str(error).startswith('backend') else 'trainer: '}{error}") from None
-    wrong = trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed"  # bfloat16 to Lightning
+    wrong = trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed"
     need(not wrong, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
     # Lightning's signal handlers, and its broadcasts (its issue 20806).
     loop = trainer.fit_loop.epoch_loop

@@ -115,7 +115,7 @@ def _lines(path: Path, *keys: str) -> Iterator[tuple[Any, ...]]:
 def _open(path: Path) -> Any:
     if path.suffix != ".zst":
         return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
-    unpacked = extra("zstandard").ZstdDecompressor(max_window_size=1 << 31)  # of zstd --long=31
+    unpacked = extra("zstandard").ZstdDecompressor(max_window_size=1 << 31)
     return io.BufferedReader(unpacked.stream_reader(open(path, "rb"), read_across_frames=True))
 
 
