@@ -22,7 +22,7 @@ Records = Sequence[Record]
 
 SCHEMES = "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry".split()
 FEW_SEEDS = 5  # below: no claim of parity
-BASELINES = ("padded", "single", "packed-reset")  # by preference
+BASELINES = ("padded", "single", "packed-reset")
 OPEN_END = 2**31 - 1  # of a range of positions
 SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
 NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
@@ -134,7 +134,7 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
 
 
 def timed_arms(records: Records) -> list[Arm]:
-    """Return timed arms, the latest first, with ``speedup`` over the baseline timed with them, else over single."""
+    """Return timed arms, the latest first, with ``speedup`` over the baseline or single."""
     runs, trained = frame(records, "throughput"), training_arms(records)
     if runs.empty:
         return []
@@ -145,7 +145,8 @@ def timed_arms(records: Records) -> list[Arm]:
     for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
         names = {one.baseline.name for one in trained if one.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
-        base = [peer for peer in peers if peer.name in names] or [peer for peer in peers if peer.scheme == "single"]
+        base = [peer for peer in peers if peer.name in names]
+        base += [peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme]
         rate = base[0]["real_tokens_per_second"].iloc[0] if base else math.nan
         timed.append(replace(arm, runs=arm.runs.assign(speedup=arm.runs["real_tokens_per_second"] / rate)))
     return timed
