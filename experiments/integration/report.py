@@ -108,14 +108,14 @@ def _after_first_turn(record: Record) -> Record:
 
 
 def _over(patched: Record | None, record: Record, extremes: bool = False) -> Cell:
-    """Patched's speed over the arm's, turn by turn: the mean with its 95 % interval, or the least and the most."""
+    """Patched's speed over the arm's, turn by turn: the mean with its 95 % interval, or the median and extremes."""
     if patched is None or not (_rates(patched) and _rates(record)):
         return Cell("-", (None,) * 3)
     ratios = pd.Series(_rates(patched)) / pd.Series(_rates(record))
     found = interval(ratios)
     assert found is not None
     if extremes:
-        found = found._replace(low=float(ratios.min()), high=float(ratios.max()))
+        found = found._replace(mean=ratios.median(), low=ratios.min(), high=ratios.max())
     bounds = f" [{found.low:.2f}, {found.high:.2f}]" if found.seeds > 1 and found.low < found.high else ""
     return Cell(f"{found.mean:.2f}x{bounds}", found[:3])
 
