@@ -285,7 +285,8 @@ def report(words: list[str]) -> None:
         need(None not in loaded, folder, "a finished run", "one without a record")
         records += with_items(folder, loaded)
     kinds = kinds_of(folder, records)
-    if len(folders) > 1 or config.baseline is not None:
+    own = records[0].get("sweep", {}).get("baseline")
+    if len(folders) > 1 or config.baseline not in (None, own):
         arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
         need(config.baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{config.baseline}'")
         for record in records:
@@ -412,7 +413,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         status = COMMANDS[command][0](words) or 0
         sys.stdout.flush()
         return status
-    except BrokenPipeError:  # as of | head
+    except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ModuleNotFoundError as error:

@@ -100,15 +100,19 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:
-    """Write a sweep's entry of ``sweep.json``; other sweeps' stay."""
+    """Write a sweep's entry of ``sweep.json``, with its trained arms; ``late``: its margin or primaries came after runs."""
     path = Path(folder) / SWEEPS
-    entry = {"arms": {arm: sorted(seeds) for arm, seeds in arms.items()}, "baseline": baseline, "tuned": None}
+    entry: Any = {"baseline": baseline, "tuned": None} | {key: value for key, value in more.items() if value}
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
-        old, entry = entries.get(name, {}), entry | {key: value for key, value in more.items() if value}
-        moved = old and has_records(folder) and any(old.get(key) != entry.get(key) for key in ("margin", "primary"))
-        entries[name] = entry | {"late": True} if moved or "late" in old else entry
+        records, old = read_records(folder) if has_records(folder) else [], entries.pop(name, {})
+        trained = {record["arm"] for record in records if record["kind"] == "training"}
+        before, now = ((one.get("margin"), {*one.get("primary", ())}, one.get("baseline")) for one in (old, entry))
+        if "late" in old or before != now and any(now[:2]) and trained & arms.keys():
+            entry["late"] = True
+        kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
+        entries[name] = {"arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()}, **entry}
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
 
 

@@ -231,7 +231,7 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
 
 
 def parse_override(override: str) -> DictConfig:
-    with suppress(Exception):  # of YAML
+    with suppress(Exception):
         if override.partition("=")[0].strip(" .") and "=" in override:
             return OmegaConf.from_dotlist([override])
     raise ConfigError(f"expected key=value with a YAML value, got '{override}'")

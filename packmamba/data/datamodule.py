@@ -118,7 +118,7 @@ class PackedDataModule(lightning.LightningDataModule):
     test_dataloader = val_dataloader
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        return batch.to(device, non_blocking=True)  # from pinned memory, see _loader
+        return batch.to(device, non_blocking=True)
 
     def _loader(self, dataset: Any, sampler: StepSampler, make: Callable[[Any], Any] | None = None) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"

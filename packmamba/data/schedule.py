@@ -93,7 +93,7 @@ def micro_batches(
         edges = list(range(rows_per_batch, len(numbers), rows_per_batch))
     else:
         edges, first, longest = [], 0, 0
-        share = len(numbers) if carry else -(-len(numbers) // world_size)  # no rank is idle
+        share = len(numbers) if carry else -(-len(numbers) // world_size)
         for i, slots in enumerate(rows.slots[numbers].tolist()):
             longest = max(longest, slots)
             if i > first and (i - first == share or longest * (i - first + 1) > data.max_tokens_per_batch):

@@ -111,7 +111,7 @@ def _tokenize(
 ) -> None:
     """Write a corpus under a temporary name, then rename it: it is whole or absent."""
     work = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(work, ignore_errors=True)  # of a process that was killed
+    shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
     try:
         writers = [_SplitWriter(work / split, tokenizer) for split in SPLITS]

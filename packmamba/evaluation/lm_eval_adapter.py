@@ -106,7 +106,7 @@ class PackMambaLM(TemplateLM):
         contexts: list[str],
         until: str | list[str] | None = None,
         max_gen_toks: int | None = None,
-        max_new_tokens: int = 256,  # as in the harness' own classes
+        max_new_tokens: int = 256,
         temperature: float | None = 0.0,
         top_p: float = 1.0,
         do_sample: bool = True,

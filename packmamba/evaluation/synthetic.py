@@ -22,7 +22,7 @@ from packmamba.nn import MambaLM
 Items = list[dict[str, Any]]
 Curves = dict[str, list[dict[str, float]]]
 MEANS = {"accuracy": "right", "nats": "nats"}
-VALIDATION = "validation"  # a task's option ``documents``
+VALIDATION = "validation"
 
 
 def answer(

@@ -139,7 +139,7 @@ def leakcheck(
             padded = LeakCheckResult(side)
             try:
                 check_documents(Documents(model, side, rows[0]), padded)
-            except ValueError:  # logits that are not finite
+            except ValueError:
                 padded.same_as_alone = False
             result.padding[side] = None if padded.raises else padded.ok
         if result.raises is None and not result.leaks and model.modules:

@@ -138,7 +138,7 @@ class Entries(TorchFunctionMode):
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
         self.leaves: list[Tensor] = []
-        self._whole = {id(tokens): tokens}  # and integers of them
+        self._whole = {id(tokens): tokens}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -149,7 +149,7 @@ class Entries(TorchFunctionMode):
         if not result.requires_grad:
             result = result.detach().requires_grad_()
         self.leaves.append(result)
-        return result.clone()  # may be written to
+        return result.clone()
 
 
 def crossing_gradients(documents: Documents) -> bool | None:

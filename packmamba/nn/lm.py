@@ -120,7 +120,7 @@ class MambaLM(nn.Module):
         layouts = tuple(layout if own is None else own for own in (conv_layout, ssm_layout))
         try:
             embedded = self.backbone.embedding(tokens)
-        except IndexError:  # on a CPU
+        except IndexError:
             ids = f"{int(tokens.min())} to {int(tokens.max())}"
             raise ValueError(f"tokens: expected ids from 0 to {len(self.lm_head.weight) - 1}, got {ids}") from None
         residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))

@@ -61,7 +61,7 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
-    arguments["vocab_size"] = embedding.shape[0]  # state-spaces' is padded
+    arguments["vocab_size"] = embedding.shape[0]
     tied = not arguments["tie_embeddings"] or torch.equal(weights.setdefault("lm_head.weight", embedding), embedding)
     expect(tied, f"{folder}: 'lm_head.weight'", "the tied embedding", "another")
     return arguments, weights
@@ -124,7 +124,7 @@ def _to_state_spaces(config: dict[str, Any]) -> dict[str, Any]:
         "pad_vocab_size_multiple": 1,
     }
     if published["norm_epsilon"] == 1e-5:
-        del published["norm_epsilon"]  # which mamba-ssm does not know
+        del published["norm_epsilon"]
     return published
 
 
@@ -178,5 +178,5 @@ def _read_file(path: Path) -> dict[str, Tensor]:
         return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError:
         raise
-    except Exception as error:  # each format has its own
+    except Exception as error:
         raise ValueError(f"{path}: expected a file of weights, got another or a broken one") from error

@@ -23,7 +23,7 @@ Records = Sequence[Record]
 SCHEMES = "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry".split()
 FEW_SEEDS = 5  # below: no claim of parity
 BASELINES = ("padded", "single", "packed-reset")
-OPEN_END = 2**31 - 1  # of a range of positions
+OPEN_END = 2**31 - 1
 SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
 NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
     trainer.log_every trainer.checkpoint_every trainer.threads""".split()
@@ -310,7 +310,7 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     sides = [[_by_group(path, *ITEM_MEASURES[metric]) for path in pair] for pair in pairs]
     weights = sides[0][0]["weight"]
     if weights.empty or not all(side["weight"].equals(weights) for pair in sides for side in pair):
-        return None  # the items differ
+        return None
     sums = [one["value"] - other["value"] for one, other in sides]
     return bootstrap(sums, weights) if len(sums) > 1 else over_items(sums[0], weights)
 

@@ -115,7 +115,7 @@ def line_figure(name: str, caption: str, arms: Arms, panels: Sequence[Panel]) ->
 
 
 def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
-    return points.groupby(place)[value].agg(mean="mean", low="min", high="max")
+    return points.astype({value: float}).groupby(place)[value].agg(mean="mean", low="min", high="max")
 
 
 def training_figures(records: Records) -> list[Figure]:

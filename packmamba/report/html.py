@@ -94,7 +94,7 @@ def write_report(
     kinds: Kinds = None,
     records: Records | None = None,
     latex: bool = False,
-    opening: Table | None = None,  # the page's first
+    opening: Table | None = None,
 ) -> Path:
     """Write tables/, figures/ and report.html; return its path."""
     folder = Path(folder)

@@ -48,7 +48,8 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     held = of_groups @ weights
     means = ((of_seeds / seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
     # Wider, to cover from five seeds on.
-    few = stdtrit(seeds - 1, 0.975) / stdtrit(math.inf, 0.975) * math.sqrt(seeds / (seeds - 1))
+    n = min(seeds, groups)
+    few = stdtrit(n - 1, 0.975) / stdtrit(math.inf, 0.975) * math.sqrt(n / (n - 1))
     means = mean + few * (means - mean)
     low, high = np.quantile(means, [0.025, 0.975])
     beyond = min((means <= 0).mean(), (means >= 0).mean())

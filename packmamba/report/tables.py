@@ -262,7 +262,7 @@ def _verdicts(contrasts: Sequence[aggregate.Contrast], metric: str) -> Table:
     table.notes = [
         "Paired over seeds, and groups of documents if there are any. Different: the interval excludes zero, of primaries with "
         f"p <= 0.05 after Holm.{''.join(margins)} Other documents: never equivalent. As is a leak: the test could not have "
-        "failed. Seeds for 80 % power: to be equivalent at no difference, by resampling; a dash: above 100.",
+        "failed. Seeds for 80 % power: to be equivalent at no difference, by resampling, optimistic from few; dash: over 100.",
         *["Margin or primaries came after runs."] * any("late" in one.arm.sweep for one in contrasts),
     ]
     return table
@@ -279,7 +279,9 @@ def sentence(records: Records) -> str:
         speed = one.arm["speedup"].mean() if beside else math.nan
         cell, seeds = difference_cell(one.estimate).text + " nats" * ("loss" in metric), one.estimate.seeds
         ruling = one.verdict + " without a margin" * (one.verdict == "open" and not one.arm.sweep.get("margin"))
-        says = f"is {ruling} ({cell}, {seeds} seeds)" if seeds > 1 else f"{cell} (one seed)"
+        lost = aggregate.seeds_of(one.arm, arms).diverged
+        counts = f"{seeds} seeds" + f", {lost} diverged" * bool(lost)
+        says = f"is {ruling} ({cell}, {counts})" if seeds > 1 else f"{cell} (one seed)"
         says += ", other documents" * (not one.same_documents) + ("" if pd.isna(speed) else f", {speed:.2f}x as fast")
         parts.append(f"{one.arm.label if beside else one.name} {says}")
     return f"In {title(metric)}, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""

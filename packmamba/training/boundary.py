@@ -28,7 +28,7 @@ class Boundary:
     as_trained = True  # validate a second time, as in training
     stateful = False
     sharded = True  # works with trainer.strategy=fsdp2
-    least_rows = 1  # of a batch
+    least_rows = 1
     step = 0  # of the next batches, from 0
 
     @property
@@ -128,7 +128,7 @@ class Carry(StatefulBoundary):
     continues = True
 
     def __init__(self) -> None:
-        self.stored: dict[int, RowStates] = {}  # by turn of streams
+        self.stored: dict[int, RowStates] = {}
         self.age: int | None = None
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
@@ -197,7 +197,7 @@ class StatePassing(Carry):
         if len(rows) < 2:
             return fresh
         rows = rows[stored.positions[rows].argsort(stable=True)]
-        ring = torch.cat([rows[::2], rows[1::2].flip(0)])  # up by every other row, down by those between
+        ring = torch.cat([rows[::2], rows[1::2].flip(0)])
         return index_states(stored.states, torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1)))
 
 

@@ -33,7 +33,7 @@ class Shape(NamedTuple):
         row_length = -(-row_length // ROW_MULTIPLE) * ROW_MULTIPLE
         longest = 1 << ((batch.layout.longest or ABSENT) - 1).bit_length()
         longest = longest if longest <= row_length else ABSENT  # that of continued documents grows
-        documents = 4 ** -(-max(0, batch.layout.num_documents - 1).bit_length() // 2)  # a power of four
+        documents = 4 ** -(-max(0, batch.layout.num_documents - 1).bit_length() // 2)
         return cls(rows, row_length, documents, longest, accumulates)
 
     @property
@@ -131,7 +131,7 @@ class BatchGraphs:
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(2):  # compile and allocate
+            for _ in range(2):
                 self._set_gradients(None)
                 self._run(static.batch, static.num_targets, *inputs)
         current.wait_stream(stream)

@@ -58,7 +58,7 @@ def fit(
                 with suppress(OSError):  # it holds other runs
                     folder.parent.rmdir()
             raise
-        except SystemExit:  # of Lightning
+        except SystemExit:
             raise KeyboardInterrupt from None
         finally:
             if torch.distributed.is_initialized():
@@ -98,8 +98,8 @@ def configured_runtime(config: Config) -> Iterator[None]:
 
 def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool] | None) -> dict[str, Any]:
     begun = time.perf_counter()
-    records.provenance()  # of the run's start
-    import_plugins(config.plugins)  # not imported in a worker
+    records.provenance()
+    import_plugins(config.plugins)
     check_run(config)
     check_accelerator(config)
     path, folder, options = run_id.record_path(config), run_id.run_folder(config), config.trainer

@@ -34,7 +34,7 @@ class Status(NamedTuple):
 
 
 BEGINS = Status("begins")
-Report = Callable[..., None]  # of a run, status and place
+Report = Callable[..., None]
 
 
 def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Status:
@@ -47,7 +47,7 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
     except Locked as error:
         return Status("locked", str(error))
     except Stopped as stopped:
-        if stopped.status > 128:  # by a signal
+        if stopped.status > 128:
             raise KeyboardInterrupt from None
         return Status("stopped", f"after step {stopped.step}")
     except UserError as error:
@@ -121,14 +121,14 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
         future.result()
 
 
-_stop: Any = None  # a worker's event
+_stop: Any = None
 
 
 def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
     global _stop
     _stop = stop
     os.setsid()  # Ctrl-C is the parent's
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM's
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     def end_with_parent() -> None:
         while os.getppid() == parent:
@@ -181,6 +181,6 @@ def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, o
     for config, job in submitted:
         try:
             status = job.result()
-        except Exception as error:  # of submitit
+        except Exception as error:
             status = Status("failed", str(error).strip().splitlines()[-1])
         report(config, status, f"job {job.job_id}")

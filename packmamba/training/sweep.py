@@ -67,11 +67,8 @@ class SweepConfig:
         need(self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false")
         here = self.launcher == "local" or not self.throughput_rounds and self.deadline is None
         need(here, "launcher", "local with throughput_rounds or deadline", self.launcher)
-        arms = ", ".join(self.arms)
-        need(self.baseline in (None, *self.arms), "baseline", f"one of {arms} or null", f"'{self.baseline}'")
-        for contrast in self.primary:
-            known = {self.baseline} != {*contrast.split(" - ", 1)} <= self.arms.keys()
-            need(known, "primary", f"arms ({arms}), not the baseline, or '<arm> - <arm>'", f"'{contrast}'")
+        for arm in self.arms:
+            need(not re.search(r" \S+=", arm), "arms", "names without ' key='", f"'{arm}'")
         need(bool(self.tune.grid) == bool(self.tune.seeds), "tune", "both grid and seeds, or neither", "one")
         both = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
         need(not both, "tune.seeds", "none of grid.seed", ", ".join(map(str, both)))
@@ -106,8 +103,16 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     own = [override for override in overrides if re.split(r"[.=]", override)[0] not in of_runs]
     # grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
     dotted = r"((?:tune\.)?grid)\.([\w.-]+)=(.*)"
-    sweep = load(SweepConfig, path, [re.sub(dotted, r"\1={\2: \3}", each, flags=re.DOTALL) for each in own], "sweep")
+    given = [re.sub(dotted, r"\1={\2: \3}", each, flags=re.DOTALL) for each in own]
+    sweep = load(SweepConfig, path, given, "sweep")
     sweep.check()
+    every = load(SweepConfig, path, [each for each in given if not each.startswith("arms=[")], "sweep").arms
+    arms = ", ".join(every)
+    need(sweep.baseline in (None, *every), "baseline", f"one of {arms} or null", f"'{sweep.baseline}'")
+    for contrast in sweep.primary:
+        names = str(contrast).split(" - ", 1)
+        known = {sweep.baseline} != {*names} <= every.keys() and len({*names}) == len(names)
+        need(known, "primary", f"arms ({arms}), not the baseline, or '<arm> - <arm>'", f"'{contrast}'")
     sweep.name = sweep.name or Path(path).stem
     base = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
     last = [(parse_override(override), f"'{override}'") for override in overrides if override not in own]

@@ -64,7 +64,7 @@ def open_synthetic(data: DataConfig) -> Source:
 
 
 def open_task(data: DataConfig) -> Source:
-    from packmamba.evaluation.tasks import TASKS  # its package reads corpora
+    from packmamba.evaluation.tasks import TASKS
 
     if data.task not in TASKS:
         raise ConfigError(f"data.task: expected one of {', '.join(TASKS)} with data.source=task, got '{data.task}'")

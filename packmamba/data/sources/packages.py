@@ -83,7 +83,7 @@ def functions_of(code: bytes) -> list[str] | None:
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(code).readline)
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of old escapes in strings
+            warnings.simplefilter("ignore")
             tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None

@@ -14,7 +14,7 @@ Item = tuple[bytes, bytes, list[bytes]]  # context, right line, wrong ones
 
 
 def standard_library() -> Iterable[tuple[str, str]]:
-    from packmamba.data.sources import builtin  # which reads this package
+    from packmamba.data.sources import builtin
 
     return builtin.standard_library()
 
@@ -72,7 +72,7 @@ class NextLine:
     vocab_size, of_bytes = 256, True
     DRAWS_PER_ITEM = 8
     MIN_LINE = 12  # bytes: shorter ones (``else:``) make no question
-    INSIDE_CHARACTER = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes
+    INSIDE_CHARACTER = bytes(range(0x80, 0xC0))
 
     def __init__(
         self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None

@@ -92,7 +92,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     cached = cache is not None or bool(kwargs.get("use_cache"))
     prepared = isinstance(mask, dict) and (not given or (cache is not None and given.keys() == {"position_ids"}))
     if not isinstance(tokens, Tensor) or prepared:
-        return kwargs  # transformers says what is wrong, or has its own masks
+        return kwargs
     if cache is not None and _continues(model, cache):
         position = given.pop("position_ids", None)
         expect(not given, " and ".join(given), "none beside a cache that holds states", "some")
