@@ -109,9 +109,9 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
         records, old = read_records(folder) if has_records(folder) else [], entries.pop(name, {})
         trained = {record["arm"] for record in records if record["kind"] == "training"}
         before, now = ((one.get("margin"), {*one.get("primary", ())}, one.get("baseline")) for one in (old, entry))
-        if "late" in old or before != now and any(now[:2]) and trained & arms.keys():
-            entry["late"] = True
         kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
+        if "late" in old or before != now and any(now[:2]) and trained & {*kept, *arms}:
+            entry["late"] = True
         entries[name] = {"arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()}, **entry}
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
 

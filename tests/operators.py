@@ -52,7 +52,6 @@ def _layout(*rows: list[int], row_length: int, first: tuple[int, ...] = ()) -> S
     return SequenceLayout.from_lengths(rows, row_length=row_length, offsets=offsets)
 
 
-# Rows with different splits, padding, one-token documents, continuations.
 AWKWARD = {
     "splits": _layout([3, 1, 9], [7, 8], [], [16], row_length=16, first=(5, 0, 0, 64)),
     "shorter-than-the-convolution": _layout([1, 2, 1, 3], [2, 1], row_length=9, first=(1, 2)),

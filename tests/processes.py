@@ -15,7 +15,6 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
-# The server of forks imports this checkout.
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 FORKS.set_forkserver_preload(["lightning", "torchmetrics", "packmamba.cli", "packmamba.training.fit"])
 

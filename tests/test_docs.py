@@ -79,7 +79,6 @@ def in_folder(folder, arguments):
     return cli.main(arguments, prog="run.py")
 
 
-# Of commands that cannot run here the configuration is loaded.
 LOADERS = {"train": load_config, "sweep": load_sweep, "bench": load_bench, "reproduce": lambda name, _: find(name)}
 
 

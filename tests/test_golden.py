@@ -26,7 +26,6 @@ SMALL = (
 )
 NOT_HERE = ("workers", "bfloat16", "reference", "deterministic", "inner", "block", "evaluated", "start")
 RUNS = {name: f"{SMALL} {keys}" for name, keys in CONFIGURATIONS["runs"].items() if name not in NOT_HERE}
-# These differ from others in their documents and rows alone.
 STEPS_ALONE = "next_fit first_fit best_fit_decreasing spfhp stream truncate longest cut".split()
 LOSSES = [name for name in RUNS if name not in STEPS_ALONE and ", " not in name]
 

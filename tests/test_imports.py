@@ -14,7 +14,6 @@ ROOT = Path(__file__).resolve().parents[1]
 # Modules of a part import, at their top, only from parts before it. A module belongs to the longest name that begins its own.
 ORDER = "errors registry layout records timing config ops nn evaluation.tasks data isolation testing".split()
 ORDER += "training.boundary evaluation training integrations report reproduce cli".split()
-# Nor in functions, where others may import registries that keys name.
 NEVER = {
     "ops": {"config", "records", "data"},
     "nn": {"config", "records", "data"},

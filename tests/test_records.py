@@ -81,6 +81,11 @@ def test_records_hold_their_sweep(tmp_path):
     assert padded["sweep"] == expected | {"tried": [{"optimizer.lr": [0.1, 0.2]}], "table": {"metrics": ["val_loss"]}}
     write_sweep(tmp_path, "other", {"padded": [2]}, "padded", margin=0.1)
     assert read_records(tmp_path)[0]["sweep"]["late"]
+    write_sweep(tmp_path, "one", {"single": [0]}, "padded", tuned=tuned)
+    write_sweep(tmp_path, "new", {"lost": [0]}, "padded", margin=0.1)
+    entries = json.loads((tmp_path / "sweep.json").read_text())
+    assert [*entries["one"]["arms"]] == ["padded", "single"] and "late" not in entries["one"], "arms left out stay"
+    assert "late" not in entries["new"] and "late" in entries["other"]
 
 
 def test_the_commit_is_of_the_own_checkout(tmp_path, monkeypatch):

@@ -47,7 +47,6 @@ def test_eval_repeats_the_numbers_of_the_record(run, config, tmp_path, monkeypat
         assert own == {f"{name}.{key}": value for key, value in record["metrics"].items()}
     metrics = records["perplexity"]["metrics"]
     assert metrics["loss"] == pytest.approx(training["metrics"]["val_loss"], abs=1e-5)
-    # One byte a token, and a begin and an end token around each document.
     items = [json.loads(line) for line in (run / "evaluation" / "items" / "perplexity.jsonl").read_text().splitlines()]
     assert [item["bytes"] for item in items] == [item["targets"] - 1 for item in items]
     per_byte = metrics["loss"] / np.log(2) * metrics["targets"] / sum(item["bytes"] for item in items)

@@ -70,7 +70,6 @@ def test_a_document_s_first_token_is_no_target(family, name):
 
 @every_family
 def test_packed_is_the_original_in_float64(family, wide):  # noqa: F811
-    # Experts have no products in float64.
     model, packed = both(family, dtype=torch.float64, use_bias=True, num_experts=1)
     tokens = random_tokens()
     logits = packed(tokens, attention_mask=MASK, seq_idx=IDX).logits

@@ -296,7 +296,6 @@ def test_callables():
     with torch.no_grad():
         model = mamba()
         assert leakcheck(lambda t, lengths: model(t, layout_of(t, lengths)), vocab_size=VOCAB).isolated_backward
-    # A callable runs where its modules are: of a partial they are among its arguments.
     assert adapt(partial(lambda m, t, lengths: m(t, layout_of(t, lengths)), model), "lengths", None).modules == [model]
     unseen = leakcheck(lambda t, lengths: model(t, layout_of(t, lengths)).detach(), vocab_size=VOCAB)
     assert unseen.ok and unseen.isolated_backward is None

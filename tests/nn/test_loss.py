@@ -41,7 +41,6 @@ def test_the_loss_is_cross_entropy(dtype, tolerances, chunk, slots, monkeypatch)
     assert not losses.requires_grad and losses.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert relative_error(total.detach(), expected.detach()) <= tolerances[0]
     assert relative_error(losses, each.detach()) <= tolerances[0]
-    # Divided by their number, as in training: the cotangent is not 1.
     found = torch.autograd.grad(total / 7, (hidden, weight))
     for gradient, wanted in zip(found, torch.autograd.grad(expected / 7, (hidden, weight))):
         assert relative_error(gradient, wanted.double()) <= tolerances[1]

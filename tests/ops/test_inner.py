@@ -101,7 +101,6 @@ def test_one_compilation_serves_all_blocks_and_layouts(fresh_compiler):
         layout = SequenceLayout.from_lengths([lengths[i], lengths[i - 1]], row_length=14)
         tokens = random_tokens(layout, seed=i)
         assert torch.equal(fast(tokens, layout=layout), model(tokens, layout=layout))
-    # The start of the residual stream, and a block: the first number of documents, then any.
     assert len(graphs) <= 4
 
 

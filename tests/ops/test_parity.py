@@ -32,7 +32,6 @@ from packmamba import SequenceLayout, ops
 # A multiple of the tokens that ssd_pack's states are carried over: a chunk's, and on a GPU a segment's.
 CUTS = {"reference": 192, "cpu": 192, "cuda": 2048}
 LAYOUTS = AWKWARD | {"long": LONG}
-# Differences take two runs for each number that goes in.
 SMALL = SequenceLayout.from_lengths([[1, 5], [2, 3], []], row_length=6, offsets=[[5, 0], [0, 0], []])
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
 backend_and_dtype = pytest.mark.parametrize(
@@ -55,7 +54,6 @@ def assert_parity(case, backend, dtype, expected=None):
     results, expected = case.run(backend), expected or case.specification()
     assert results.keys() == expected.keys()
     for name, value in expected.items():
-        # A float32 parameter's gradient beside float64 activations is rounded to float32.
         rounded = torch.float32 if dtype == torch.float64 and results[name].dtype == torch.float32 else dtype
         assert relative_error(results[name], value) <= tolerance(case.operator, rounded, name.startswith("grad")), name
 

@@ -85,6 +85,8 @@ def test_time_in_learning_curves_is_at_the_speed_timed_in_turns(drawn):
     assert [list(line.get_xdata()) for line in by_time.lines] == [[5.0, 10.0], [2.5, 5.0]]
     training_figures([*trained, throughput("single", 100.0)])
     assert len(drawn["learning-curves"][0].axes) == 1, "runs of their own may have shared a machine"
+    trained[0]["curves"]["loss_by_position"] = [{"start": 0, "end": 8, "loss": None, "count": 80}] * 2
+    training_figures(trained)  # all of an arm's runs diverged
 
 
 def test_nothing_drawn_is_cut_and_no_panel_is_empty(drawn):

@@ -61,6 +61,8 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
     overrides = [f"output={tmp_path}/mine", "name=mine", "grid.seed=[7]", "grid.optimizer.lr=[0.3]", "model.d_model=4"]
     sweep, configs = load_sweep(write_sweep(tmp_path), overrides)
     assert sweep.name == "mine" and {config.output for config in configs} == {f"{tmp_path}/mine"}
+    one = load_sweep(write_sweep(tmp_path, baseline="padded", primary=["packed"]), ["arms=[padded]"])[0]
+    assert [*one.arms] == ["padded"] and one.primary == ["packed"], "arms that are not selected are known"
     assert {(c.name, c.optimizer.lr, c.seed, c.model.d_model) for c in configs} == {
         ("padded lr=0.3", 0.3, 7, 4), ("packed lr=0.3", 0.3, 7, 4)
     }  # fmt: skip
@@ -81,6 +83,9 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"jobs": 0}, "jobs: expected auto or an integer"),
         ({"launcher": "slurm", "deadline": 5}, "launcher: expected local"),
         ({"primary": ["a - lost"]}, "primary: expected"),
+        ({"primary": ["packed - packed"]}, "primary: expected"),
+        ({"primary": [["packed"]]}, "primary: expected"),
+        ({"arms": {"x lr=1": {}}}, "arms: expected names without"),
         ({"primary": ["padded"], "baseline": "padded"}, "primary: expected .*, not the baseline"),
         ({"margin": 0}, "margin: expected"),
         ({"baseline": "padde"}, "baseline: expected one of padded, packed or null"),
