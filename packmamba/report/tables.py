@@ -225,6 +225,8 @@ def training_tables(records: Records) -> list[Table]:
     columns += [metric_column(metric, arms) for metric in further]
     tables = [arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))]
     tables += [_verdicts(contrasts, metrics[0])] * ruled
+    for each in tables if any("late" in arm.sweep for arm in arms) else ():
+        each.notes.append("Margin or primaries came after runs.")
     both = ("val_loss", "val_loss_start")
     columns = [(make_columns("!minus = baseline")[0], lambda arm: word(arm.baseline.label))]
     columns += [difference_column(metric, arms, title(metric), metric) for metric in both]
@@ -263,7 +265,6 @@ def _verdicts(contrasts: Sequence[aggregate.Contrast], metric: str) -> Table:
         "Paired over seeds, and groups of documents if there are any. Different: the interval excludes zero, of primaries with "
         f"p <= 0.05 after Holm.{''.join(margins)} Other documents: never equivalent. As is a leak: the test could not have "
         "failed. Seeds for 80 % power: to be equivalent at no difference, by resampling, optimistic from few; dash: over 100.",
-        *["Margin or primaries came after runs."] * any("late" in one.arm.sweep for one in contrasts),
     ]
     return table
 

@@ -164,7 +164,7 @@ def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], 
         record = training_record(config, data.corpora.corpus_hash, module, metrics)
         record["metrics"]["validation_documents"] = len(evaluation_documents(data.corpora.validation, config.data))
         record["hardware"]["backend"] = backend
-        state = trainer.strategy.lightning_module_state_dict()  # gathered, on all ranks
+        state = trainer.strategy.lightning_module_state_dict()
         if trainer.is_global_zero:
             lock.check()
             if metrics.diverged is None:

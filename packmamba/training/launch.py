@@ -96,7 +96,7 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
                 status = pool.submit(_train_in_worker, config, last).result()
             except BrokenProcessPool:
                 status = Status("stopped" if stop.is_set() else "failed", "its process was killed")
-            if status.state == "failed":  # a fresh process for the next
+            if status.state == "failed":
                 pool.shutdown(wait=False)
                 pool = None
             report(config, status, slot.name)

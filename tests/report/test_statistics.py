@@ -196,7 +196,8 @@ def test_a_sweep_s_verdicts():
     assert [row["verdict"] for row in table(made, "training")] == ["-", "equivalent", "different"]
     said = sentence(made)
     assert "packed-reset is equivalent (+0.0001" in said and "packed-leak is different (+0.0491" in said
-    assert said in format_table(made) and "Verdicts on validation loss" in format_table(made)
+    assert said in format_table(made) and "came after runs" not in format_table(made)
+    assert "came after runs" in format_table([r | {"sweep": r["sweep"] | {"late": True}} for r in made])
 
 
 def test_arms_that_read_other_documents_are_never_equivalent():
