@@ -17,7 +17,17 @@ from packmamba.errors import Unfinished, UserError
 
 MISSING = "the package '{}' is missing; pip install 'packmamba[train]'"
 try:
-    from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, need, registry
+    from packmamba.config import (
+        CONFIGS,
+        CONFIGURATION,
+        Config,
+        ConfigError,
+        DataConfig,
+        key,
+        load,
+        need,
+        registry,
+    )
     from packmamba.config.load import load_config, read_layers, resolve, sections_of, shown, suggest
 except ModuleNotFoundError as error:
     sys.exit("packmamba: error: " + MISSING.format(error.name))
@@ -33,7 +43,9 @@ HASHED = ("dtype", "examples", "seed", "limit", "include_path")
 @dataclasses.dataclass
 class LoadConfig:
     device: str = key("auto", DEVICE)
-    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+    dtype: Optional[str] = key(
+        None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES
+    )
 
 
 @dataclasses.dataclass
@@ -60,7 +72,10 @@ class GenerateConfig(LoadConfig):
 
 @dataclasses.dataclass
 class LeakcheckConfig(LoadConfig):
-    boundaries: str = key("position_ids", "Boundary arguments of a Hugging Face model, joined by +, or attention_mask.")
+    boundaries: str = key(
+        "position_ids",
+        "Boundary arguments of a Hugging Face model, joined by +, or attention_mask.",
+    )
     patch: bool = key(False, "Patch the Hugging Face model first.")
     lengths: Optional[list[int]] = key(None, "Documents' lengths; null: awkward ones.", low=1)
     device: str = key("cpu", DEVICE)
@@ -68,7 +83,9 @@ class LeakcheckConfig(LoadConfig):
 
 @dataclasses.dataclass
 class ReportConfig:
-    baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
+    baseline: Optional[str] = key(
+        None, "Arm to compare with; null: the first of padded, single, packed."
+    )
     output: Optional[str] = key(None, "Folder for several folders' report; null: only print.")
     latex: bool = key(False, "Also write LaTeX tables and PDF figures.")
 
@@ -129,9 +146,14 @@ def evaluate(words: list[str]) -> None:
     check_writable(output, "output")
     model = load_model(folder, config.device, config.dtype)
     max_slots, trainer = config.max_slots or default_max_slots(model.model), model.config.trainer
-    harness = _harness([name for name in config.tasks if name not in EVALUATIONS], config, EVALUATIONS)
+    harness = _harness(
+        [name for name in config.tasks if name not in EVALUATIONS], config, EVALUATIONS
+    )
     own = (config.data, model.tokenizer, config.examples, config.seed, max_slots)
-    contexts = {name: EvalContext(*own, config.options.get(name, {}), trainer=trainer) for name in config.tasks}
+    contexts = {
+        name: EvalContext(*own, config.options.get(name, {}), trainer=trainer)
+        for name in config.tasks
+    }
     for name in filter(EVALUATIONS.__contains__, config.tasks):
         check(name, contexts[name], len(model.model.lm_head.weight))
     hashed: Any = {name: getattr(config, name) for name in HASHED} | {"max_slots": max_slots}
@@ -142,16 +164,33 @@ def evaluate(words: list[str]) -> None:
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
             settings = {"name": name, "options": contexts[name].options, **hashed}
-            digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
-            records = [r for r in records_of(output, "evaluation") if r["config"].get("id") == digest]
+            digest = hashlib.sha256(
+                json.dumps(settings, sort_keys=True, default=str).encode()
+            ).hexdigest()[:10]
+            records = [
+                r for r in records_of(output, "evaluation") if r["config"].get("id") == digest
+            ]
             if not records:
                 begun = time.perf_counter()
                 known = name in EVALUATIONS
-                result = run(name, model.model, contexts[name]) if known else harness(name, model, max_slots)
+                result = (
+                    run(name, model.model, contexts[name])
+                    if known
+                    else harness(name, model, max_slots)
+                )
                 write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
                 what = {"id": digest, "evaluation": settings, "model": model.model.config}
-                numbers: Any = (result.corpus_hash, result.metrics, time.perf_counter() - begun, result.curves)
-                records = [make_record("evaluation", model.name, model.name, what, model.config.seed, *numbers)]
+                numbers: Any = (
+                    result.corpus_hash,
+                    result.metrics,
+                    time.perf_counter() - begun,
+                    result.curves,
+                )
+                records = [
+                    make_record(
+                        "evaluation", model.name, model.name, what, model.config.seed, *numbers
+                    )
+                ]
                 append_record(output / "records.jsonl", records[0])
             print(f"\n{format_table(records)}")
     print(f"\nRecords and items: {output}")
@@ -175,10 +214,17 @@ def _harness(names: list[str], config: EvalConfig, known: Any) -> Any:
 
     def run(name: str, model: Any, max_slots: int) -> EvalResult:
         adapter = PackMambaLM(model.model, str(model.folder), max_slots)
-        results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
-        metrics = {k.partition(",")[0]: v for k, v in results["results"][name].items() if isinstance(v, (int, float))}
+        results = lm_eval.simple_evaluate(
+            adapter, tasks=[name], limit=config.limit, task_manager=manager
+        )
+        metrics = {
+            k.partition(",")[0]: v
+            for k, v in results["results"][name].items()
+            if isinstance(v, (int, float))
+        }
         items = [
-            {"doc_id": one["doc_id"], "responses": one["filtered_resps"]} | {m: one[m] for m in one["metrics"]}
+            {"doc_id": one["doc_id"], "responses": one["filtered_resps"]}
+            | {m: one[m] for m in one["metrics"]}
             for one in results["samples"][name]
         ]
         return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
@@ -200,7 +246,13 @@ def generate(words: list[str]) -> None:
     need(tokenizer, folder, "a model of text", "one without a tokenizer")
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = begin + tokenizer.encode(prompt).tolist()
-    sampling = config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed
+    sampling = (
+        config.max_new_tokens,
+        config.temperature,
+        config.top_p,
+        tokenizer.end_id,
+        config.seed,
+    )
     (new,) = continue_tokens(model.model, [ids], *sampling, max(2048, len(ids)))
     print(prompt + tokenizer.decode(new))
 
@@ -248,9 +300,13 @@ def leakcheck(words: list[str]) -> int:
 
             from packmamba.integrations.transformers import patch
 
-            theirs: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
+            theirs: Any = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, dtype=config.dtype
+            )
             theirs = patch(theirs) if config.patch else theirs
-            result = check(theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths)
+            result = check(
+                theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths
+            )
         else:
             model = load_model(folder, config.device, config.dtype)
             trainer, own = model.config.trainer, model.model
@@ -279,7 +335,9 @@ def report(words: list[str]) -> None:
     for name in folders:
         folder: Any = Path(name) if Path(name).is_dir() else experiments().get(name)
         if folder is None:
-            raise ConfigError(f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}")
+            raise ConfigError(
+                f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}"
+            )
         run = folder / CONFIGURATION
         loaded: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
         need(None not in loaded, folder, "a finished run", "one without a record")
@@ -287,10 +345,21 @@ def report(words: list[str]) -> None:
     kinds = kinds_of(folder, records)
     own = records[0].get("sweep", {}).get("baseline")
     if len(folders) > 1 or config.baseline not in (None, own):
-        arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
-        need(config.baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{config.baseline}'")
+        arms = {
+            r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records
+        }
+        need(
+            config.baseline in (None, *arms),
+            "baseline",
+            f"one of {', '.join(arms)}",
+            f"'{config.baseline}'",
+        )
         for record in records:
-            record["sweep"] = {"baseline": config.baseline, "apart": True, "seeds": arms[record["arm"]]}
+            record["sweep"] = {
+                "baseline": config.baseline,
+                "apart": True,
+                "seeds": arms[record["arm"]],
+            }
     print(f"\n{format_table(records, kinds)}")
     if len(folders) == 1 or config.output is not None:
         page = write_report(config.output or folder, kinds, records, config.latex)
@@ -325,15 +394,21 @@ def kernels(words: list[str]) -> None:
         if row["problem"] is None:
             print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
             build.build(row["kind"])
-    print(f"packmamba {__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPUs")
+    print(
+        f"packmamba {__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPUs"
+    )
     for i in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(i)
-        print(f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}")
+        print(
+            f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}"
+        )
     for row in build.info():
         state = f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
         print(f"{row['kind']} kernels: {row['problem'] or state}")
         if row["kind"] == "cpu" or torch.cuda.is_available():
-            print(f"On {row['kind']}, ops.backend=auto runs {backend_name('auto', torch.device(row['kind']))}")
+            print(
+                f"On {row['kind']}, ops.backend=auto runs {backend_name('auto', torch.device(row['kind']))}"
+            )
     for name, backend in BACKENDS.items():
         if backend.missing:
             print(f"Backend {name} needs {' and '.join(backend.missing)}")
@@ -373,7 +448,11 @@ def newest(name: str) -> str:
 def print_help(command: str, prog: str) -> None:
     function, usage, schema = COMMANDS[command]
     print(f"usage: {prog} {command} {usage}\n\n{function.__doc__}")
-    config: Any = load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
+    config: Any = (
+        load(registry(schema), CONFIGS / "demo.yaml")
+        if command == "demo"
+        else schema and registry(schema)()
+    )
     own = "the first keys to set"
     groups: dict[str, list[str]] = {own: [], "general": []}
     for prefix, section in sections_of(config) if config else ():
@@ -425,6 +504,9 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise
-        message, status = f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2
+        message, status = (
+            f"out of memory ({error}); reduce data.max_tokens_per_batch or the model",
+            2,
+        )
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return status

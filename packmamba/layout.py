@@ -51,7 +51,10 @@ class SequenceLayout:
 
     @classmethod
     def from_lengths(
-        cls, lengths: Sequence[Sequence[int]], row_length: int, offsets: Sequence[Sequence[int]] | None = None
+        cls,
+        lengths: Sequence[Sequence[int]],
+        row_length: int,
+        offsets: Sequence[Sequence[int]] | None = None,
     ) -> SequenceLayout:
         """Build from each row's document lengths, from the left; the rest of a row is padding.
 
@@ -59,28 +62,46 @@ class SequenceLayout:
         """
         row_length = _integer(row_length, "row_length", minimum=1)
         rows = _integers(lengths, "lengths", minimum=1)
-        places = [[0] * len(row) for row in rows] if offsets is None else _integers(offsets, "offsets", minimum=0)
+        places = (
+            [[0] * len(row) for row in rows]
+            if offsets is None
+            else _integers(offsets, "offsets", minimum=0)
+        )
         expect(rows, "lengths", "at least one row", "none")
         expect([*map(len, places)] == [*map(len, rows)], "offsets", "one for each length", "others")
         starts: list[int] = []
         for b, row in enumerate(rows):
             if sum(row) > row_length:
-                raise ValueError(f"lengths[{b}]: expected at most row_length={row_length} tokens, got {sum(row)}")
+                raise ValueError(
+                    f"lengths[{b}]: expected at most row_length={row_length} tokens, got {sum(row)}"
+                )
             starts += [*accumulate(row, initial=b * row_length)][:-1]
         first, tokens, place = (
-            torch.tensor(of, dtype=torch.int64) for of in (starts, [*chain(*rows)], [*chain(*places)])
+            torch.tensor(of, dtype=torch.int64)
+            for of in (starts, [*chain(*rows)], [*chain(*places)])
         )
         return cls._checked((len(rows), row_length), first, first + tokens, place)
 
     @classmethod
-    def from_rows(cls, num_rows: int, row_length: int, device: torch.device | str | None = None) -> SequenceLayout:
+    def from_rows(
+        cls, num_rows: int, row_length: int, device: torch.device | str | None = None
+    ) -> SequenceLayout:
         """Build a layout of one document per row: the operators' default."""
         shape = _shape(num_rows, row_length)
         starts = torch.arange(num_rows, dtype=torch.int32, device=device) * row_length
-        return cls(shape, starts, starts + row_length, torch.zeros_like(starts), num_rows * row_length, row_length)
+        return cls(
+            shape,
+            starts,
+            starts + row_length,
+            torch.zeros_like(starts),
+            num_rows * row_length,
+            row_length,
+        )
 
     @classmethod
-    def from_position_indices(cls, position_indices: Tensor, name: str = "position_indices") -> SequenceLayout:
+    def from_position_indices(
+        cls, position_indices: Tensor, name: str = "position_indices"
+    ) -> SequenceLayout:
         """Build from each token's position in its document, (B, L) integer; -1 is padding, at a row's tail.
 
         A row's first document may begin above 0 (a continuation). ``name``: the argument's, in errors.
@@ -90,7 +111,9 @@ class SequenceLayout:
         starts_here[:, 0] |= pos[:, 0] > 0
         right = (pos == -1) | starts_here
         right[:, 1:] |= pos[:, 1:] == pos[:, :-1] + 1
-        expected = "0 (a document starts) or one more than before; only a row's first may begin above 0"
+        expected = (
+            "0 (a document starts) or one more than before; only a row's first may begin above 0"
+        )
         check_all(right, name, expected, pos)
         return cls._from_starts(pos, starts_here, pos)
 
@@ -106,12 +129,18 @@ class SequenceLayout:
         for b, ids in enumerate(row[here] for row, here in zip(idx, starts_here)):
             values, counts = ids.unique(return_counts=True)
             if (again := values[counts > 1]).numel():
-                raise ValueError(f"{name}[{b}]: expected an id's slots side by side, got id {int(again[0])} again")
+                raise ValueError(
+                    f"{name}[{b}]: expected an id's slots side by side, got id {int(again[0])} again"
+                )
         return cls._from_starts(idx, starts_here, torch.zeros_like(idx))
 
     @classmethod
     def from_cu_seqlens(
-        cls, cu_seqlens: Tensor, rows: int = 1, row_length: int | None = None, name: str = "cu_seqlens"
+        cls,
+        cu_seqlens: Tensor,
+        rows: int = 1,
+        row_length: int | None = None,
+        name: str = "cu_seqlens",
     ) -> SequenceLayout:
         """Build from cumulative lengths over all rows, (S + 1,) integer, as flash-attention takes them, with offsets 0.
 
@@ -119,20 +148,29 @@ class SequenceLayout:
         rows.
         """
         cu = integer_tensor(cu_seqlens, name)
-        expect(cu.dim() == 1 and cu.numel() > 1, name, "shape (S + 1,) with S at least 1", tuple(cu.shape))
+        expect(
+            cu.dim() == 1 and cu.numel() > 1,
+            name,
+            "shape (S + 1,) with S at least 1",
+            tuple(cu.shape),
+        )
         last = int(cu[-1])
         rows, row_length = shape = _shape(rows, last // rows if row_length is None else row_length)
         slots = rows * row_length
         if cu[0] != 0 or last != slots:
             fix = "; make a padded tail a document of its own" if 0 < last < slots else ""
-            raise ValueError(f"{name}: expected to run from 0 to B * L = {slots}, got {int(cu[0])} to {last}{fix}")
+            raise ValueError(
+                f"{name}: expected to run from 0 to B * L = {slots}, got {int(cu[0])} to {last}{fix}"
+            )
         if len(equal := (cu.diff() <= 0).nonzero().flatten()):
             raise ValueError(
                 f"{name}: expected to increase strictly, got {cu[equal[0] :][:2].tolist()}; drop empty documents"
             )
         row_starts = torch.arange(0, slots, row_length)
         if len(missing := row_starts[~torch.isin(row_starts, cu)]):
-            raise ValueError(f"{name}: expected a document to start at each row's start, got none at {missing[0]}")
+            raise ValueError(
+                f"{name}: expected a document to start at each row's start, got none at {missing[0]}"
+            )
         return cls._checked(shape, cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
 
     @classmethod
@@ -146,7 +184,9 @@ class SequenceLayout:
         return cls._checked((rows, row_length), starts, ends, offsets.flatten()[starts])
 
     @classmethod
-    def _checked(cls, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor) -> SequenceLayout:
+    def _checked(
+        cls, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor
+    ) -> SequenceLayout:
         longest = int((offsets + ends - starts).max()) if ends.numel() else 0
         expect(longest <= _MAX_SLOTS, "offsets", "positions below 2**31", longest)
         first, last, place = (part.to(torch.int32) for part in (starts, ends, offsets))
@@ -208,7 +248,9 @@ class SequenceLayout:
     @cached_property
     def seq_idx(self) -> Tensor:
         """(B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
-        first_slots = torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
+        first_slots = (
+            torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
+        )
         first_document = torch.searchsorted(self.starts, first_slots, out_int32=True)
         return torch.where(self.documents >= 0, self.documents - first_document[:, None], -1)
 
@@ -232,7 +274,11 @@ class SequenceLayout:
             return self.flowing
         new_row = torch.ones_like(self.starts, dtype=torch.bool)
         new_row[1:] = self.rows[1:] != self.rows[:-1]
-        starts, ends, offsets = self.starts[new_row], self.ends[new_row.roll(-1)], self.offsets[new_row]
+        starts, ends, offsets = (
+            self.starts[new_row],
+            self.ends[new_row.roll(-1)],
+            self.offsets[new_row],
+        )
         return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
@@ -253,7 +299,8 @@ class SequenceLayout:
         if not isinstance(other, SequenceLayout):
             return NotImplemented
         return self.shape == other.shape and all(
-            torch.equal(getattr(self, name), getattr(other, name)) for name in ("starts", "ends", "offsets")
+            torch.equal(getattr(self, name), getattr(other, name))
+            for name in ("starts", "ends", "offsets")
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -271,7 +318,13 @@ def _and_zero(tensor: Tensor) -> Tensor:
 def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[list[int]]:
     listed = []
     for b, row in enumerate(rows):
-        expect(hasattr(row, "__iter__"), f"{name}[{b}]", "a sequence of integers", type(row).__name__, TypeError)
+        expect(
+            hasattr(row, "__iter__"),
+            f"{name}[{b}]",
+            "a sequence of integers",
+            type(row).__name__,
+            TypeError,
+        )
         listed.append([_integer(n, f"{name}[{b}][{s}]", minimum) for s, n in enumerate(row)])
     return listed
 

@@ -19,7 +19,13 @@ from packmamba.errors import ConfigError
 
 SWEEPS = "sweep.json"
 SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit dirty
-FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
+FILES = (
+    "record.json",
+    "records.jsonl.gz",
+    "records.jsonl",
+    "records/*.jsonl.gz",
+    "records/*.jsonl",
+)
 KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_seconds".split()
 
 # Losses: nats per target, of documents alone; val_loss_start: of their first 32 tokens.
@@ -31,13 +37,22 @@ LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.s
     optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
     trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
     trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
-STRATEGIES = {"in_order": "next_fit", "best_fit": "best_fit_decreasing", "histogram": "spfhp", "split": "concat_split"}
+STRATEGIES = {
+    "in_order": "next_fit",
+    "best_fit": "best_fit_decreasing",
+    "histogram": "spfhp",
+    "split": "concat_split",
+}
 # Old keys of configurations, and values: today's.
 RENAMED: dict[str, dict[str, str]] = {
     "data": {"mode": "batching", "slots_per_batch": "max_tokens_per_batch"},
     "strategy": STRATEGIES,
     "overlong": {"pieces": "split"},
-    "boundary": {"foreign": "state_passing", "noise": "fitted_noise", "foreign_heads": "state_passing_within_row"},
+    "boundary": {
+        "foreign": "state_passing",
+        "noise": "fitted_noise",
+        "foreign_heads": "state_passing_within_row",
+    },
     "precision": {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"},
 }
 
@@ -46,14 +61,27 @@ def make_record(
     kind: str, experiment: str, arm: str, config: Mapping[str, Any], seed: int, corpus_hash: str,
     metrics: Mapping[str, Any], wall_seconds: float, curves: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    values = (1, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
+    values = (
+        1,
+        kind,
+        experiment,
+        arm,
+        int(seed),
+        corpus_hash,
+        config,
+        metrics,
+        curves or {},
+        wall_seconds,
+    )
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     return _plain(dict(zip(KEYS, values)) | time | provenance())
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     """Append a record under a lock; cut off what an interrupted append left."""
-    line = json.dumps(_plain({k: v for k, v in record.items() if k != "sweep"}), allow_nan=False, sort_keys=True)
+    line = json.dumps(
+        _plain({k: v for k, v in record.items() if k != "sweep"}), allow_nan=False, sort_keys=True
+    )
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"), open(path, "a+b") as file:
         file.seek(0)
@@ -72,10 +100,16 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
                     records.append(_renamed({key: record[key] for key in KEYS} | record))
                 except (ValueError, TypeError, KeyError) as error:
                     if line.strip() and line.endswith(b"\n"):  # else an append was interrupted
-                        raise ConfigError(f"{path}:{number}: expected a record, got one without {error}") from None
+                        raise ConfigError(
+                            f"{path}:{number}: expected a record, got one without {error}"
+                        ) from None
     if not records:
         raise ConfigError(f"{folder}: expected a folder with {' or '.join(FILES)}, got no record")
-    return _with_sweeps(records, json.loads(sweeps.read_text()).values()) if sweeps.is_file() else records
+    return (
+        _with_sweeps(records, json.loads(sweeps.read_text()).values())
+        if sweeps.is_file()
+        else records
+    )
 
 
 def record_files(folder: str | Path) -> list[Path]:
@@ -92,31 +126,45 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
         record["arm"] = STRATEGIES.get(record["arm"], record["arm"])
     config = record["config"]
     if "data" in config:
-        config["data"] = {RENAMED["data"].get(key, key): value for key, value in config["data"].items()}
+        config["data"] = {
+            RENAMED["data"].get(key, key): value for key, value in config["data"].items()
+        }
     for section in (config, config.get("data", {}), config.get("trainer", {})):
         for key in section.keys() & {"strategy", "overlong", "boundary"}:
             section[key] = RENAMED[key].get(str(section[key]), section[key])
     return record
 
 
-def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:
+def write_sweep(
+    folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any
+) -> None:
     """Write a sweep's entry of ``sweep.json``, with its trained arms; ``late``: its margin or primaries came after runs."""
     path = Path(folder) / SWEEPS
-    entry: Any = {"baseline": baseline, "tuned": None} | {key: value for key, value in more.items() if value}
+    entry: Any = {"baseline": baseline, "tuned": None} | {
+        key: value for key, value in more.items() if value
+    }
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
         records, old = read_records(folder) if has_records(folder) else [], entries.pop(name, {})
         trained = {record["arm"] for record in records if record["kind"] == "training"}
-        before, now = ((one.get("margin"), {*one.get("primary", ())}, one.get("baseline")) for one in (old, entry))
+        before, now = (
+            (one.get("margin"), {*one.get("primary", ())}, one.get("baseline"))
+            for one in (old, entry)
+        )
         kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
         if "late" in old or before != now and any(now[:2]) and trained & {*kept, *arms}:
             entry["late"] = True
-        entries[name] = {"arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()}, **entry}
+        entries[name] = {
+            "arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()},
+            **entry,
+        }
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
 
 
-def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _with_sweeps(
+    records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]
+) -> list[dict[str, Any]]:
     """Add to training records their sweep: its entry, seeds, values tried, arms without a record."""
     trained = [record for record in records if record["kind"] == "training"]
     made, sweeps = {record["arm"] for record in trained}, dict[str, dict[str, Any]]()
@@ -158,12 +206,23 @@ def provenance() -> dict[str, Any]:
     commit, dirty = None, None
     if given := os.environ.get("PACKMAMBA_COMMIT"):
         commit, dirty = given.removesuffix("-dirty"), given.endswith("-dirty")
-    elif _output(*git, "rev-parse", "--show-toplevel") == str(root):  # not of a repository around an installed package
-        commit, dirty = _output(*git, "rev-parse", "HEAD"), bool(_output(*git, "status", "--porcelain", "--", *SOURCES))
-    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    elif _output(*git, "rev-parse", "--show-toplevel") == str(
+        root
+    ):  # not of a repository around an installed package
+        commit, dirty = (
+            _output(*git, "rev-parse", "HEAD"),
+            bool(_output(*git, "status", "--porcelain", "--", *SOURCES)),
+        )
+    gpus = _output(
+        "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
+    ).splitlines()
     hardware = {
-        "cpu": (_output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo") or platform.machine()).splitlines()[0],
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cpu": (
+            _output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo") or platform.machine()
+        ).splitlines()[0],
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [line.split(",")[0].strip() for line in gpus],
         "driver": gpus[0].split(",")[-1].strip() if gpus else None,
@@ -175,7 +234,9 @@ def provenance() -> dict[str, Any]:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+        return subprocess.run(
+            command, capture_output=True, text=True, timeout=20, check=True
+        ).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

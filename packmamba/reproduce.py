@@ -57,7 +57,9 @@ class Headline(NamedTuple):
 
 def experiments() -> dict[str, Path]:
     roots = [root / "experiments" for root in (Path(__file__).resolve().parents[1], Path.cwd())]
-    return {file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))}
+    return {
+        file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))
+    }
 
 
 def find(name: str) -> Path:
@@ -72,17 +74,27 @@ def module(name: str, part: str) -> Any:
     """Import ``experiments.<name>.<part>``; None without such a file."""
     folder = find(name)
     sys.path += {str(folder.parents[1])}.difference(sys.path)
-    return importlib.import_module(f"experiments.{name}.{part}") if (folder / f"{part}.py").is_file() else None
+    return (
+        importlib.import_module(f"experiments.{name}.{part}")
+        if (folder / f"{part}.py").is_file()
+        else None
+    )
 
 
 def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the tables and figures that the experiments of records declare."""
     records, known = list(records), experiments()
-    import_plugins({plugin for record in records for plugin in record["config"].get("plugins") or ()})
-    made = {record["experiment"] for record in records} | {title.partition("/")[0] for title in finished(folder)}
+    import_plugins(
+        {plugin for record in records for plugin in record["config"].get("plugins") or ()}
+    )
+    made = {record["experiment"] for record in records} | {
+        title.partition("/")[0] for title in finished(folder)
+    }
     own = [name for name, path in known.items() if path.resolve() == folder.resolve()]
     reports = [module(name, "report") for name in own or sorted(made & known.keys())]
-    return {kind: one for report in reports if report is not None for kind, one in report.KINDS.items()}
+    return {
+        kind: one for report in reports if report is not None for kind, one in report.KINDS.items()
+    }
 
 
 def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
@@ -92,14 +104,21 @@ def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
         question, _, name = str(what).partition("/")
         path = find(question) / f"{name or question}.yaml"
     layers = read_layers(path, overrides, "bench")
-    taken = {key: layer.pop(key) for layer, _ in layers for key in ("bench", "output", "plugins") if key in layer}
+    taken = {
+        key: layer.pop(key)
+        for layer, _ in layers
+        for key in ("bench", "output", "plugins")
+        if key in layer
+    }
     import_plugins(taken.get("plugins", ()))
     question, _, name = str(taken["bench"]).rpartition("/")
     known = getattr(module(question or path.resolve().parent.name, "bench"), "BENCHES", {})
     if name not in known:
         raise ConfigError(f"bench: expected one of {', '.join(known)}, got '{name}' in {path}")
     output = Path(taken.get("output") or f"runs/{name}")
-    return known[name]._replace(config=resolve(known[name].config, layers), name=name, output=output)
+    return known[name]._replace(
+        config=resolve(known[name].config, layers), name=name, output=output
+    )
 
 
 def run_bench(what: str | Path, overrides: Iterable[str] = ()) -> Path:
@@ -117,7 +136,10 @@ def missing(step: Step, is_bench: bool, small: bool) -> str:
     packages = [name for name in step.packages if importlib.util.find_spec(name) is None]
     if packages and not is_bench:
         return f"the package {packages[0]}"
-    gpus = [torch.cuda.get_device_properties(i).total_memory / 2**30 for i in range(torch.cuda.device_count())]
+    gpus = [
+        torch.cuda.get_device_properties(i).total_memory / 2**30
+        for i in range(torch.cuda.device_count())
+    ]
     enough = sum(gib >= step.gpu_gib for gib in gpus) >= step.gpus or (small and step.small_on_cpu)
     return "" if enough else f"{step.gpus} GPU" + f" of {step.gpu_gib} GiB" * bool(step.gpu_gib)
 
@@ -130,13 +152,21 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
     keys = [override for override in overrides if not override.startswith(("scale=", "output="))]
     own = dict(override.split("=", 1) for override in overrides if override not in keys)
     question, _, name = what.partition("/")
-    folder, declared, small = find(question), module(question, "reproduce"), own.get("scale") == "small"
+    folder, declared, small = (
+        find(question),
+        module(question, "reproduce"),
+        own.get("scale") == "small",
+    )
     known = [Path(step.file).stem for step in getattr(declared, "STEPS", ())]
     if own.get("scale", "full") not in ("full", "small"):
         raise ConfigError(f"scale: expected full or small, got {own['scale']}")
     if declared is None or name not in ("", *known):
         raise ConfigError(f"expected a step of {question}, got '{name}'{suggest(name, known)}")
-    steps = [step for step in declared.STEPS if name in ("", Path(step.file).stem) and (step.small or not small)]
+    steps = [
+        step
+        for step in declared.STEPS
+        if name in ("", Path(step.file).stem) and (step.small or not small)
+    ]
     output = Path(own.get("output", f"runs/reproduce/{question}{'-small' if small else ''}"))
     check_writable(output, "output")
     from packmamba.training import sweep
@@ -147,10 +177,19 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
         given, path = [*step.overrides, *(step.small if small else ()), *keys], folder / step.file
         title, is_bench = " ".join([f"{question}/{step.file}", *given]), "bench" in read_yaml(path)
         lacking = missing(step, is_bench, small)
-        state = ": done before" if title in done else f": left out, as it needs {lacking}" if lacking else ""
+        state = (
+            ": done before"
+            if title in done
+            else f": left out, as it needs {lacking}"
+            if lacking
+            else ""
+        )
         print(f"[{n}/{len(steps)}] {title}{state}", flush=True)
         if not state:
-            given = [*(override.replace("{output}", str(output)) for override in given), f"output={output}"]
+            given = [
+                *(override.replace("{output}", str(output)) for override in given),
+                f"output={output}",
+            ]
             run_bench(path, given) if is_bench else sweep.run_sweep(*sweep.load_sweep(path, given))
             done.append(title)
             (output / DONE).write_text(json.dumps(done, indent=1))
@@ -174,16 +213,24 @@ def costs() -> Iterator[str]:
             yield f"{name:<12} {needs:<15} {getattr(declared, 'TAKES', '-'):<28} {', '.join(packages)}".rstrip()
 
 
-def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, str], small: bool) -> Table:
+def comparison(
+    headlines: Sequence[Headline], folder: Path, made: Mapping[str, str], small: bool
+) -> Table:
     """Tabulate headline numbers: the paper's, the committed and the new."""
     columns = "!headline | !the paper | !committed | !now | now / committed = ratio | !committed interval = verdict"
     table = Table("headlines", "Headline numbers, committed and now", make_columns(columns))
-    committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")}
+    committed = {
+        path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")
+    }
     for headline in headlines:
         then, now = number_of(headline, committed), number_of(headline, made)
         comparable = then and now and not small
         ratio = now[0] / then[0] if comparable and then[0] else None
-        verdict = ("inside" if then[1] <= now[0] <= then[2] else "outside") if comparable and then[2:] else "-"
+        verdict = (
+            ("inside" if then[1] <= now[0] <= then[2] else "outside")
+            if comparable and then[2:]
+            else "-"
+        )
         texts = (headline.name, headline.paper or "-", _shown(then), _shown(now))
         table.rows.append([*map(word, texts), number(ratio, ".2f"), word(verdict)])
     if small:
@@ -202,4 +249,8 @@ def number_of(headline: Headline, tables: Mapping[str, str]) -> list[float]:
 
 
 def _shown(number: list[float]) -> str:
-    return "-" if not number else f"{number[0]:.4g}" + (f" [{number[1]:.2g}, {number[2]:.2g}]" if number[2:] else "")
+    return (
+        "-"
+        if not number
+        else f"{number[0]:.4g}" + (f" [{number[1]:.2g}, {number[2]:.2g}]" if number[2:] else "")
+    )

@@ -24,14 +24,19 @@ MARKS = {"position_ids": 1, "seq_idx": 0, "attention_mask": 0}
 """Arguments (R, W), and their step inside a document; attention_mask may number documents."""
 OF_LOSSES = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
 """Arguments with which models compute losses, TRL's without logits."""
-TRAINERS = {"TrainerLeakCheck": ("transformers", "TrainerCallback"), "LightningLeakCheck": ("lightning", "Callback")}
+TRAINERS = {
+    "TrainerLeakCheck": ("transformers", "TrainerCallback"),
+    "LightningLeakCheck": ("lightning", "Callback"),
+}
 
 
 class LeakError(RuntimeError):
     """Documents leak into each other."""
 
 
-def assert_isolated(model: Any, boundaries: str = "position_ids", **options: Any) -> LeakCheckResult:
+def assert_isolated(
+    model: Any, boundaries: str = "position_ids", **options: Any
+) -> LeakCheckResult:
     """Return leakcheck's result if it is ``ok``; else raise LeakError. Arguments: leakcheck's."""
     result = leakcheck(model, boundaries, **options)
     if not result.ok:
@@ -39,7 +44,9 @@ def assert_isolated(model: Any, boundaries: str = "position_ids", **options: Any
     return result
 
 
-def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, Any] | None = None) -> bool:
+def check_batch(
+    model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, Any] | None = None
+) -> bool:
     """Check a batch's documents in a model that takes ``input_ids``, in its present mode. Raises LeakError.
 
     Change every other document, then those between: no bit of the others' logits may change, and a loss has no gradient outside
@@ -74,11 +81,15 @@ def _number(batch: Mapping[str, Any]) -> Tensor:
 class _Batch(Documents):
     """Hold the documents of a batch: ``tokens`` and ``number`` (T,), in rows (R, W) where ``own`` marks them."""
 
-    def __init__(self, model: nn.Module, logits: Callable, rows: Tensor, number: Tensor, boundaries: str) -> None:
+    def __init__(
+        self, model: nn.Module, logits: Callable, rows: Tensor, number: Tensor, boundaries: str
+    ) -> None:
         self.model, self.own = CheckedCallable(logits, [model], boundaries, 0, 0), number >= 0
         self.slots = (self.own.flatten().cumsum(0) - 1).clamp(min=0).view(rows.shape)
         self.tokens = rows[self.own]
-        _, self.number, counts = number[self.own].unique_consecutive(return_inverse=True, return_counts=True)
+        _, self.number, counts = number[self.own].unique_consecutive(
+            return_inverse=True, return_counts=True
+        )
         self.way, self.lengths = "as trained", counts.tolist()
         ids, index = self.tokens.unique(return_inverse=True)
         self.others = ids[(index + max(1, len(ids) // 2)) % max(1, len(ids))]
@@ -100,9 +111,15 @@ class _Batch(Documents):
         with undisturbed(self.model.modules):
             check_documents(self, result, alone=False)
         if result.leaks:
-            got = f"logits that move by {result.largest:.2g}" if result.largest else "gradients across boundaries"
+            got = (
+                f"logits that move by {result.largest:.2g}"
+                if result.largest
+                else "gradients across boundaries"
+            )
             got += f" from {result.module} on; patch the model, or put one document in a row"
-            raise LeakError(f"batch: expected isolated documents (by {result.boundaries}), got {got}")
+            raise LeakError(
+                f"batch: expected isolated documents (by {result.boundaries}), got {got}"
+            )
         return True
 
 
@@ -114,14 +131,18 @@ class _LeakCheck:
     (1, L, V), with leakcheck's ``options``.
     """
 
-    def __init__(self, warn: bool = False, call: Callable[..., Tensor] | None = None, **options: Any) -> None:
+    def __init__(
+        self, warn: bool = False, call: Callable[..., Tensor] | None = None, **options: Any
+    ) -> None:
         self.warn, self.logits, self.options, self.done, self.seen = warn, call, options, False, 0
         self.handles: list[Any] = []
         self.batch: Mapping[str, Any] = {}
 
     def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
         if not self.done:
-            self.handles.append(model.register_forward_pre_hook(self.before_forward, with_kwargs=True))
+            self.handles.append(
+                model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+            )
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
         self.batch = batch if isinstance(batch, Mapping) and not self.done else {}
@@ -138,7 +159,9 @@ class _LeakCheck:
                 for model in models:
                     self.on_train_begin(model=model)
             else:
-                raise TypeError("call: expected (module, tokens, lengths) -> logits for this LightningModule, got None")
+                raise TypeError(
+                    "call: expected (module, tokens, lengths) -> logits for this LightningModule, got None"
+                )
 
     @torch.compiler.disable
     def before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -152,7 +175,9 @@ class _LeakCheck:
             return
         self.done, self.seen = True, self.seen + 1
         try:
-            sharded = any(type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules())
+            sharded = any(
+                type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules()
+            )
             if sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
                 raise ValueError("expected whole weights, got sharded ones; check before training")
             self.done = check()
@@ -163,11 +188,16 @@ class _LeakCheck:
             self.on_train_end()
             if leaks and not self.warn:
                 raise LeakError(line) from None
-            warnings.warn(f"leakcheck: {line if leaks else f'nothing was checked: {line}'}", stacklevel=2)
+            warnings.warn(
+                f"leakcheck: {line if leaks else f'nothing was checked: {line}'}", stacklevel=2
+            )
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         if not self.done:
-            warnings.warn("leakcheck: nothing was checked: no batch marks two documents in a row", stacklevel=2)
+            warnings.warn(
+                "leakcheck: nothing was checked: no batch marks two documents in a row",
+                stacklevel=2,
+            )
         for handle in self.handles:
             handle.remove()
         self.done, self.handles = True, []
@@ -182,7 +212,9 @@ def _check_packed(module: Any, batch: Any) -> bool:
     boundary, model = module.boundary, module.model
     expect(not boundary.stateful, "boundary", "a scheme that carries no states", boundary.name)
     logits = lambda rows: model.lm_head(boundary.hidden(model, replace(batch, tokens=rows)))
-    return _Batch(model, logits, batch.tokens, batch.layout.documents, f"layout, boundary={boundary.name}").check()
+    return _Batch(
+        model, logits, batch.tokens, batch.layout.documents, f"layout, boundary={boundary.name}"
+    ).check()
 
 
 def __getattr__(name: str) -> Any:

@@ -15,22 +15,41 @@ from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
 INK, MUTED, LEAK, PADDING = "#24292f", "#5c6370", "#B2182B", "#f3f4f6"
 # Okabe and Ito's colours, distinct for the colour-blind.
-DOCUMENTS = {"A": (5, "#56B4E9"), "B": (3, "#E69F00"), "C": (6, "#009E73"), "D": (2, "#CC79A7"), "E": (3, "#F0E442")}
+DOCUMENTS = {
+    "A": (5, "#56B4E9"),
+    "B": (3, "#E69F00"),
+    "C": (6, "#009E73"),
+    "D": (2, "#CC79A7"),
+    "E": (3, "#F0E442"),
+}
 ROW = 10  # slots of a packed row
 SLOT, HEIGHT = 0.232, 0.25  # inches
-Piece = tuple[str, int, int]  # a document's name, the first of its tokens that is here, how many are
+Piece = tuple[
+    str, int, int
+]  # a document's name, the first of its tokens that is here, how many are
 PACKED: list[list[Piece]] = [[("A", 0, 5), ("B", 0, 3), ("D", 0, 2)], [("C", 0, 6), ("E", 0, 3)]]
-SPLIT: list[list[Piece]] = [[("A", 0, 5), ("B", 0, 3), ("C", 0, 2)], [("C", 2, 4), ("D", 0, 2), ("E", 0, 3)]]
+SPLIT: list[list[Piece]] = [
+    [("A", 0, 5), ("B", 0, 3), ("C", 0, 2)],
+    [("C", 2, 4), ("D", 0, 2), ("E", 0, 3)],
+]
 
 
-def rectangle(axes: Axes, x: float, y: float, slots: int, colour: str, padding: bool = False) -> None:
+def rectangle(
+    axes: Axes, x: float, y: float, slots: int, colour: str, padding: bool = False
+) -> None:
     """A stretch of a row, one cell a slot."""
-    style = {"edgecolor": "#b4b9c1", "hatch": "/////", "linewidth": 0.5} if padding else {"edgecolor": "white"}
+    style = (
+        {"edgecolor": "#b4b9c1", "hatch": "/////", "linewidth": 0.5}
+        if padding
+        else {"edgecolor": "white"}
+    )
     for slot in range(slots):
         axes.add_patch(Rectangle((x + slot * SLOT, y), SLOT, HEIGHT, facecolor=colour, **style))
 
 
-def row(axes: Axes, x: float, y: float, pieces: list[Piece], slots: int) -> list[tuple[float, float]]:
+def row(
+    axes: Axes, x: float, y: float, pieces: list[Piece], slots: int
+) -> list[tuple[float, float]]:
     """One row of pieces; the rest is padding. Returns where each piece begins and ends."""
     places, begin = [], 0
     for name, start, length in pieces:
@@ -42,11 +61,15 @@ def row(axes: Axes, x: float, y: float, pieces: list[Piece], slots: int) -> list
         places.append((left, left + length * SLOT))
         begin += length
     rectangle(axes, x + begin * SLOT, y, slots - begin, PADDING, padding=True)
-    axes.add_patch(Rectangle((x, y), slots * SLOT, HEIGHT, fill=False, edgecolor=INK, linewidth=1.0))
+    axes.add_patch(
+        Rectangle((x, y), slots * SLOT, HEIGHT, fill=False, edgecolor=INK, linewidth=1.0)
+    )
     return places
 
 
-def arrow(axes: Axes, begin: float, end: float, y: float, colour: str = INK, width: float = 1.1) -> None:
+def arrow(
+    axes: Axes, begin: float, end: float, y: float, colour: str = INK, width: float = 1.1
+) -> None:
     style = {"arrowstyle": "-|>", "mutation_scale": 5 + 2 * width, "shrinkA": 0, "shrinkB": 0}
     axes.add_patch(FancyArrowPatch((begin, y), (end, y), color=colour, lw=width, **style))
 
@@ -54,7 +77,11 @@ def arrow(axes: Axes, begin: float, end: float, y: float, colour: str = INK, wid
 def state(axes: Axes, begin: float, end: float, y: float, zero: bool) -> None:
     """The state's way through a document below its row, from zero or from what came before."""
     if zero:
-        axes.add_patch(Circle((begin + 0.07, y), 0.06, facecolor="white", edgecolor=INK, linewidth=0.9, zorder=3))
+        axes.add_patch(
+            Circle(
+                (begin + 0.07, y), 0.06, facecolor="white", edgecolor=INK, linewidth=0.9, zorder=3
+            )
+        )
         axes.text(begin + 0.07, y - 0.003, "0", ha="center", va="center", size=6.5, zorder=4)
         begin += 0.13
     arrow(axes, begin, end - 0.02, y)
@@ -71,7 +98,11 @@ def arrangements(axes: Axes, top: float) -> None:
             "padded",
             f"each row as long as the longest\n{5 * longest} slots, {5 * longest - tokens} of them padding",
         ),
-        (4.53, "packed", f"rows of {ROW}, filled with documents\n{2 * ROW} slots, {2 * ROW - tokens} of them padding"),
+        (
+            4.53,
+            "packed",
+            f"rows of {ROW}, filled with documents\n{2 * ROW} slots, {2 * ROW - tokens} of them padding",
+        ),
     )
     for x, name, words in columns:
         axes.text(x, top, name, size=11, weight="bold", va="top")
@@ -84,15 +115,26 @@ def arrangements(axes: Axes, top: float) -> None:
     for line, pieces in enumerate(PACKED):
         row(axes, 4.53, first - line * (HEIGHT + 0.06), pieces, ROW)
     legend = first - 4 * (HEIGHT + 0.06)
-    axes.text(4.53, legend + HEIGHT / 2, "A1: first token of document A", size=8.5, color=MUTED, va="center")
+    axes.text(
+        4.53,
+        legend + HEIGHT / 2,
+        "A1: first token of document A",
+        size=8.5,
+        color=MUTED,
+        va="center",
+    )
     legend += HEIGHT + 0.04
     row(axes, 4.53, legend, [], 1)
-    axes.text(4.53 + SLOT + 0.08, legend + HEIGHT / 2, "padding", size=8.5, color=MUTED, va="center")
+    axes.text(
+        4.53 + SLOT + 0.08, legend + HEIGHT / 2, "padding", size=8.5, color=MUTED, va="center"
+    )
 
 
 def boundaries(axes: Axes, top: float) -> None:
     """Two packed rows under each scheme, with the state's way below them."""
-    axes.text(0.12, top, "What crosses from one document into the next", size=11, weight="bold", va="top")
+    axes.text(
+        0.12, top, "What crosses from one document into the next", size=11, weight="bold", va="top"
+    )
     words = "An arrow is the state that Mamba hands from token to token. 0: it starts from zero."
     axes.text(0.12, top - 0.22, words, size=8.5, color=MUTED, va="top")
     schemes = (
@@ -105,7 +147,13 @@ def boundaries(axes: Axes, top: float) -> None:
         y = top - 0.92 - line * 0.77
         below = y - 0.12
         axes.text(
-            0.12, y + HEIGHT + 0.09, name, size=10, weight="bold", va="top", color=LEAK if name == "leak" else INK
+            0.12,
+            y + HEIGHT + 0.09,
+            name,
+            size=10,
+            weight="bold",
+            va="top",
+            color=LEAK if name == "leak" else INK,
         )
         axes.text(0.12, y + HEIGHT - 0.1, words, size=8.5, color=MUTED, va="top", linespacing=1.2)
         captions = ("a row", "the same row of the next batch" if name == "carry" else "another row")
@@ -120,7 +168,13 @@ def boundaries(axes: Axes, top: float) -> None:
             for (begin, end), (_, start, _) in zip(places, pieces, strict=True):
                 state(axes, begin, end, below, zero=start == 0)
                 if begin > x:
-                    axes.plot([begin, begin], [y - 0.21, y + HEIGHT], color=INK, lw=2.2, solid_capstyle="butt")
+                    axes.plot(
+                        [begin, begin],
+                        [y - 0.21, y + HEIGHT],
+                        color=INK,
+                        lw=2.2,
+                        solid_capstyle="butt",
+                    )
         if name == "carry":
             arrow(axes, lefts[0] + ROW * SLOT - 0.1, lefts[1] + 0.16, below, DOCUMENTS["C"][1], 2.6)
 

@@ -33,7 +33,13 @@ class PackedBatch:
         return self._map(lambda part: part.pin_memory())
 
     def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
-        return PackedBatch(move(self.tokens), move(self.targets), move(self.loss_mask), move(self.layout), self.turn)
+        return PackedBatch(
+            move(self.tokens),
+            move(self.targets),
+            move(self.loss_mask),
+            move(self.layout),
+            self.turn,
+        )
 
 
 @dataclass
@@ -73,12 +79,19 @@ class Rows:
 
     def count(self, groups: list[Integers]) -> tuple[int, int, int, int, int]:
         """Return StepBatch's five numbers, of batches given by row numbers."""
-        pieces = np.concatenate([np.arange(*self.row_offsets[row : row + 2]) for rows in groups for row in rows])
+        pieces = np.concatenate(
+            [np.arange(*self.row_offsets[row : row + 2]) for rows in groups for row in rows]
+        )
         length, tokens = self.length[pieces], int(self.length[pieces].sum())
         targets = tokens - int(np.count_nonzero(self.start[pieces] + length == self.end[pieces]))
         if self.corpus.targets is not None:
-            spans = zip((self.corpus.offsets[self.document[pieces]] + self.start[pieces]).tolist(), length.tolist())
-            targets = sum(int((self.corpus.targets[first : first + n] >= 0).sum()) for first, n in spans)
+            spans = zip(
+                (self.corpus.offsets[self.document[pieces]] + self.start[pieces]).tolist(),
+                length.tolist(),
+            )
+            targets = sum(
+                int((self.corpus.targets[first : first + n] >= 0).sum()) for first, n in spans
+            )
         slots = sum(max(len(rows), 1) * int(self.slots[rows].max(initial=1)) for rows in groups)
         behind = length[self.row_offsets[np.searchsorted(self.row_offsets, pieces)] != pieces]
         return targets, tokens, slots, len(behind), int(behind.sum())
@@ -87,7 +100,9 @@ class Rows:
         """Return the batch of these rows; of none, a slot of padding."""
         if not len(rows):
             nothing = torch.zeros(1, 1, dtype=torch.int64)
-            return PackedBatch(nothing, nothing, nothing.bool(), SequenceLayout.from_lengths([[]], row_length=1))
+            return PackedBatch(
+                nothing, nothing, nothing.bool(), SequenceLayout.from_lengths([[]], row_length=1)
+            )
         corpus, tokens = self.corpus, np.zeros((len(rows), int(self.slots[rows].max())), np.int64)
         targets, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
         lengths, offsets = [], []
@@ -102,7 +117,10 @@ class Rows:
                 here, known = slice(slot, slot + length), slice(slot, slot + length - 1 + more)
                 tokens[b, here] = corpus.tokens[first : first + length]
                 if corpus.targets is None:
-                    targets[b, known], loss_mask[b, known] = corpus.tokens[first + 1 : first + length + more], True
+                    targets[b, known], loss_mask[b, known] = (
+                        corpus.tokens[first + 1 : first + length + more],
+                        True,
+                    )
                 else:
                     answers = corpus.targets[first : first + length]
                     targets[b, here], loss_mask[b, here] = np.maximum(answers, 0), answers >= 0

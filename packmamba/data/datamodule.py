@@ -14,7 +14,16 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from packmamba.config import Config, DataConfig, TrainerConfig, import_plugins, need, registry, resolve, validate
+from packmamba.config import (
+    Config,
+    DataConfig,
+    TrainerConfig,
+    import_plugins,
+    need,
+    registry,
+    resolve,
+    validate,
+)
 from packmamba.data.batch import Rows, StepBatch
 from packmamba.data.packing import Integers
 from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
@@ -41,16 +50,34 @@ class PackedDataModule(lightning.LightningDataModule):
         progress: bool = True, **keys: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
-        layers = [({"data": one}, type(self).__name__) for one in (vars(config or DataConfig()), keys)]
+        need(
+            isinstance(config, DataConfig | None),
+            "config",
+            "DataConfig, or keys by name",
+            repr(config),
+        )
+        layers = [
+            ({"data": one}, type(self).__name__) for one in (vars(config or DataConfig()), keys)
+        ]
         self.config = resolve(Config, layers).data
-        self.seed, self.plugins, self.progress, self._boundary = seed, list(plugins), progress, boundary
+        self.seed, self.plugins, self.progress, self._boundary = (
+            seed,
+            list(plugins),
+            progress,
+            boundary,
+        )
 
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
         """Build from a run's configuration."""
         boundary = registry("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
-        return cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
+        return cls(
+            config.data,
+            seed=config.seed,
+            boundary=boundary,
+            plugins=config.plugins,
+            progress=progress,
+        )
 
     @cached_property
     def corpora(self) -> Corpora:
@@ -64,7 +91,9 @@ class PackedDataModule(lightning.LightningDataModule):
     @property
     def boundary(self) -> Any:
         """Return the Lightning module's scheme, or None."""
-        return self._boundary or getattr(getattr(self.trainer, "lightning_module", None), "boundary", None)
+        return self._boundary or getattr(
+            getattr(self.trainer, "lightning_module", None), "boundary", None
+        )
 
     def prepare_data(self) -> None:
         """Tokenize the corpus, or find it in the cache."""
@@ -78,9 +107,16 @@ class PackedDataModule(lightning.LightningDataModule):
         need(same, "data", "the documents that this run began with", "others; remove its folder")
 
     def setup(self, stage: str | None = None) -> None:
-        ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        ranks, rank = (
+            (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        )
         if self._boundary is None and self.boundary is not None:
-            validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks)))
+            validate(
+                Config(
+                    data=self.config,
+                    trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks),
+                )
+            )
         self.steps = StepDataset(self.schedule(ranks), rank)
         self.evaluations = self._evaluations(ranks, rank)  # rows, and their numbers batch by batch
 
@@ -92,7 +128,9 @@ class PackedDataModule(lightning.LightningDataModule):
         data, corpus = self.config, self.corpora.validation
         documents = evaluation_documents(corpus, data)
         row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
-        alone = replace(data, strategy="best_fit_decreasing", row_length=row_length, streams=1, stagger=False)
+        alone = replace(
+            data, strategy="best_fit_decreasing", row_length=row_length, streams=1, stagger=False
+        )
         rows = arrange(corpus, Pieces.of(corpus, documents), alone)
         groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=world_size)
         evaluations = [(rows, groups[rank::world_size])]
@@ -105,26 +143,46 @@ class PackedDataModule(lightning.LightningDataModule):
         """Load steps from the Trainer's own on; an epoch is ``max_steps`` or, with ``max_epochs``, all documents."""
         trainer = self.trainer
         if trainer is None:
-            return self._loader(self.steps, StepSampler(lambda: 0, self.steps.schedule.epoch_steps()))
-        accumulated = trainer.accumulate_grad_batches  # by a module that does not step with each StepBatch
+            return self._loader(
+                self.steps, StepSampler(lambda: 0, self.steps.schedule.epoch_steps())
+            )
+        accumulated = (
+            trainer.accumulate_grad_batches
+        )  # by a module that does not step with each StepBatch
         last = trainer.max_steps * accumulated if trainer.max_steps > 0 else sys.maxsize
         whole = trainer.max_steps > 0 and trainer.max_epochs in (-1, None)
         epoch = last if whole else self.steps.schedule.epoch_steps()
-        return self._loader(self.steps, StepSampler(lambda: trainer.global_step * accumulated, epoch, last))
+        return self._loader(
+            self.steps, StepSampler(lambda: trainer.global_step * accumulated, epoch, last)
+        )
 
     def val_dataloader(self) -> list[DataLoader]:
-        return [self._loader(of, StepSampler(lambda: 0, len(of)), rows.batch) for rows, of in self.evaluations]
+        return [
+            self._loader(of, StepSampler(lambda: 0, len(of)), rows.batch)
+            for rows, of in self.evaluations
+        ]
 
     test_dataloader = val_dataloader
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(
+        self, batch: Any, device: torch.device, dataloader_idx: int
+    ) -> Any:
         return batch.to(device, non_blocking=True)
 
-    def _loader(self, dataset: Any, sampler: StepSampler, make: Callable[[Any], Any] | None = None) -> DataLoader:
+    def _loader(
+        self, dataset: Any, sampler: StepSampler, make: Callable[[Any], Any] | None = None
+    ) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu, "collate_fn": make}
+        options: dict[str, Any] = {
+            "num_workers": self.config.num_workers,
+            "pin_memory": on_gpu,
+            "collate_fn": make,
+        }
         # A loader made on resuming must not move the global generator.
-        options |= {"worker_init_fn": partial(_start_worker, self.plugins), "generator": torch.Generator()}
+        options |= {
+            "worker_init_fn": partial(_start_worker, self.plugins),
+            "generator": torch.Generator(),
+        }
         return DataLoader(dataset, batch_size=None, sampler=sampler, **options)
 
 
@@ -138,7 +196,10 @@ class StepDataset(Dataset):
     def __getitem__(self, step: int) -> StepBatch:
         rows, groups = self.schedule.step(step)
         own = groups[self.rank :: self.schedule.world_size]
-        return StepBatch([rows.batch(numbers, self.schedule.turn(numbers)) for numbers in own], *rows.count(groups))
+        return StepBatch(
+            [rows.batch(numbers, self.schedule.turn(numbers)) for numbers in own],
+            *rows.count(groups),
+        )
 
 
 class StepSampler(DistributedSampler):

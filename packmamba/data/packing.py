@@ -61,7 +61,12 @@ class PackingPlan:
 
     def __getitem__(self, index: int) -> Row:
         begin, end = self.row_offsets[range(len(self))[index] :][:2]
-        row = Row(map(Piece, *(part[begin:end].tolist() for part in (self.document, self.start, self.length))))
+        row = Row(
+            map(
+                Piece,
+                *(part[begin:end].tolist() for part in (self.document, self.start, self.length)),
+            )
+        )
         row.slots = int(self.slots[index])
         return row
 
@@ -85,7 +90,12 @@ class Strategy:
 
 
 def plan_rows(
-    lengths: Any, row_length: int | None, strategy: str, overlong: str = "error", buffer: int = 4096, streams: int = 1
+    lengths: Any,
+    row_length: int | None,
+    strategy: str,
+    overlong: str = "error",
+    buffer: int = 4096,
+    streams: int = 1,
 ) -> PackingPlan:
     """Arrange documents in rows (PackMamba, arXiv 2408.03865); return their PackingPlan. Raises TypeError or ValueError.
 
@@ -98,7 +108,10 @@ def plan_rows(
         streams: of a strategy that splits documents; row t * streams + b is stream b's row t. Each document goes to the
             stream with the fewest tokens. A stream that ends early gets padding, then empty rows.
     """
-    for name, given, known in (("strategy", strategy, STRATEGIES), ("overlong", overlong, OVERLONG)):
+    for name, given, known in (
+        ("strategy", strategy, STRATEGIES),
+        ("overlong", overlong, OVERLONG),
+    ):
         if given not in known:
             raise ValueError(f"{name}: expected one of {', '.join(known)}, got {given!r}")
     chosen = STRATEGIES[strategy]
@@ -107,12 +120,18 @@ def plan_rows(
         if not hasattr(value, "__index__") or not 1 <= value <= LONGEST:
             raise ValueError(f"{name}: expected an integer from 1 to 2**31 - 1, got {value!r}")
     if streams > 1 and not chosen.splits_documents:
-        raise ValueError(f"streams: expected 1 with strategy '{strategy}', which splits no documents, got {streams}")
+        raise ValueError(
+            f"streams: expected 1 with strategy '{strategy}', which splits no documents, got {streams}"
+        )
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and len(lengths)):
-        raise TypeError(f"lengths: expected (documents,) integers, got shape {lengths.shape} of {lengths.dtype}")
+        raise TypeError(
+            f"lengths: expected (documents,) integers, got shape {lengths.shape} of {lengths.dtype}"
+        )
     if len(wrong := np.flatnonzero((lengths < 1) | (lengths > LONGEST))):
-        raise ValueError(f"lengths: expected 1 to 2**31 - 1 tokens, got {lengths[wrong[0]]} for document {wrong[0]}")
+        raise ValueError(
+            f"lengths: expected 1 to 2**31 - 1 tokens, got {lengths[wrong[0]]} for document {wrong[0]}"
+        )
     lengths, limit = lengths.astype(np.int64), int(limit)
     if chosen.splits_documents:
         document, start, length, row = chosen.assign(lengths.copy(), limit, streams)
@@ -123,18 +142,28 @@ def plan_rows(
         document, start, length = cut(lengths, limit)
         if overlong == "truncate":
             document, start, length = document[start == 0], start[start == 0], length[start == 0]
-        row = np.asarray(chosen.assign(length.copy(), limit, buffer), None if len(length) else np.int64)
+        row = np.asarray(
+            chosen.assign(length.copy(), limit, buffer), None if len(length) else np.int64
+        )
         fits = row.shape == length.shape and row.dtype.kind in "iu" and row.min(initial=0) >= 0
         if not (fits and np.bincount(row).all()):
-            raise ValueError(f"strategy '{strategy}': expected {len(length)} rows from 0, no gaps, got {row!r}")
+            raise ValueError(
+                f"strategy '{strategy}': expected {len(length)} rows from 0, no gaps, got {row!r}"
+            )
     num_rows = -(-(int(row.max(initial=-1)) + 1) // streams) * streams
     by_row = np.argsort(row, kind="stable")
     document, start, length = document[by_row], start[by_row], length[by_row]
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=num_rows))])
     filled = np.diff(np.concatenate([[0], np.cumsum(length)])[row_offsets])
     if filled.max(initial=0) > limit:
-        raise ValueError(f"strategy '{strategy}': expected at most {limit} tokens in a row, got {filled.max()}")
-    slots = np.full(num_rows, row_length, np.int64) if chosen.pads and row_length is not None else filled
+        raise ValueError(
+            f"strategy '{strategy}': expected at most {limit} tokens in a row, got {filled.max()}"
+        )
+    slots = (
+        np.full(num_rows, row_length, np.int64)
+        if chosen.pads and row_length is not None
+        else filled
+    )
     return PackingPlan(document, start, length, row_offsets, slots)
 
 
@@ -151,7 +180,9 @@ def _enumerate(parts: Integers) -> tuple[Integers, Integers]:
     return of, np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
 
 
-def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Integers, Integers, Integers, Integers]:
+def _concat_split(
+    lengths: Integers, row_length: int, streams: int
+) -> tuple[Integers, Integers, Integers, Integers]:
     """Concatenate the documents of each stream and split them at the ends of rows."""
     # Keys are tokens * streams + stream: fewest tokens, then the first stream.
     heap = list(range(streams))
@@ -197,7 +228,9 @@ def _first_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
     return row_of
 
 
-def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool = False) -> Integers:
+def _decreasing(
+    lengths: Integers, row_length: int, buffer: int, emptiest: bool = False
+) -> Integers:
     """Place each window's longest pieces first, in the fullest or emptiest row with room; of equals the last changed."""
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
@@ -231,7 +264,9 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
 STRATEGIES = {
     "single": Strategy(pads=False, needs_row_length=False),
     "padded": Strategy(needs_row_length=False),
-    "padded_sorted": Strategy(lambda n, *_: np.argsort(np.argsort(n, kind="stable")), False, needs_row_length=False),
+    "padded_sorted": Strategy(
+        lambda n, *_: np.argsort(np.argsort(n, kind="stable")), False, needs_row_length=False
+    ),
     "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),

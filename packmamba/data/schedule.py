@@ -39,15 +39,23 @@ class Pieces(NamedTuple):
     def between(self, first: int, last: int) -> Pieces:
         """Return the pieces of tokens ``first`` to ``last`` of all; cut the outermost."""
         ends = np.cumsum(self.length)
-        here = slice(int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1)
+        here = slice(
+            int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1
+        )
         begins = ends[here] - self.length[here]
         skipped = np.maximum(first - begins, 0)
-        return Pieces(self.document[here], self.start[here] + skipped, np.minimum(ends[here], last) - begins - skipped)
+        return Pieces(
+            self.document[here],
+            self.start[here] + skipped,
+            np.minimum(ends[here], last) - begins - skipped,
+        )
 
     def stagger(self, count: int) -> Pieces:
         """Cut the first ``count`` pieces in two, spread by the golden ratio; first parts come last."""
         number = np.arange(1, len(self.length) + 1)
-        cuts = np.where(number <= count, number * ((5**0.5 - 1) / 2) % 1 * self.length, 0).astype(np.int64)
+        cuts = np.where(number <= count, number * ((5**0.5 - 1) / 2) % 1 * self.length, 0).astype(
+            np.int64
+        )
         tails = Pieces(self.document, self.start + cuts, self.length - cuts)
         return _join([tails, self._replace(length=cuts).take(np.flatnonzero(cuts))])
 
@@ -61,13 +69,27 @@ def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
     pieces = pieces.stagger(data.streams) if data.stagger else pieces
     end, row_length = corpus.lengths[pieces.document], data.row_length
     try:
-        plan = plan_rows(pieces.length, row_length, data.strategy, data.overlong, data.buffer, data.streams)
+        plan = plan_rows(
+            pieces.length, row_length, data.strategy, data.overlong, data.buffer, data.streams
+        )
     except ValueError as error:
         raise ConfigError(f"data.{error}") from None
-    if data.overlong == "truncate" and row_length is not None and not STRATEGIES[data.strategy].splits_documents:
+    if (
+        data.overlong == "truncate"
+        and row_length is not None
+        and not STRATEGIES[data.strategy].splits_documents
+    ):
         end = np.where(pieces.length > row_length, pieces.start + row_length, end)
     of, rows = plan.document, (plan.row_offsets, plan.slots)
-    return Rows(corpus, pieces.document[of], pieces.start[of] + plan.start, plan.length, plan.start, end[of], *rows)
+    return Rows(
+        corpus,
+        pieces.document[of],
+        pieces.start[of] + plan.start,
+        plan.length,
+        plan.start,
+        end[of],
+        *rows,
+    )
 
 
 def arrange_as_trained(
@@ -88,7 +110,9 @@ def micro_batches(
 ) -> list[Integers]:
     """Split rows into batches of at most ``data.max_tokens_per_batch`` slots or one row, as many a rank."""
     pads = STRATEGIES[data.strategy].pads
-    if not pads or (carry and not data.takes_turns):  # with carry, a row of each of a rank's streams
+    if not pads or (
+        carry and not data.takes_turns
+    ):  # with carry, a row of each of a rank's streams
         rows_per_batch = data.streams // world_size if pads else 1
         edges = list(range(rows_per_batch, len(numbers), rows_per_batch))
     else:
@@ -96,7 +120,9 @@ def micro_batches(
         share = len(numbers) if carry else -(-len(numbers) // world_size)
         for i, slots in enumerate(rows.slots[numbers].tolist()):
             longest = max(longest, slots)
-            if i > first and (i - first == share or longest * (i - first + 1) > data.max_tokens_per_batch):
+            if i > first and (
+                i - first == share or longest * (i - first + 1) > data.max_tokens_per_batch
+            ):
                 edges.append(i)
                 first, longest = i, slots
     batches = np.split(numbers, edges)
@@ -123,7 +149,9 @@ class Schedule:
         fits = data.overlong != "error" or STRATEGIES[data.strategy].splits_documents
         if longest > (data.row_length or longest) and not fits:
             got = f"{data.row_length}; set data.overlong=split"
-            raise ConfigError(f"data.row_length: expected at least {longest}, the longest document, got {got}")
+            raise ConfigError(
+                f"data.row_length: expected at least {longest}, the longest document, got {got}"
+            )
         self.exact = data.batching == "matched" and data.cut_at_steps
         self.tokens = int(self.corpus.lengths.sum(dtype=np.int64))
         self.budget = min(data.tokens_per_step, self.tokens)
@@ -134,18 +162,26 @@ class Schedule:
     def step(self, step: int) -> tuple[Rows, list[Integers]]:
         """Return a step's rows, and their numbers by batch, of all ranks."""
         if self.exact:
-            rows = arrange(self.corpus, self._tokens(step * self.budget, (step + 1) * self.budget), self.data)
+            rows = arrange(
+                self.corpus, self._tokens(step * self.budget, (step + 1) * self.budget), self.data
+            )
             numbers = np.arange(len(rows))
         else:
             number = self._locate(step)
             edges, held, order = self._window(number)
             here = slice(*edges[step - self._firsts[number] :][:2])
-            rows = held if isinstance(held, Rows) else arrange(self.corpus, held.take(here), self.data)
+            rows = (
+                held if isinstance(held, Rows) else arrange(self.corpus, held.take(here), self.data)
+            )
             numbers = np.arange(len(rows)) if order is None else order[here]
         return rows, micro_batches(rows, numbers, self.data, self.carry, self.world_size)
 
     def epoch_steps(self) -> int:
-        return -(-self.tokens // self.budget) if self.exact else sum(map(self._size, range(self.windows_per_epoch)))
+        return (
+            -(-self.tokens // self.budget)
+            if self.exact
+            else sum(map(self._size, range(self.windows_per_epoch)))
+        )
 
     def turn(self, numbers: Integers) -> int:
         """Return a batch's number in its rank's round; 0 unless streams go round-robin."""
@@ -175,8 +211,12 @@ class Schedule:
 
     def _documents(self, number: int) -> tuple[list[int], Integers]:
         epoch, place = divmod(number, self.windows_per_epoch)
-        part = int(np.random.default_rng([self.seed, epoch]).permutation(self.windows_per_epoch)[place])
-        documents = np.arange(part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents))
+        part = int(
+            np.random.default_rng([self.seed, epoch]).permutation(self.windows_per_epoch)[place]
+        )
+        documents = np.arange(
+            part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents)
+        )
         return [self.seed, epoch, part], documents
 
     def _window(self, number: int) -> tuple[list[int], Any, Integers | None]:
@@ -190,7 +230,9 @@ class Schedule:
         rng = np.random.default_rng(seed)
         pieces = Pieces.of(self.corpus, rng.permutation(documents)).cut(data.cut_documents)
         if data.cut_documents is not None:
-            pieces = pieces.take(rng.permutation(len(pieces.length)))  # else one document would fill steps
+            pieces = pieces.take(
+                rng.permutation(len(pieces.length))
+            )  # else one document would fill steps
         if data.batching == "matched":
             return _edges(pieces.length, data.tokens_per_step), pieces, None
         rows = arrange(self.corpus, pieces, data)
@@ -199,10 +241,15 @@ class Schedule:
         if not strategy.keeps_order and strategy.needs_row_length:
             numbers = rng.permutation(numbers)  # sorting by length must not impose a curriculum
         edges = _edges(rows.slots[numbers], data.tokens_per_step)
-        if not strategy.keeps_order and not strategy.needs_row_length:  # a step's rows are padded to its longest
+        if (
+            not strategy.keeps_order and not strategy.needs_row_length
+        ):  # a step's rows are padded to its longest
             steps = np.split(numbers, edges[1:-1])
             steps = [steps[i] for i in rng.permutation(len(steps))]
-            numbers, edges = np.concatenate(steps), [0, *np.cumsum([len(step) for step in steps]).tolist()]
+            numbers, edges = (
+                np.concatenate(steps),
+                [0, *np.cumsum([len(step) for step in steps]).tolist()],
+            )
         if data.shuffle_steps is not None:
             blocks = np.split(numbers, edges[: -1 : data.shuffle_steps][1:])
             numbers = np.concatenate([rng.permutation(block) for block in blocks])

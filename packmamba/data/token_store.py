@@ -50,7 +50,9 @@ class Corpus:
 
     def _map(self, name: str, dtype: Any, size: int) -> np.ndarray:
         # A plain view: slicing a memmap is several times slower.
-        return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
+        return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(
+            np.ndarray
+        )
 
     def document(self, index: int) -> np.ndarray:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
@@ -89,25 +91,42 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
             with FileLock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():
                     hidden = None if progress else True  # None: where there is no terminal
-                    bar = tqdm(source.read(), f"Tokenising {data.source}", unit=" documents", disable=hidden)
-                    _tokenize(folder, data, bar, tokenizer or TokenIds(source.vocab_size or 0), identity)
+                    bar = tqdm(
+                        source.read(),
+                        f"Tokenising {data.source}",
+                        unit=" documents",
+                        disable=hidden,
+                    )
+                    _tokenize(
+                        folder, data, bar, tokenizer or TokenIds(source.vocab_size or 0), identity
+                    )
         except OSError as error:
-            raise ConfigError(f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ({error})") from None
+            raise ConfigError(
+                f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ({error})"
+            ) from None
     try:
         train, validation = (Corpus(folder, split) for split in SPLITS)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder") from None
+        raise ConfigError(
+            f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder"
+        ) from None
     return Corpora(train, validation, train.corpus_hash)
 
 
 def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
     if data.validation_documents is None or data.validation_documents >= corpus.num_documents:
         return np.arange(corpus.num_documents)
-    return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[: data.validation_documents])
+    return np.sort(
+        np.random.default_rng(SEED).permutation(corpus.num_documents)[: data.validation_documents]
+    )
 
 
 def _tokenize(
-    folder: Path, data: DataConfig, documents: Iterable[Document], tokenizer: Tokenizer, identity: dict[str, Any]
+    folder: Path,
+    data: DataConfig,
+    documents: Iterable[Document],
+    tokenizer: Tokenizer,
+    identity: dict[str, Any],
 ) -> None:
     """Write a corpus under a temporary name, then rename it: it is whole or absent."""
     work = folder.with_name(f".{folder.name}.part")
@@ -118,17 +137,29 @@ def _tokenize(
         for chunk, encoded in _encoded(documents, tokenizer, data):
             for held_out, writer in enumerate(writers):
                 pairs = zip(chunk, encoded)
-                writer.add([(one, ids) for one, ids in pairs if len(ids) and one.held_out == held_out])
+                writer.add(
+                    [(one, ids) for one, ids in pairs if len(ids) and one.held_out == held_out]
+                )
         counts = [writer.counts["documents"] for writer in writers]
         if not all(counts):
             got = "{} and {} in '{}'".format(*counts, data.path)
-            raise ConfigError(f"data.path: expected documents in training and validation, got {got}")
-        ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
-        hashes = [hash for writer in writers for name, hash in writer.hashes.items() if name != "groups"]
+            raise ConfigError(
+                f"data.path: expected documents in training and validation, got {got}"
+            )
+        ids = {
+            "vocab_size": tokenizer.vocab_size,
+            "begin_id": tokenizer.begin_id,
+            "end_id": tokenizer.end_id,
+        }
+        hashes = [
+            hash for writer in writers for name, hash in writer.hashes.items() if name != "groups"
+        ]
         header = json.dumps([*ids.values(), *(hash.hexdigest() for hash in hashes)])
         corpus_hash = hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
         groups = [{"groups": [*writer.groups]} if writer.groups else {} for writer in writers]
-        splits = {split: {**one.counts, **more} for split, one, more in zip(SPLITS, writers, groups)}
+        splits = {
+            split: {**one.counts, **more} for split, one, more in zip(SPLITS, writers, groups)
+        }
         meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": splits}
         (work / META).write_text(json.dumps(meta, indent=1))
         os.rename(work, folder)
@@ -138,7 +169,11 @@ def _tokenize(
 
 class _SplitWriter:
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        self.path, dtype, around = path, token_dtype(tokenizer.vocab_size), (tokenizer.begin_id, tokenizer.end_id)
+        self.path, dtype, around = (
+            path,
+            token_dtype(tokenizer.vocab_size),
+            (tokenizer.begin_id, tokenizer.end_id),
+        )
         self.begin, self.end = (np.array([] if i is None else [i], dtype) for i in around)
         self.counts = Counter({"documents": 0, "tokens": 0})
         self.hashes: dict[str, Any] = {}
@@ -147,7 +182,10 @@ class _SplitWriter:
     def add(self, documents: list[tuple[Document, np.ndarray]]) -> None:
         if not documents:
             return
-        first, parts = documents[0][0], [np.concatenate([self.begin, ids, self.end]) for _, ids in documents]
+        first, parts = (
+            documents[0][0],
+            [np.concatenate([self.begin, ids, self.end]) for _, ids in documents],
+        )
         lengths = np.array(list(map(len, parts)), "<i4")
         self.counts.update(documents=len(documents), tokens=int(lengths.sum()))
         columns = {"tokens": np.concatenate(parts), "lengths": lengths}
@@ -155,7 +193,9 @@ class _SplitWriter:
             columns["targets"] = np.concatenate([one.targets for one, _ in documents]).astype("<i4")
             self.counts["answers"] += int((columns["targets"] >= 0).sum())
         if first.group is not None:
-            numbers = [self.groups.setdefault(str(one.group), len(self.groups)) for one, _ in documents]
+            numbers = [
+                self.groups.setdefault(str(one.group), len(self.groups)) for one, _ in documents
+            ]
             columns["groups"] = np.array(numbers, "<i4")
         for name, column in columns.items():
             with open(f"{self.path}.{name}", "ab") as file:
@@ -167,7 +207,11 @@ def _encoded(
     documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
 ) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
     # The package tokenizers encodes without Python's lock.
-    threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
+    threads = (
+        (data.num_proc or min(os.cpu_count() or 1, 16))
+        if isinstance(tokenizer, FileTokenizer)
+        else 1
+    )
     chunks = _chunks(documents)
     with ThreadPoolExecutor(threads) as pool:
         while some := [*itertools.islice(chunks, 2 * threads)]:

@@ -39,7 +39,11 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
     tokens = data.begin_token, data.end_token
-    return ByteTokenizer(*tokens) if data.tokenizer == "bytes" else FileTokenizer(data.tokenizer, *tokens)
+    return (
+        ByteTokenizer(*tokens)
+        if data.tokenizer == "bytes"
+        else FileTokenizer(data.tokenizer, *tokens)
+    )
 
 
 def _named(*tokens: str | None) -> list[str]:
@@ -51,7 +55,9 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, begin_token: str | None = None, end_token: str | None = None) -> None:
         names = _named(begin_token, end_token)
-        self.begin_id, self.end_id = (256 + names.index(t) if t in names else None for t in (begin_token, end_token))
+        self.begin_id, self.end_id = (
+            256 + names.index(t) if t in names else None for t in (begin_token, end_token)
+        )
         self.vocab_size = 256 + len(names)
         self.fingerprint = f"bytes {begin_token!r} {end_token!r}"
 
@@ -66,16 +72,22 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """Encode with a `tokenizers` JSON file, without its truncation, padding and template."""
 
-    def __init__(self, path: str | Path, begin_token: str | None = None, end_token: str | None = None) -> None:
+    def __init__(
+        self, path: str | Path, begin_token: str | None = None, end_token: str | None = None
+    ) -> None:
         try:
             import tokenizers
 
             content = Path(path).read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except ImportError:
-            raise ConfigError("data.tokenizer: a file needs the package tokenizers; pip install tokenizers") from None
+            raise ConfigError(
+                "data.tokenizer: a file needs the package tokenizers; pip install tokenizers"
+            ) from None
         except Exception as error:  # the package raises plain Exception
-            raise ConfigError(f"data.tokenizer: expected bytes or a JSON file, got '{path}' ({error})") from None
+            raise ConfigError(
+                f"data.tokenizer: expected bytes or a JSON file, got '{path}' ({error})"
+            ) from None
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -84,7 +96,9 @@ class FileTokenizer(Tokenizer):
         for key, token in (("begin_token", begin_token), ("end_token", end_token)):
             if token is not None and token not in vocabulary:
                 raise ConfigError(f"data.{key}: expected null or a token of {path}, got '{token}'")
-        self.begin_id, self.end_id = (None if t is None else vocabulary[t] for t in (begin_token, end_token))
+        self.begin_id, self.end_id = (
+            None if t is None else vocabulary[t] for t in (begin_token, end_token)
+        )
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()} {begin_token!r} {end_token!r}"
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
@@ -106,10 +120,16 @@ class TokenIds(Tokenizer):
         return np.asarray(text, token_dtype(self.vocab_size))
 
 
-def write_tokenizer(folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None) -> None:
+def write_tokenizer(
+    folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None
+) -> None:
     """Write a tokenizer beside a model, for PackMamba and transformers' AutoTokenizer."""
     folder = Path(folder)
-    content = _byte_level(begin_token, end_token) if tokenizer == "bytes" else Path(tokenizer).read_text("utf-8")
+    content = (
+        _byte_level(begin_token, end_token)
+        if tokenizer == "bytes"
+        else Path(tokenizer).read_text("utf-8")
+    )
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     options |= {BYTES: tokenizer == "bytes", "bos_token": begin_token, "eos_token": end_token}
     options = {name: value for name, value in options.items() if value is not None}
@@ -123,8 +143,15 @@ def write_template(folder: str | Path, token: str | None, token_id: int | None) 
     begun = [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*begun, {"Sequence": {"id": "B", "type_id": 1}}]
     special = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
-    template = {"type": "TemplateProcessing", "single": begun, "pair": pair, "special_tokens": special}
-    content = json.loads(path.read_text("utf-8")) | {"post_processor": None if token is None else template}
+    template = {
+        "type": "TemplateProcessing",
+        "single": begun,
+        "pair": pair,
+        "special_tokens": special,
+    }
+    content = json.loads(path.read_text("utf-8")) | {
+        "post_processor": None if token is None else template
+    }
     path.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
 
 
@@ -133,10 +160,16 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if not (folder / TOKENIZER).is_file():
         raise ConfigError(f"data.tokenizer: expected one, since {folder} has no {TOKENIZER}")
-    options = json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
+    options = (
+        json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
+    )
     tokens = [options.get(name) for name in ("bos_token", "eos_token")]
     begin, end = (token.get("content") if isinstance(token, dict) else token for token in tokens)
-    return ByteTokenizer(begin, end) if options.get(BYTES) else FileTokenizer(folder / TOKENIZER, begin, end)
+    return (
+        ByteTokenizer(begin, end)
+        if options.get(BYTES)
+        else FileTokenizer(folder / TOKENIZER, begin, end)
+    )
 
 
 def _byte_level(begin_token: str | None, end_token: str | None) -> str:
@@ -145,8 +178,19 @@ def _byte_level(begin_token: str | None, end_token: str | None) -> str:
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     vocabulary = {chr(i if i in printable else next(others)): i for i in range(256)}
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
-    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
+    byte_level = {
+        "type": "ByteLevel",
+        "add_prefix_space": False,
+        "trim_offsets": False,
+        "use_regex": False,
+    }
+    flags = {
+        "single_word": False,
+        "lstrip": False,
+        "rstrip": False,
+        "normalized": False,
+        "special": True,
+    }
     names = enumerate(_named(begin_token, end_token), 256)
     content = {
         "version": "1.0",

@@ -9,7 +9,12 @@ import torch
 from torch import Tensor
 
 from packmamba.errors import expect
-from packmamba.evaluation.packed_forward import DocumentState, InitialStates, log_probabilities, read_to_the_end
+from packmamba.evaluation.packed_forward import (
+    DocumentState,
+    InitialStates,
+    log_probabilities,
+    read_to_the_end,
+)
 from packmamba.evaluation.scoring import check_ids
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -42,7 +47,12 @@ def generate(
         whole = isinstance(count, Integral) and count >= minimum
         expect(whole, name, f"an integer of at least {minimum}", repr(count))
     expect(0 <= temperature < math.inf, "temperature", "at least 0", temperature)
-    expect(top_p == 1 or 0 < top_p < 1 and temperature, "top_p", "above 0 to 1 (1 with temperature=0)", top_p)
+    expect(
+        top_p == 1 or 0 < top_p < 1 and temperature,
+        "top_p",
+        "above 0 to 1 (1 with temperature=0)",
+        top_p,
+    )
     if not texts:
         return []
     finals: dict[int, DocumentState] = {}
@@ -66,24 +76,38 @@ def generate(
             active = [active[row] for row in rows]
         if active:
             tokens = torch.tensor([[sampled[row] for row in rows]], device=hidden.device)
-            layout = SequenceLayout.from_lengths([[1] * len(rows)], row_length=len(rows)).to(hidden.device)
+            layout = SequenceLayout.from_lengths([[1] * len(rows)], row_length=len(rows)).to(
+                hidden.device
+            )
             with torch.inference_mode():
-                out, states = model(tokens, layout=layout, states=states, return_states=True, return_hidden=True)
+                out, states = model(
+                    tokens, layout=layout, states=states, return_states=True, return_hidden=True
+                )
             hidden = out[0]
     return new
 
 
-def _sample(model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:
+def _sample(
+    model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor
+) -> Tensor:
     sampled = []
     for rows, log_p in log_probabilities(model, hidden):
         if temperature == 0:
             sampled.append(log_p.argmax(dim=1))
             continue
-        below = log_p.double() - log_p.double().amax(dim=1, keepdim=True)  # else a tiny temperature overflows
-        p, order = torch.softmax(below / temperature, dim=1).sort(dim=1, descending=True, stable=True)
+        below = log_p.double() - log_p.double().amax(
+            dim=1, keepdim=True
+        )  # else a tiny temperature overflows
+        p, order = torch.softmax(below / temperature, dim=1).sort(
+            dim=1, descending=True, stable=True
+        )
         before = p.cumsum(dim=1) - p
         p = torch.where(before < top_p, p, 0)
         upto = p.cumsum(dim=1)
-        place = torch.searchsorted(upto, uniform[rows, None].to(upto.device) * upto[:, -1:], right=True)
-        sampled.append(order.gather(1, place.clamp(max=(p > 0).sum(dim=1, keepdim=True) - 1)).squeeze(1))
+        place = torch.searchsorted(
+            upto, uniform[rows, None].to(upto.device) * upto[:, -1:], right=True
+        )
+        sampled.append(
+            order.gather(1, place.clamp(max=(p > 0).sum(dim=1, keepdim=True) - 1)).squeeze(1)
+        )
     return torch.cat(sampled)

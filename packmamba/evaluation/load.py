@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, TrainerConfig, load_config
+from packmamba.config import (
+    CONFIGURATION,
+    Config,
+    ConfigError,
+    DataConfig,
+    TrainerConfig,
+    load_config,
+)
 from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from packmamba.nn import MambaLM
 
@@ -55,8 +62,14 @@ def read_config(folder: str | Path) -> Config:
     """Return the configuration of a folder's model. Raises ConfigError."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        hint = "; the run has not ended: repeat its command" if (folder / "checkpoints").is_dir() else ""
-        raise ConfigError(f"{folder}: expected a folder of a run or a checkpoint, got no config.json{hint}")
+        hint = (
+            "; the run has not ended: repeat its command"
+            if (folder / "checkpoints").is_dir()
+            else ""
+        )
+        raise ConfigError(
+            f"{folder}: expected a folder of a run or a checkpoint, got no config.json{hint}"
+        )
     trained = (folder / CONFIGURATION).is_file()
     config = load_config(folder / CONFIGURATION if trained else None)
     if (folder / TOKENIZER).is_file() and not (trained and config.data.tokenizer == "bytes"):
@@ -77,20 +90,30 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
     except (ValueError, FileNotFoundError) as error:
         raise ConfigError(str(error)) from None
     try:
-        model = model.to(torch.device(device), None if dtype is None else getattr(torch, dtype)).eval()
+        model = model.to(
+            torch.device(device), None if dtype is None else getattr(torch, dtype)
+        ).eval()
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})") from None
+        raise ConfigError(
+            f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})"
+        ) from None
     tokenizer = read_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
     return LoadedModel(model, config, tokenizer, folder, (folder / CONFIGURATION).is_file())
 
 
 def model_card(loaded: LoadedModel, record: dict[str, Any] | None) -> str:
     config, data = loaded.config, loaded.config.data
-    rows: dict[str, Any] = {"parameters": f"{sum(parameter.numel() for parameter in loaded.model.parameters()):,}"}
+    rows: dict[str, Any] = {
+        "parameters": f"{sum(parameter.numel() for parameter in loaded.model.parameters()):,}"
+    }
     rows |= {key: loaded.model.config[key] for key in ("mixer", "n_layer", "d_model")}
     if loaded.trained:
-        rows["data"] = f"source={data.source}, strategy={data.strategy}, row_length={data.row_length}"
-        rows["training"] = f"boundary={config.trainer.boundary}, lr={config.optimizer.lr}, seed={config.seed}"
+        rows["data"] = (
+            f"source={data.source}, strategy={data.strategy}, row_length={data.row_length}"
+        )
+        rows["training"] = (
+            f"boundary={config.trainer.boundary}, lr={config.optimizer.lr}, seed={config.seed}"
+        )
     if record:
         rows |= {name: record["metrics"].get(name) for name in ("steps", "real_tokens", "val_loss")}
         rows["hardware"] = ", ".join(record["hardware"]["gpus"]) or record["hardware"]["cpu"]

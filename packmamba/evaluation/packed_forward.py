@@ -68,12 +68,18 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
         return False
 
     total = sum(len(segment.tokens) for segment in segments)
-    with tqdm(total=total, desc="reads", unit="token", unit_scale=True, disable=None, leave=False) as bar:
+    with tqdm(
+        total=total, desc="reads", unit="token", unit_scale=True, disable=None, leave=False
+    ) as bar:
         while waiting or following:
             chosen.clear()
             free, states = max_slots, max(1, max_slots // SLOTS_PER_STATE)
             following = list(filter(rejects, following))
-            while waiting and not following and (place := bisect.bisect_right(waiting, free, key=length)):
+            while (
+                waiting
+                and not following
+                and (place := bisect.bisect_right(waiting, free, key=length))
+            ):
                 if rejects(waiting[place - 1]):
                     break
                 del waiting[place - 1]
@@ -84,7 +90,10 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
 
 
 def read_to_the_end(
-    model: MambaLM, documents: Sequence[Any], max_slots: int, finals: dict[int, DocumentState] | None = None
+    model: MambaLM,
+    documents: Sequence[Any],
+    max_slots: int,
+    finals: dict[int, DocumentState] | None = None,
 ) -> Tensor:
     """Return (documents, d_model), activations of last tokens; ``finals`` receives final states."""
     last: dict[int, Tensor] = {}
@@ -96,12 +105,16 @@ def read_to_the_end(
     return torch.stack([last[i] for i in range(len(documents))])
 
 
-def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[Pass, list[Segment]]:
+def _one_pass(
+    model: MambaLM, segments: list[Segment], max_slots: int
+) -> tuple[Pass, list[Segment]]:
     device = next(model.parameters()).device
     lengths = [segment.length(max_slots) for segment in segments]
     layout = to_device(SequenceLayout.from_lengths([lengths], row_length=max_slots), device)
     tokens = torch.zeros(1, max_slots, dtype=torch.int64)
-    ids = np.concatenate([s.tokens[s.first : s.first + length] for s, length in zip(segments, lengths)])
+    ids = np.concatenate(
+        [s.tokens[s.first : s.first + length] for s, length in zip(segments, lengths)]
+    )
     tokens[0, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
     starts = [segment.start for segment in segments]
     states = None if all(start is None for start in starts) else InitialStates(model, starts)
@@ -124,7 +137,11 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[
 
 
 def to_device(part: Any, device: torch.device) -> Any:
-    return part.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else part.to(device)
+    return (
+        part.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else part.to(device)
+    )
 
 
 class InitialStates(Sequence):
@@ -135,7 +152,9 @@ class InitialStates(Sequence):
         self.documents, self.pools = len(starts), list[Any]()
         for pool in {id(start[0]): start[0] for start in starts if start}.values():
             places = [(start[1], i) for i, start in enumerate(starts) if start and start[0] is pool]
-            self.pools.append((pool, *to_device(torch.tensor(places), model.lm_head.weight.device).unbind(1)))
+            self.pools.append(
+                (pool, *to_device(torch.tensor(places), model.lm_head.weight.device).unbind(1))
+            )
 
     def __len__(self) -> int:
         return len(self.mixers)
@@ -161,7 +180,9 @@ class TrainingLayoutReader:
         if not splits and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(lengths.max())))
         self.boundary = boundary
-        self.plan, self.batches = arrange_as_trained(corpus, np.arange(len(lengths)), data, boundary.continues)
+        self.plan, self.batches = arrange_as_trained(
+            corpus, np.arange(len(lengths)), data, boundary.continues
+        )
 
     def read(self, model: MambaLM) -> Iterator[Pass]:
         device, plan = next(model.parameters()).device, self.plan
@@ -207,18 +228,26 @@ def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any
     for pieces in filter(None, passes):
         owners, parts, wanted = zip(*pieces)
         hidden = torch.cat(parts)
-        targets = to_device(torch.from_numpy(np.concatenate(wanted).astype(np.int64)), hidden.device)
+        targets = to_device(
+            torch.from_numpy(np.concatenate(wanted).astype(np.int64)), hidden.device
+        )
         values, best = [hidden.new_zeros(0, dtype=torch.float64)], [targets[:0]]
         for rows, log_p in log_probabilities(model, hidden):
             values.append(log_p.gather(1, targets[rows, None]).squeeze(1).double())
             best.append(log_p.argmax(dim=1))
         sizes = list(map(len, wanted))
-        for owner, *part in zip(owners, torch.cat(values).split(sizes), torch.cat(best).split(sizes)):
+        for owner, *part in zip(
+            owners, torch.cat(values).split(sizes), torch.cat(best).split(sizes)
+        ):
             owner.append(tuple(part))
 
 
 def predict_documents(
-    model: MambaLM, documents: Sequence[Any], targets: Callable, max_slots: int, passes: Iterable[Pass] | None
+    model: MambaLM,
+    documents: Sequence[Any],
+    targets: Callable,
+    max_slots: int,
+    passes: Iterable[Pass] | None,
 ) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
     """Return documents' losses in nats and most likely ids, read from a zero state or in ``passes``.
 
@@ -234,5 +263,7 @@ def predict_documents(
         return results[i], hidden[places], wanted
 
     predict(model, ([piece(*one) for one in pieces] for pieces in passes))
-    both = [[torch.cat(parts).cpu().numpy() for parts in zip(*(some or [empty]))] for some in results]
+    both = [
+        [torch.cat(parts).cpu().numpy() for parts in zip(*(some or [empty]))] for some in results
+    ]
     return [(-values, best) for values, best in both]

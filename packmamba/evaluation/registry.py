@@ -24,13 +24,19 @@ def default_max_slots(model: MambaLM) -> int:
 
 def check(name: str, context: EvalContext, vocab_size: int | None = None) -> None:
     """Raise ConfigError for what ``evaluate`` would refuse; without a vocabulary size read no documents."""
-    (synthetic.make_task if name in TASKS else language_modeling.validation)(name, context, vocab_size)
+    (synthetic.make_task if name in TASKS else language_modeling.validation)(
+        name, context, vocab_size
+    )
 
 
 def evaluate(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
     """Run an evaluation; float32 weights on a GPU under their training's autocast."""
     weight = next(model.parameters())
-    dtype = AUTOCAST.get(context.trainer.precision) if weight.is_cuda and weight.dtype == torch.float32 else None
+    dtype = (
+        AUTOCAST.get(context.trainer.precision)
+        if weight.is_cuda and weight.dtype == torch.float32
+        else None
+    )
     with torch.autocast("cuda", dtype) if dtype else nullcontext():
         if name in TASKS:
             return synthetic.evaluate_task(name, model, context)

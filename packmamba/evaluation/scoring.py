@@ -6,7 +6,14 @@ from typing import NamedTuple
 
 import torch
 
-from packmamba.evaluation.packed_forward import DocumentState, Pass, Predictions, Segment, packed_forward, predict
+from packmamba.evaluation.packed_forward import (
+    DocumentState,
+    Pass,
+    Predictions,
+    Segment,
+    packed_forward,
+    predict,
+)
 from packmamba.nn import MambaLM
 
 Ids = tuple[int, ...]
@@ -40,8 +47,12 @@ def score(
     checked: list[tuple[Ids, Ids]] = []
     for i, request in enumerate(requests):
         if not isinstance(request, (tuple, list)) or len(request) != 2:
-            raise TypeError(f"requests[{i}]: expected a pair (context, continuation), got {request!r:.60}")
-        context = check_ids(request[0] if len(request[0]) else begin, f"requests[{i}]: context", model, least=1)
+            raise TypeError(
+                f"requests[{i}]: expected a pair (context, continuation), got {request!r:.60}"
+            )
+        context = check_ids(
+            request[0] if len(request[0]) else begin, f"requests[{i}]: context", model, least=1
+        )
         continuation = check_ids(request[1], f"requests[{i}]: continuation", model, least=1)
         checked.append((context, continuation))
         by_context.setdefault(context, {})[continuation] = []
@@ -66,11 +77,17 @@ def score(
                     part = hidden[start - first : end - first]
                     yield by_context[context][c], part, c[start - offset : end - offset]
 
-    segments = [segment(context, list(continuations)) for context, continuations in by_context.items()]
-    predict(model, (list(with_targets(pieces)) for pieces in packed_forward(model, segments, max_slots)))
+    segments = [
+        segment(context, list(continuations)) for context, continuations in by_context.items()
+    ]
+    predict(
+        model, (list(with_targets(pieces)) for pieces in packed_forward(model, segments, max_slots))
+    )
     scores = []
     for context, continuation in checked:
-        values, best = (torch.cat(parts).tolist() for parts in zip(*by_context[context][continuation]))
+        values, best = (
+            torch.cat(parts).tolist() for parts in zip(*by_context[context][continuation])
+        )
         scores.append(Score(sum(values), best == list(continuation)))
     return scores
 
@@ -84,5 +101,7 @@ def check_ids(tokens: Iterable[int], name: str, model: MambaLM, least: int = 0) 
     if len(ids) < least:
         raise ValueError(f"{name}: expected at least one token, got none")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
+        raise ValueError(
+            f"{name}: expected ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}"
+        )
     return ids

@@ -31,7 +31,12 @@ class CheckedCallable:
     avoid: Set[int] = frozenset()
 
     def __init__(
-        self, call: Callable[..., Any], modules: list[nn.Module], boundaries: str, vocab_size: int, longest: int
+        self,
+        call: Callable[..., Any],
+        modules: list[nn.Module],
+        boundaries: str,
+        vocab_size: int,
+        longest: int,
     ) -> None:
         self.call, self.modules = call, modules
         self.boundaries, self.vocab_size, self.longest = boundaries, vocab_size, longest
@@ -62,38 +67,68 @@ class CheckedModel(CheckedCallable):
         self.names = tuple(boundaries.split("+")) if isinstance(boundaries, str) else ()
         masked = self.names == ("attention_mask",)
         known = masked or (self.names and set(self.names) <= set(ARGUMENTS[:3]))
-        expect(known, "boundaries", f"{', '.join(ARGUMENTS)} (the first three joined by +)", repr(boundaries))
+        expect(
+            known,
+            "boundaries",
+            f"{', '.join(ARGUMENTS)} (the first three joined by +)",
+            repr(boundaries),
+        )
         self.known, self.open_ended = forward_parameters(model)
         if masked:
             self.inputs = ("left", "right")
         elif "attention_mask" in self.known or self.open_ended:
             self.padding = ("left", "right")
         config = getattr(model, "config", None)
-        self.no_cache = {"use_cache": False} if "use_cache" in self.known or hasattr(config, "use_cache") else {}
+        self.no_cache = (
+            {"use_cache": False}
+            if "use_cache" in self.known or hasattr(config, "use_cache")
+            else {}
+        )
         text = getattr(config, "text_config", None) or config
         known_ids = getattr(text, "vocab_size", None) or 0
-        expect(not 0 < known_ids < (vocab_size or 0), "vocab_size", f"at most {known_ids}", vocab_size)
+        expect(
+            not 0 < known_ids < (vocab_size or 0), "vocab_size", f"at most {known_ids}", vocab_size
+        )
         longest = getattr(text, "max_position_embeddings", None) or 2**31
         super().__init__(model, [model], boundaries, vocab_size or known_ids, longest)
-        special = [ids for name, ids in getattr(config, "__dict__", {}).items() if name.endswith("_token_id")]
-        self.avoid = {i for ids in special for i in (ids if isinstance(ids, list) else [ids]) if isinstance(i, int)}
+        special = [
+            ids
+            for name, ids in getattr(config, "__dict__", {}).items()
+            if name.endswith("_token_id")
+        ]
+        self.avoid = {
+            i
+            for ids in special
+            for i in (ids if isinstance(ids, list) else [ids])
+            if isinstance(i, int)
+        }
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        layout, longest = SequenceLayout.from_lengths([lengths], tokens.shape[1]).to(tokens.device), max(lengths)
-        marks: dict[str, Any] = {"position_ids": layout.position_indices.long(), "seq_idx": layout.seq_idx}
+        layout, longest = (
+            SequenceLayout.from_lengths([lengths], tokens.shape[1]).to(tokens.device),
+            max(lengths),
+        )
+        marks: dict[str, Any] = {
+            "position_ids": layout.position_indices.long(),
+            "seq_idx": layout.seq_idx,
+        }
         marks |= {"cu_seq_lens_q": layout.cu_seqlens, "cu_seq_lens_k": layout.cu_seqlens}
         marks |= {"max_length_q": longest, "max_length_k": longest}
         names = set(self.names)
         if "cu_seq_lens_q" in names:  # as transformers' DataCollatorWithFlattening
             names |= {name for name in [*marks][3:] if self.open_ended or name in self.known}
-        return self._logits(tokens, **{name: value for name, value in marks.items() if name in names})
+        return self._logits(
+            tokens, **{name: value for name, value in marks.items() if name in names}
+        )
 
     def padded(self, rows: Tensor, own: Tensor) -> Tensor:
         return self._logits(rows, attention_mask=own.long())
 
     def alone(self, tokens: Tensor) -> Tensor:
         if getattr(self.call, "require_boundaries", False):  # a patched model
-            return self._logits(tokens, position_ids=torch.arange(tokens.shape[1], device=tokens.device)[None])
+            return self._logits(
+                tokens, position_ids=torch.arange(tokens.shape[1], device=tokens.device)[None]
+            )
         return self._logits(tokens)
 
     def _logits(self, tokens: Tensor, **arguments: Any) -> Tensor:
@@ -118,13 +153,20 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
     if not ours and isinstance(model, nn.Module) and "input_ids" in forward_parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)
     given = "layout" if ours else "lengths"
-    expect(boundaries in ("position_ids", given), "boundaries", f"none beside {given}", repr(boundaries))
+    expect(
+        boundaries in ("position_ids", given),
+        "boundaries",
+        f"none beside {given}",
+        repr(boundaries),
+    )
     if not ours:
         modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
         return CheckedCallable(model, modules, given, vocab_size or 32, 128)
 
     def call(tokens: Tensor, lengths: list[int]) -> Tensor:
-        return model(tokens, layout=SequenceLayout.from_lengths([lengths], sum(lengths)).to(tokens.device))
+        return model(
+            tokens, layout=SequenceLayout.from_lengths([lengths], sum(lengths)).to(tokens.device)
+        )
 
     return CheckedCallable(call, [model], given, vocab_size or len(model.lm_head.weight), 2**31)
 

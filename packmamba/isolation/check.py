@@ -81,7 +81,9 @@ class LeakCheckResult:
             reach = f", {self.reach} tokens behind it" if self.reach else ""
             changed = f"a document's logits, by up to {self.largest:.2g}{reach}"
         elif self.largest:
-            changed = f"a document's logits by rounding alone ({self.largest:.1g}), without a gradient"
+            changed = (
+                f"a document's logits by rounding alone ({self.largest:.1g}), without a gradient"
+            )
         yield f"  Changing other documents changes {changed}."
         if self.isolated_backward is not None:
             yield f"  A document's loss has {'no' if self.isolated_backward else 'a'} gradient at another document's tokens."
@@ -92,8 +94,15 @@ class LeakCheckResult:
         if self.ignored:
             yield f"  The model ignores {self.boundaries} silently: without it, every bit is the same."
         yield from (f"  {note}" for note in dict.fromkeys(self.notes))
-        verbs = {None: "are refused", True: "equal themselves alone", False: "differ from themselves alone"}
-        yield from (f"  Padding on the {side}: documents {verbs[harmless]}." for side, harmless in self.padding.items())
+        verbs = {
+            None: "are refused",
+            True: "equal themselves alone",
+            False: "differ from themselves alone",
+        }
+        yield from (
+            f"  Padding on the {side}: documents {verbs[harmless]}."
+            for side, harmless in self.padding.items()
+        )
 
 
 def leakcheck(
@@ -120,9 +129,15 @@ def leakcheck(
         Exception: the model's own, where it fails without boundaries too.
     """
     model = adapt(model_or_callable, boundaries, vocab_size)
-    fits = lengths is None or (len(lengths) > 1 and all(isinstance(n, int) and n > 0 for n in lengths))
+    fits = lengths is None or (
+        len(lengths) > 1 and all(isinstance(n, int) and n > 0 for n in lengths)
+    )
     expect(fits, "lengths", "two or more integers above 0", repr(lengths))
-    rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest][:2]
+    rows = (
+        [tuple(lengths)]
+        if lengths is not None
+        else [row for row in ROWS if sum(row) <= model.longest][:2]
+    )
     expect(rows, "lengths", f"documents that fit in {model.longest} positions", "none")
     result = LeakCheckResult(model.boundaries)
     with probes.undisturbed(model.modules):
@@ -172,9 +187,18 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         tolerance, rounding = _limits(base, ran.dtypes)
         carried, last = noise > rounding, documents.lengths[0] - 1
         if noise:
-            what = "something is carried from one call to the next" if carried else "smaller changes are not seen"
+            what = (
+                "something is carried from one call to the next"
+                if carried
+                else "smaller changes are not seen"
+            )
             result.notes.append(f"Two calls with the same tokens differ by {noise:.1g}: {what}.")
-        expect(carried or moves[0, last] > 4 * noise, "logits", "a changed token to change its own", "the same")
+        expect(
+            carried or moves[0, last] > 4 * noise,
+            "logits",
+            "a changed token to change its own",
+            "the same",
+        )
         slots = watched & (moves > (-1 if carried else 4 * noise))
         if alone:
             difference = _from_alone(documents, base)
@@ -198,7 +222,9 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         result.reach, result.endless = after, last + after == len(base) - 1
     first = int(slots.any(1).nonzero()[0])
     with suppress(torch.OutOfMemoryError):
-        result.module = result.module or probes.first_module(documents, tokens[first], watched[first])
+        result.module = result.module or probes.first_module(
+            documents, tokens[first], watched[first]
+        )
 
 
 def _limits(base: Tensor, dtypes: set[torch.dtype]) -> tuple[float, float]:

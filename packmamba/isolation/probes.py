@@ -35,14 +35,22 @@ class Documents:
 
     def __init__(self, model: CheckedCallable, way: str, lengths: Sequence[int]) -> None:
         ids = torch.arange(model.vocab_size)
-        ids = ids[~torch.isin(ids, torch.tensor(sorted(model.avoid), dtype=torch.int64))].to(model.device)
+        ids = ids[~torch.isin(ids, torch.tensor(sorted(model.avoid), dtype=torch.int64))].to(
+            model.device
+        )
         expect(len(ids) > 1, "vocab_size", "two ids that are not special", len(ids))
         self.model, self.way, self.lengths, total = model, way, list(lengths), sum(lengths)
-        drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1)).to(ids.device)
+        drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1)).to(
+            ids.device
+        )
         self.tokens, self.others = ids[drawn], ids[(drawn + max(1, len(ids) // 2)) % len(ids)]
         counts = torch.tensor(self.lengths, device=ids.device)
         self.number = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
-        rows, width = (counts[:, None], max(lengths) + PAD) if way != "packed" else (counts.sum()[None, None], total)
+        rows, width = (
+            (counts[:, None], max(lengths) + PAD)
+            if way != "packed"
+            else (counts.sum()[None, None], total)
+        )
         ends = rows.cumsum(0)
         place = torch.arange(width, device=ids.device) + ends - (width if way == "left" else rows)
         self.slots, self.own = place % total, (place >= ends - rows) & (place < ends)
@@ -59,7 +67,10 @@ class Documents:
         """
         count, slot = len(self.lengths), torch.arange(len(self.tokens), device=self.tokens.device)
         yield torch.where(slot == self.lengths[0] - 1, self.others, self.tokens), self.number != 0
-        yield torch.where(slot == len(slot) - self.lengths[-1], self.others, self.tokens), self.number != count - 1
+        yield (
+            torch.where(slot == len(slot) - self.lengths[-1], self.others, self.tokens),
+            self.number != count - 1,
+        )
         for own in (self.number == number for number in range(count)):
             yield torch.where(own, self.tokens, self.tokens[own][0]), own
 
@@ -81,7 +92,9 @@ class Documents:
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore torch's random states, modes and buffers on leaving."""
     every = [(module, module.training) for root in modules for module in root.modules()]
-    buffers = [(m, n, b, b.clone()) for m, _ in every for n, b in m._buffers.items() if b is not None]
+    buffers = [
+        (m, n, b, b.clone()) for m, _ in every for n, b in m._buffers.items() if b is not None
+    ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -94,12 +107,18 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for module, name, buffer, value in buffers:
-                module._buffers[name] = buffer if torch.equal(buffer, value) else buffer.copy_(value)
+                module._buffers[name] = (
+                    buffer if torch.equal(buffer, value) else buffer.copy_(value)
+                )
 
 
 def eager() -> AbstractContextManager[Any]:
     """Run compiled code eagerly, so that hooks see into it."""
-    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
+    return (
+        torch.compiler.set_stance("force_eager")
+        if "torch._dynamo" in sys.modules
+        else nullcontext()
+    )
 
 
 def logits_of(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
@@ -107,7 +126,13 @@ def logits_of(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     torch.manual_seed(SEED)
     logits = call(tokens[None])
     floating = isinstance(logits, Tensor) and logits.is_floating_point()
-    expect(floating, "logits", "floating-point numbers", getattr(logits, "dtype", type(logits)), TypeError)
+    expect(
+        floating,
+        "logits",
+        "floating-point numbers",
+        getattr(logits, "dtype", type(logits)),
+        TypeError,
+    )
     fits = logits.dim() == 3 and logits.shape[:2] == (1, len(tokens))
     expect(fits, "logits", f"shape (1, {len(tokens)}, vocabulary)", tuple(logits.shape))
     return logits[0]
@@ -142,7 +167,9 @@ class Entries(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor) or not any(id(leaf) in self._whole for leaf in tree_leaves((args, kwargs))):
+        if not isinstance(result, Tensor) or not any(
+            id(leaf) in self._whole for leaf in tree_leaves((args, kwargs))
+        ):
             return result
         if not result.is_floating_point():
             return self._whole.setdefault(id(result), result)
@@ -165,10 +192,14 @@ def crossing_gradients(documents: Documents) -> bool | None:
         number = documents.number
         for inside in (number % 2 == 0, number % 2 == 1, number == number[-1]):
             part, own = logits[inside], documents.in_rows(inside)
-            weights = torch.randn(part.shape, generator=torch.Generator().manual_seed(SEED)).to(part)
+            weights = torch.randn(part.shape, generator=torch.Generator().manual_seed(SEED)).to(
+                part
+            )
             loss = torch.where(part.isfinite(), part * weights, 0.0).sum()
             try:
-                gradients = torch.autograd.grad(loss, entries.leaves, retain_graph=True, allow_unused=True)
+                gradients = torch.autograd.grad(
+                    loss, entries.leaves, retain_graph=True, allow_unused=True
+                )
             except RuntimeError as error:  # reentrant checkpointing takes backward() alone
                 if "heckpoint" not in str(error):
                     raise
@@ -195,8 +226,12 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), str(func)
         self.routed = self.routed or not self.ROUTING.isdisjoint(name.split("."))
-        if not name.startswith("aten.") or any(part in name for part in ("mm", "conv", "attention")):
-            self.dtypes.update(one.dtype for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor))
+        if not name.startswith("aten.") or any(
+            part in name for part in ("mm", "conv", "attention")
+        ):
+            self.dtypes.update(
+                one.dtype for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)
+            )
         return result
 
 
@@ -219,8 +254,15 @@ def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str |
 
     def record(title: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         counts[title] += 1
-        outputs = vars(result) if hasattr(result, "__dict__") and not isinstance(result, Tensor) else result
-        now = [[v.clone() for v in tree_leaves(of) if isinstance(v, Tensor)] for of in ((args, kwargs), outputs)]
+        outputs = (
+            vars(result)
+            if hasattr(result, "__dict__") and not isinstance(result, Tensor)
+            else result
+        )
+        now = [
+            [v.clone() for v in tree_leaves(of) if isinstance(v, Tensor)]
+            for of in ((args, kwargs), outputs)
+        ]
         before = calls.setdefault((title, counts[title]), now)
         if before is not now and differ(before[1], now[1]) and not differ(before[0], now[0]):
             titles.append(title)
@@ -228,7 +270,9 @@ def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str |
     handles = []
     for name, module in (pair for root in documents.model.modules for pair in root.named_modules()):
         title = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        handles.append(module.register_forward_hook(functools.partial(record, title), with_kwargs=True))
+        handles.append(
+            module.register_forward_hook(functools.partial(record, title), with_kwargs=True)
+        )
     try:
         with torch.no_grad(), eager():
             for given in (documents.tokens, tokens):

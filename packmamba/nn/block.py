@@ -28,7 +28,9 @@ class Block(nn.Module):
         """Return the residual stream (B, L, d_model) behind the block, the same normalised, and final states."""
         arguments = (normed, self.norm.weight, conv_layout, ssm_layout, state, return_state)
         if self.recompute and torch.is_grad_enabled():
-            mixed, state = checkpoint(self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False)
+            mixed, state = checkpoint(
+                self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
         else:
             mixed, state = self.mixer.mix(*arguments)
         residual, normed = add_norm(residual, mixed, self.norm.eps)
@@ -46,7 +48,9 @@ class _AddNorm(torch.autograd.Function):
         residual = residual + mixed
         scale = torch.rsqrt(residual.square().mean(-1, keepdim=True) + epsilon)
         normed = residual * scale
-        if normed.dtype != mixed.dtype:  # a `to` of the same dtype compiles into an output without a gradient (2.11)
+        if (
+            normed.dtype != mixed.dtype
+        ):  # a `to` of the same dtype compiles into an output without a gradient (2.11)
             normed = normed.to(mixed.dtype)
         ctx.save_for_backward(normed, scale)
         return residual, normed

@@ -41,7 +41,10 @@ class MambaLM(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        for name, value, known in (("recompute", recompute, RECOMPUTE), ("mixer", mixer, tuple(MIXERS))):
+        for name, value, known in (
+            ("recompute", recompute, RECOMPUTE),
+            ("mixer", mixer, tuple(MIXERS)),
+        ):
             expect(value in known, name, f"one of {', '.join(known)}", repr(value))
         for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
             check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
@@ -52,12 +55,17 @@ class MambaLM(nn.Module):
         )  # fmt: skip
         embedding = nn.Embedding(vocab_size, d_model)
         nn.init.normal_(embedding.weight, std=0.02)
-        mixers = [MIXERS[mixer](d_model, recompute=recompute == "inner", **options) for _ in range(n_layer)]
+        mixers = [
+            MIXERS[mixer](d_model, recompute=recompute == "inner", **options)
+            for _ in range(n_layer)
+        ]
         layers = [Block(mixer, norm_epsilon, recompute == "block") for mixer in mixers]
         for layer in layers:
             layer.mixer.initialise_in_stack(n_layer)
         norm = nn.RMSNorm(d_model, eps=norm_epsilon)
-        self.backbone: Any = nn.ModuleDict({"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm})
+        self.backbone: Any = nn.ModuleDict(
+            {"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm}
+        )
         self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=0.02)
         if tie_embeddings:
@@ -65,7 +73,9 @@ class MambaLM(nn.Module):
         self._start = add_norm
 
     @classmethod
-    def from_pretrained(cls, directory: str | Path, revision: str | None = None, **overrides: Any) -> MambaLM:
+    def from_pretrained(
+        cls, directory: str | Path, revision: str | None = None, **overrides: Any
+    ) -> MambaLM:
         """Load a published checkpoint of state-spaces' or Hugging Face's format, in one file or in shards.
 
         Args:
@@ -110,7 +120,9 @@ class MambaLM(nn.Module):
         Raises TypeError or ValueError.
         """
         got = getattr(tokens, "dtype", type(tokens).__name__)
-        expect(got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError)
+        expect(
+            got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError
+        )
         whole = tokens.dim() == 2 and 0 not in tokens.shape
         expect(whole, "tokens", "shape (B, L) with at least one slot", tuple(tokens.shape))
         layers = self.backbone.layers
@@ -122,10 +134,16 @@ class MambaLM(nn.Module):
             embedded = self.backbone.embedding(tokens)
         except IndexError:
             ids = f"{int(tokens.min())} to {int(tokens.max())}"
-            raise ValueError(f"tokens: expected ids from 0 to {len(self.lm_head.weight) - 1}, got {ids}") from None
+            raise ValueError(
+                f"tokens: expected ids from 0 to {len(self.lm_head.weight) - 1}, got {ids}"
+            ) from None
         residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
         norm_f, kind = self.backbone.norm_f, tokens.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else norm_f.weight.dtype
+        dtype = (
+            torch.get_autocast_dtype(kind)
+            if torch.is_autocast_enabled(kind)
+            else norm_f.weight.dtype
+        )
         residual, normed = self._start(residual, embedded.new_zeros(()).to(dtype), norm_f.eps)
         final_states = []
         for layer, state in zip(layers, given):
@@ -152,4 +170,7 @@ class MambaLM(nn.Module):
         for name, parameter in self.named_parameters():
             # By name: copies and shards of a parameter lose its _no_weight_decay.
             groups[parameter.dim() < 2 or name.endswith(exempt)].append(parameter)
-        return [{"params": groups[0], "weight_decay": weight_decay}, {"params": groups[1], "weight_decay": 0.0}]
+        return [
+            {"params": groups[0], "weight_decay": weight_decay},
+            {"params": groups[1], "weight_decay": 0.0},
+        ]

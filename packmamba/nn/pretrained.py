@@ -42,7 +42,11 @@ def find_folder(directory: str | Path, revision: str | None = None) -> Path:
             if any(folder.glob(patterns[1])):
                 break
     except Exception as error:
-        why = "pip install huggingface_hub" if isinstance(error, ImportError) else " ".join(str(error).split())
+        why = (
+            "pip install huggingface_hub"
+            if isinstance(error, ImportError)
+            else " ".join(str(error).split())
+        )
         raise FileNotFoundError(f"{expected}, or a Hub's name, got '{name}' ({why})") from None
     return folder
 
@@ -56,31 +60,50 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         published = json.loads(path.read_text(encoding="utf-8"), object_hook=number)
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, got {error}") from None
-    arguments = (_from_hugging_face if "hidden_size" in published else _from_state_spaces)(published, path)
-    weights = {name.replace(".embeddings.", ".embedding."): tensor for name, tensor in _read_weights(folder).items()}
+    arguments = (_from_hugging_face if "hidden_size" in published else _from_state_spaces)(
+        published, path
+    )
+    weights = {
+        name.replace(".embeddings.", ".embedding."): tensor
+        for name, tensor in _read_weights(folder).items()
+    }
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
     arguments["vocab_size"] = embedding.shape[0]
-    tied = not arguments["tie_embeddings"] or torch.equal(weights.setdefault("lm_head.weight", embedding), embedding)
+    tied = not arguments["tie_embeddings"] or torch.equal(
+        weights.setdefault("lm_head.weight", embedding), embedding
+    )
     expect(tied, f"{folder}: 'lm_head.weight'", "the tied embedding", "another")
     return arguments, weights
 
 
 def load_weights(
-    model: nn.Module, weights: dict[str, Tensor], directory: str | Path, described: str = "config.json"
+    model: nn.Module,
+    weights: dict[str, Tensor],
+    directory: str | Path,
+    described: str = "config.json",
 ) -> None:
     """Load weights strictly."""
-    expected, given = ({k: tuple(t.shape) for k, t in of.items()} for of in (model.state_dict(), weights))
+    expected, given = (
+        {k: tuple(t.shape) for k, t in of.items()} for of in (model.state_dict(), weights)
+    )
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
-            wanted = f"shape {expected[name]} from {described}" if name in expected else "no such weight"
-            raise ValueError(f"{directory}: '{name}': expected {wanted}, got {given.get(name, 'none')}")
+            wanted = (
+                f"shape {expected[name]} from {described}" if name in expected else "no such weight"
+            )
+            raise ValueError(
+                f"{directory}: '{name}': expected {wanted}, got {given.get(name, 'none')}"
+            )
     model.load_state_dict(weights)
 
 
 def write_pretrained(
-    directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor], format: str = "state_spaces"
+    directory: str | Path,
+    config: dict[str, Any],
+    weights: dict[str, Tensor],
+    format: str = "state_spaces",
 ) -> None:
     """Write a folder in one of ``FORMATS``; ``config`` is ``MambaLM.config``."""
     expect(format in FORMATS, "format", " or ".join(FORMATS), repr(format))
@@ -90,7 +113,10 @@ def write_pretrained(
     if format == "state_spaces":
         torch.save(weights, folder / "pytorch_model.bin")
     else:
-        weights = {name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in weights.items()}
+        weights = {
+            name.replace("backbone.embedding.", "backbone.embeddings."): t
+            for name, t in weights.items()
+        }
         published["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         if config["tie_embeddings"]:
             del weights["lm_head.weight"]  # one tensor under two names is no safetensors file
@@ -101,7 +127,12 @@ def write_pretrained(
 
 def _to_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
     mixer = MIXERS[config["mixer"]]
-    expect(hasattr(mixer, "to_hugging_face"), "mixer", "one that this format has", repr(config["mixer"]))
+    expect(
+        hasattr(mixer, "to_hugging_face"),
+        "mixer",
+        "one that this format has",
+        repr(config["mixer"]),
+    )
     return {
         "model_type": mixer.PUBLISHED["hugging_face"],
         "architectures": [mixer.PUBLISHED["architecture"]],
@@ -136,7 +167,12 @@ def _layer(mixer: str) -> str:
 
 
 def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
-    expect({"d_model", "n_layer"} <= published.keys(), str(path), "d_model and n_layer, or hidden_size", "neither")
+    expect(
+        {"d_model", "n_layer"} <= published.keys(),
+        str(path),
+        "d_model and n_layer, or hidden_size",
+        "neither",
+    )
     options = dict(published.get("ssm_cfg") or {})
     layers, layer = {_layer(name): name for name in MIXERS}, options.pop("layer", FIRST_LAYER)
     expect(layer in layers, f"{path}: ssm_cfg.layer", " or ".join(map(repr, layers)), repr(layer))
@@ -144,7 +180,12 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
     for key in getattr(MIXERS[mixer], "WITHOUT_EFFECT", ()):
         options.pop(key, None)
     for key in ("attn_layer_idx", "d_intermediate"):
-        expect(not published.get(key), f"{path}: {key}", "none (Mamba blocks only)", repr(published.get(key)))
+        expect(
+            not published.get(key),
+            f"{path}: {key}",
+            "none (Mamba blocks only)",
+            repr(published.get(key)),
+        )
     expect(published.get("rms_norm", True), f"{path}: rms_norm", "true", "false")
     known = inspect.signature(MIXERS[mixer]).parameters.keys() - {"d_model", "recompute", "backend"}
     if unknown := options.keys() - known:
@@ -154,7 +195,11 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
-    types = {mixer.PUBLISHED["hugging_face"]: name for name, mixer in MIXERS.items() if hasattr(mixer, "PUBLISHED")}
+    types = {
+        mixer.PUBLISHED["hugging_face"]: name
+        for name, mixer in MIXERS.items()
+        if hasattr(mixer, "PUBLISHED")
+    }
     kind = published.get("model_type")
     expect(kind in types, f"{path}: model_type", " or ".join(types), repr(kind))
     mixer = types[kind]
@@ -168,15 +213,29 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         if (folder / name).is_file():
             return _read_file(folder / name)
         if index.is_file():
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            return {key: tensor for shard in shards for key, tensor in _read_file(folder / shard).items()}
-    raise FileNotFoundError(f"directory: expected {' or '.join(WEIGHT_FILES)} in '{folder}', got neither")
+            shards = sorted(
+                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            )
+            return {
+                key: tensor
+                for shard in shards
+                for key, tensor in _read_file(folder / shard).items()
+            }
+    raise FileNotFoundError(
+        f"directory: expected {' or '.join(WEIGHT_FILES)} in '{folder}', got neither"
+    )
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     try:
-        return load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
+        return (
+            load_file(path)
+            if path.suffix == ".safetensors"
+            else torch.load(path, "cpu", weights_only=True)
+        )
     except FileNotFoundError:
         raise
     except Exception as error:
-        raise ValueError(f"{path}: expected a file of weights, got another or a broken one") from error
+        raise ValueError(
+            f"{path}: expected a file of weights, got another or a broken one"
+        ) from error

@@ -65,7 +65,9 @@ def schedule(
     if known.made_of != made_of:
         size = operator("cuda", "schedule_size")(starts.numel(), rows, row_length, *planned)
         memory = starts.new_empty(size)
-        operator("cuda", "schedule")(starts, ends, schedules.get("offsets"), rows, row_length, *planned, memory, stream)
+        operator("cuda", "schedule")(
+            starts, ends, schedules.get("offsets"), rows, row_length, *planned, memory, stream
+        )
         known.made_of, known.args = made_of, (memory, *planned)
     return known.args
 
@@ -102,7 +104,9 @@ def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
 
 def check_has_kernels(u: Tensor) -> None:
     if u.dtype == torch.float64:
-        raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
+        raise TypeError(
+            "float64 activations have no CUDA kernels; expected bfloat16, float16 or float32"
+        )
 
 
 def launch(

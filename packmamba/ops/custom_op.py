@@ -39,7 +39,10 @@ def declare(name: str, outputs: int, cuda: Callable[..., None]) -> None:
     """Declare a kernel: ``torch.ops.packmamba_cpu.<name>`` and the CUDA launch."""
 
     def run(*arguments: Any) -> None:
-        written = [t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in arguments[-outputs:]]
+        written = [
+            t if t is None or t.is_contiguous() else t.new_empty(t.shape)
+            for t in arguments[-outputs:]
+        ]
         operator("cpu", name)(*arguments[:-outputs], *written)
         for t, made in zip(arguments[-outputs:], written):
             if made is not t:
@@ -94,12 +97,20 @@ def register(
         return none_to_empty(backward(gather(of), saved, given[:outputs]), of[0])
 
     def fake_backward(*given: Any) -> tuple[Tensor, ...]:
-        return none_to_empty(map(empty_grad_like, given[outputs : outputs + gradients]), given[outputs])
+        return none_to_empty(
+            map(empty_grad_like, given[outputs : outputs + gradients]), given[outputs]
+        )
 
     grads = "".join(f"Tensor? grad_{i}, " for i in range(outputs))
     saved_schema = "".join(f", Tensor saved_{i}" for i in range(saved))
     _define(name, f"({schema}, bool keep)", outputs + saved, dispatched(forward), dispatched(fake))
-    _define(f"{name}_backward", f"({grads}{schema}{saved_schema})", gradients, run_backward, fake_backward)
+    _define(
+        f"{name}_backward",
+        f"({grads}{schema}{saved_schema})",
+        gradients,
+        run_backward,
+        fake_backward,
+    )
     operator = getattr(torch.ops.packmamba, name).default
     operator_backward = getattr(torch.ops.packmamba, f"{name}_backward").default
 
@@ -116,7 +127,9 @@ def register(
 
         @staticmethod
         def backward(ctx: Any, *_: Tensor | None) -> tuple:
-            raise RuntimeError(f"{name}: compiled kernels have no second derivatives; take backend='reference'")
+            raise RuntimeError(
+                f"{name}: compiled kernels have no second derivatives; take backend='reference'"
+            )
 
     class Differentiable(torch.autograd.Function):
         """Differentiate an eager call (no dispatch keys), or a dispatched one."""
@@ -137,7 +150,9 @@ def register(
             keys, keep, others = ctx.call
             saved = ctx.saved_tensors
             if not keep:
-                raise RuntimeError(f"packmamba::{name}: called with keep=False, so it cannot be differentiated")
+                raise RuntimeError(
+                    f"packmamba::{name}: called with keep=False, so it cannot be differentiated"
+                )
             if keys is None and not torch.is_grad_enabled():
                 result = backward(make(saved[:tensors] + others), saved[flat:], grads)
             else:
@@ -152,7 +167,9 @@ def register(
     def differentiated(keys: Any, *given: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(given[:gradients])):
             return below_autograd(keys, given)
-        return Differentiable.apply((keys, given[-1], gather(given[:-1])[tensors:]), *given[:tensors])
+        return Differentiable.apply(
+            (keys, given[-1], gather(given[:-1])[tensors:]), *given[:tensors]
+        )
 
     _library.impl(name, differentiated, "Autograd", with_keyset=True)
     # Without Function's search for functorch's wrappers: ``is_tracing`` rules them out.
@@ -161,10 +178,16 @@ def register(
     def call(a: Arguments) -> tuple:
         keep = torch.is_grad_enabled() and _any_requires_grad(a[:gradients])
         given = (t for t in a[:tensors] if t is not None)
-        if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(t).tangent is not None for t in given):
-            raise RuntimeError(f"{name}: compiled kernels have no forward-mode derivatives; take backend='reference'")
+        if forward_ad._current_level >= 0 and any(
+            forward_ad.unpack_dual(t).tangent is not None for t in given
+        ):
+            raise RuntimeError(
+                f"{name}: compiled kernels have no forward-mode derivatives; take backend='reference'"
+            )
         if is_tracing() or not PLAIN.issuperset(map(type, a)):
-            return operator(*a[:tensors], *places(a[tensors:]), *a[tensors + layouts :], keep)[:outputs]
+            return operator(*a[:tensors], *places(a[tensors:]), *a[tensors + layouts :], keep)[
+                :outputs
+            ]
         if keep:
             return apply((None, True, a[tensors:]), *a[:tensors])
         return forward(a, False)[:outputs]
@@ -190,7 +213,9 @@ def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
 
 def empty_grad_like(tensor: Any) -> Any:
     """Allocate a contiguous gradient of a tensor; None for None."""
-    return None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return (
+        None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    )
 
 
 def dense(tensor: Any) -> Any:

@@ -115,7 +115,9 @@ class InnerArguments(NamedTuple):
 
 def compiled(a: InnerArguments) -> tuple[Tensor, ...]:
     wide = checks.accumulation_dtype(a.xz.dtype)
-    used = (None if weight.dtype == a.xz.dtype else weight.detach().to(a.xz.dtype) for weight in a[3:6])
+    used = (
+        None if weight.dtype == a.xz.dtype else weight.detach().to(a.xz.dtype) for weight in a[3:6]
+    )
     changed: dict[str, Any] = dict(zip(("x_used", "dt_used", "out_used"), used))
     for name in ("conv_weight", "conv_bias", "conv_state"):
         changed[name] = None if getattr(a, name) is None else getattr(a, name).to(wide)
@@ -139,21 +141,40 @@ def _forward(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
     delta = _linear(low, dt_weight)
     A, D, *others = scan
     kernels["ssm_forward"](x, delta, A, B, C, D, z, *others, y, ssm_final, states)
-    return _linear(y, out_weight), conv_final, ssm_final, states, *_saved(a, keep, (projected, x, delta, y))
+    return (
+        _linear(y, out_weight),
+        conv_final,
+        ssm_final,
+        states,
+        *_saved(a, keep, (projected, x, delta, y)),
+    )
 
 
 def _fake(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
     y, *others = _room(a, a.xz.chunk(2, dim=2)[0], keep)
-    mixed, projected = (y.new_empty(*y.shape[:2], weight.shape[0]) for weight in (a.out_weight, a.x_weight))
-    return mixed, *others, *_saved(a, keep, (projected, torch.empty_like(y), torch.empty_like(y), y))
+    mixed, projected = (
+        y.new_empty(*y.shape[:2], weight.shape[0]) for weight in (a.out_weight, a.x_weight)
+    )
+    return (
+        mixed,
+        *others,
+        *_saved(a, keep, (projected, torch.empty_like(y), torch.empty_like(y), y)),
+    )
 
 
-def _room(a: InnerArguments, x_in: Tensor, keep: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
+def _room(
+    a: InnerArguments, x_in: Tensor, keep: bool
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
     y, ssm_final, states = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, keep)
     if not a.return_state:
         return y, None, None, states
     channels, width = a.conv_weight.shape
-    return y, a.conv_weight.new_empty(a.conv_layout.starts.shape[0], channels, width - 1), ssm_final, states
+    return (
+        y,
+        a.conv_weight.new_empty(a.conv_layout.starts.shape[0], channels, width - 1),
+        ssm_final,
+        states,
+    )
 
 
 def _saved(a: InnerArguments, keep: bool, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
@@ -167,8 +188,23 @@ def _kernel_arguments(a: InnerArguments) -> tuple[tuple, tuple]:
     """Return the convolution's arguments from weight to silu; the scan's A, D, and those behind z."""
     conv, scan = a.conv_layout, a.ssm_layout
     return (
-        (dense(a.conv_weight), dense(a.conv_bias), conv.starts, conv.ends, dense(a.conv_state), True),
-        (dense(a.A), dense(a.D), dense(a.delta_bias), True, scan.starts, scan.ends, dense(a.ssm_state)),
+        (
+            dense(a.conv_weight),
+            dense(a.conv_bias),
+            conv.starts,
+            conv.ends,
+            dense(a.conv_state),
+            True,
+        ),
+        (
+            dense(a.A),
+            dense(a.D),
+            dense(a.delta_bias),
+            True,
+            scan.starts,
+            scan.ends,
+            dense(a.ssm_state),
+        ),
     )
 
 
@@ -176,7 +212,9 @@ def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | N
     states, projected, x, delta, y = saved
     dmixed, dconv_final, dssm_final = grads
     gradients: Any = tuple(map(empty_grad_like, a[:11]))
-    dxz, dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = gradients
+    dxz, dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = (
+        gradients
+    )
     if dmixed is None:
         dmixed = a.xz.new_zeros(*a.xz.shape[:2], len(a.out_weight))
     if not a.return_state:
@@ -229,4 +267,6 @@ def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
         out.copy_(torch.mm(a, b, out=a.new_empty(out.shape)))
 
 
-_registered = register("mamba_inner", InnerArguments, _forward, _fake, _backward, outputs=3, saved=5, gradients=11)
+_registered = register(
+    "mamba_inner", InnerArguments, _forward, _fake, _backward, outputs=3, saved=5, gradients=11
+)

@@ -24,14 +24,21 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
     """Import a submodule's function without the package's ``__init__``."""
     if package not in sys.modules:
         if (spec := importlib.util.find_spec(package)) is None:
-            raise ValueError(f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed")
+            raise ValueError(
+                f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed"
+            )
         sys.modules[package] = importlib.util.module_from_spec(spec)
     return getattr(importlib.import_module(f"{package}.{module}"), name)
 
 
 def _real(layout: SequenceLayout) -> Tensor:
     """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds several documents."""
-    expect(not layout.packed, "layout", "one document per row in backend 'mamba_ssm'", "more; layout.flow() leaks")
+    expect(
+        not layout.packed,
+        "layout",
+        "one document per row in backend 'mamba_ssm'",
+        "more; layout.flow() leaks",
+    )
     return (layout.documents >= 0)[..., None]
 
 
@@ -40,7 +47,10 @@ def _blank(a: ScanArguments | SsdArguments, real: Tensor, *tensors: Tensor | Non
     if a.layout.num_tokens == a.layout.num_slots:
         return a.delta, *tensors
     delta = torch.where(real, a.delta, -1e4 if a.delta_softplus else 0)
-    return delta, *(None if t is None else torch.where(real.unflatten(2, (1,) * (t.dim() - 2)), t, 0) for t in tensors)
+    return delta, *(
+        None if t is None else torch.where(real.unflatten(2, (1,) * (t.dim() - 2)), t, 0)
+        for t in tensors
+    )
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
@@ -48,11 +58,16 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     expect(a.initial_state is None, "initial_state", "None in backend 'mamba_ssm'", "a tensor")
     real = _real(a.layout)
     scan = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
-    by_channel = (None if t is None else t.transpose(1, 2).contiguous() for t in _blank(a, real, a.u, a.B, a.C, a.z))
+    by_channel = (
+        None if t is None else t.transpose(1, 2).contiguous()
+        for t in _blank(a, real, a.u, a.B, a.C, a.z)
+    )
     delta, u, B, C, z = by_channel
     y = scan(u, delta, a.A, B, C, a.D, z, a.delta_bias, a.delta_softplus, a.return_final_state)
     y, final = y if a.return_final_state else (y, None)
-    return torch.where(real, y.transpose(1, 2), 0), None if final is None else final[a.layout.rows.long()]
+    return torch.where(real, y.transpose(1, 2), 0), None if final is None else final[
+        a.layout.rows.long()
+    ]
 
 
 def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
@@ -63,7 +78,9 @@ def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
     limit = (-torch.inf, torch.inf) if a.delta_limit is None else tuple(a.delta_limit)
     initial = a.initial_state
     if initial is not None and a.layout.num_documents < a.layout.shape[0]:
-        initial = initial.new_zeros(a.layout.shape[0], *initial.shape[1:]).index_copy(0, a.layout.rows.long(), initial)
+        initial = initial.new_zeros(a.layout.shape[0], *initial.shape[1:]).index_copy(
+            0, a.layout.rows.long(), initial
+        )
     y, final = scan(
         x, delta, a.A, B, C, 256, D=a.D, z=z, dt_bias=a.delta_bias, initial_states=initial,
         dt_softplus=a.delta_softplus, dt_limit=limit, return_final_states=True,
@@ -89,7 +106,12 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.conv1d_pack`` by causal-conv1d, without states."""
     x, weight, bias, initial_state, layout, activation, return_final_state = a
     given = initial_state is not None or return_final_state
-    expect(not given, "initial_state, return_final_state", "None and False in backend 'mamba_ssm'", "others")
+    expect(
+        not given,
+        "initial_state, return_final_state",
+        "None and False in backend 'mamba_ssm'",
+        "others",
+    )
     real = _real(layout)
     convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")
     x = torch.where(real, x, 0) if layout.num_tokens < layout.num_slots else x

@@ -18,7 +18,10 @@ from packmamba.ops.ssd import Chunks, SsdArguments, chunked
 
 
 def _by_token(
-    layout: SequenceLayout, like: Tensor, states: Tensor, step: Callable[[int, Tensor], tuple[Tensor, Tensor]]
+    layout: SequenceLayout,
+    like: Tensor,
+    states: Tensor,
+    step: Callable[[int, Tensor], tuple[Tensor, Tensor]],
 ) -> tuple[Tensor, Tensor]:
     """Step each document from its state by ``step(slot, state) -> (y, state)``; return y as ``like``, and last states."""
     y = [like.new_zeros(like.shape[2:], dtype=states.dtype)] * layout.num_slots
@@ -47,7 +50,11 @@ def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor]:
 
 def _conv_states(a: ConvArguments) -> Tensor:
     channels, width = a.weight.shape
-    return a.x.new_zeros(a.layout.num_documents, channels, width - 1) if a.initial_state is None else a.initial_state
+    return (
+        a.x.new_zeros(a.layout.num_documents, channels, width - 1)
+        if a.initial_state is None
+        else a.initial_state
+    )
 
 
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
@@ -56,12 +63,20 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     dtype, states = accumulation_dtype(x.dtype), _conv_states(a)
     before = states.shape[2]
     slots, taps, token = x.flatten(0, 1).to(dtype), weight.to(dtype), layout.token_slots
-    begin = layout.lengths.cumsum(0) - layout.lengths + torch.arange(len(states), device=x.device) * before
+    begin = (
+        layout.lengths.cumsum(0)
+        - layout.lengths
+        + torch.arange(len(states), device=x.device) * before
+    )
     lags = torch.arange(before, device=x.device)
-    place = torch.arange(len(token), device=x.device) + (layout.documents.flatten()[token] + 1) * before
+    place = (
+        torch.arange(len(token), device=x.device) + (layout.documents.flatten()[token] + 1) * before
+    )
     inputs = slots.new_zeros(len(token) + len(states) * before, x.shape[2])
     inputs = inputs.index_copy(0, place, slots.index_select(0, token))
-    inputs = inputs.index_copy(0, (begin[:, None] + lags).flatten(), states.to(dtype).transpose(1, 2).flatten(0, 1))
+    inputs = inputs.index_copy(
+        0, (begin[:, None] + lags).flatten(), states.to(dtype).transpose(1, 2).flatten(0, 1)
+    )
     y = inputs.index_select(0, place) * taps[:, -1]
     for lag in range(1, before + 1):
         y = y + inputs.index_select(0, place - lag) * taps[:, -1 - lag]
@@ -93,9 +108,27 @@ def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor]:
 
 def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
     """Scan token by token: states of (H, P, N)."""
-    x, delta, A, B, C, D, z, delta_bias, initial_state, _, layout, delta_softplus, delta_limit, _ = a
+    (
+        x,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        z,
+        delta_bias,
+        initial_state,
+        _,
+        layout,
+        delta_softplus,
+        delta_limit,
+        _,
+    ) = a
     x_slots, delta = x.flatten(0, 1).to(A.dtype), delta.flatten(0, 1).to(A.dtype)
-    B, C = (t.flatten(0, 1).to(A.dtype).repeat_interleave(x.shape[2] // t.shape[2], dim=1)[:, :, None] for t in (B, C))
+    B, C = (
+        t.flatten(0, 1).to(A.dtype).repeat_interleave(x.shape[2] // t.shape[2], dim=1)[:, :, None]
+        for t in (B, C)
+    )
 
     def step(t: int, h: Tensor) -> tuple[Tensor, Tensor]:
         size = _step_size(delta[t], delta_bias, delta_softplus)
@@ -113,7 +146,20 @@ def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """Scan all chunks at once: from zero for their end states, then from their start states."""
-    u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state = a
+    (
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        z,
+        delta_bias,
+        initial_state,
+        layout,
+        delta_softplus,
+        return_final_state,
+    ) = a
     dtype = accumulation_dtype(u.dtype)
     chunks = Chunks(layout, None)
     steps = max(1, int(chunks.inside.any(0).sum()))
@@ -121,7 +167,9 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     inside = inside[..., None]
 
     def by_step(tensor: Tensor) -> Tensor:
-        return tensor.flatten(0, 1).index_select(0, slot.flatten()).unflatten(0, slot.shape).to(dtype)
+        return (
+            tensor.flatten(0, 1).index_select(0, slot.flatten()).unflatten(0, slot.shape).to(dtype)
+        )
 
     x, B_steps, C_steps = by_step(u), by_step(B), by_step(C)
     size = torch.where(inside, _step_size(by_step(delta), delta_bias, delta_softplus), 0)
@@ -130,9 +178,13 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     first = A.new_zeros(layout.num_documents, *A.shape) if initial_state is None else initial_state
     continued = (chunks.index + 1 < chunks.count[chunks.document]).nonzero().flatten()
     none = A.new_zeros(chunks.index.numel(), *A.shape)
-    _, ends = _scan_steps(size[:, continued], drive[:, continued], B_steps[:, continued], None, A, none[continued])
+    _, ends = _scan_steps(
+        size[:, continued], drive[:, continued], B_steps[:, continued], None, A, none[continued]
+    )
     decays = torch.exp(size[:, continued].sum(0)[..., None] * A)
-    starts = chunks.pass_states(first, none.index_copy(0, continued, ends), none.index_copy(0, continued, decays))
+    starts = chunks.pass_states(
+        first, none.index_copy(0, continued, ends), none.index_copy(0, continued, decays)
+    )
     y, ends = _scan_steps(size, drive, B_steps, C_steps, A, starts)
     assert y is not None
     if D is not None:
@@ -158,7 +210,9 @@ def _scan_steps(
     """Step chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), h."""
     y = []
     for t in range(size.shape[0]):
-        h = torch.addcmul(drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h)
+        h = torch.addcmul(
+            drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h
+        )
         if C is not None:
             # Not a matmul: autocast would round the states to 16 bits.
             y.append((h * C[t, :, None, :]).sum(-1))
@@ -172,12 +226,18 @@ def mamba_inner(
     a: InnerArguments, conv1d_pack: Callable = conv1d_pack, ssm_pack: Callable = ssm_pack
 ) -> tuple[Tensor | None, ...]:
     """Compute ``ops.mamba_inner`` by implementations of the two operators."""
-    x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
+    x_weight, dt_weight, out_weight = (
+        weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight)
+    )
     x, z = a.xz.chunk(2, dim=-1)
-    conv = ConvArguments(x, a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, "silu", a.return_state)
+    conv = ConvArguments(
+        x, a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, "silu", a.return_state
+    )
     x, conv_final = conv1d_pack(conv)
     delta, B, C = a.parts(F.linear(x, x_weight))
     delta = F.linear(delta, dt_weight)
-    scan = ScanArguments(x, delta, a.A, B, C, a.D, z, a.delta_bias, a.ssm_state, a.ssm_layout, True, a.return_state)
+    scan = ScanArguments(
+        x, delta, a.A, B, C, a.D, z, a.delta_bias, a.ssm_state, a.ssm_layout, True, a.return_state
+    )
     y, ssm_final = ssm_pack(scan)
     return F.linear(y, out_weight), conv_final, ssm_final

@@ -62,13 +62,28 @@ def ssm_pack(
     states = checks.check_columns(A, "A", channels, 1, 256)
     near, wide = (u.dtype,), (checks.accumulation_dtype(u.dtype),)
     by_token = rows, row_length, states
-    checks.check_tensors(u, "u", near, True, delta=(delta, shape), B=(B, by_token), C=(C, by_token), z=(z, shape))
+    checks.check_tensors(
+        u, "u", near, True, delta=(delta, shape), B=(B, by_token), C=(C, by_token), z=(z, shape)
+    )
     checks.check_tensors(
         u, "u", wide, A=(A, (channels, states)), D=(D, (channels,)), delta_bias=(delta_bias, (channels,)),
         initial_state=(initial_state, (layout.num_documents, channels, states)),
     )  # fmt: skip
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
-    a = ScanArguments(u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state)
+    a = ScanArguments(
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        z,
+        delta_bias,
+        initial_state,
+        layout,
+        delta_softplus,
+        return_final_state,
+    )
     y, final_state = choose(backend, u.device, "ssm_pack")(a)
     return (y, final_state) if return_final_state else y
 
@@ -167,11 +182,15 @@ def _even(tensor: Tensor) -> bool:
     return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
 
 
-def _cuts(u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None) -> bool:
+def _cuts(
+    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None
+) -> bool:
     tensors = (u, delta, B, C) if z is None else (u, delta, B, C, z)
     return scans_by_tensor_cores(u, A.shape[1]) and all(map(_even, tensors))
 
 
 declare("ssm_forward", outputs=3, cuda=_cuda_forward)
 declare("ssm_backward", outputs=9, cuda=_cuda_backward)
-compiled = register("ssm_pack", ScanArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9)
+compiled = register(
+    "ssm_pack", ScanArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9
+)

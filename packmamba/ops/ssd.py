@@ -63,10 +63,14 @@ def ssd_pack(
     near, wide = (x.dtype,), (checks.accumulation_dtype(x.dtype),)
     checks.check_is_tensor(B, "B")
     if B.dim() != 4 or not 1 <= B.shape[3] <= MOST_STATES or not B.shape[2] or heads % B.shape[2]:
-        expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
+        expected = (
+            f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
+        )
         raise ValueError(f"B: expected shape {expected}, got {tuple(B.shape)}")
     by_group = rows, row_length, *B.shape[2:]
-    checks.check_tensors(x, "x", near, True, delta=(delta, shape[:3]), B=(B, by_group), C=(C, by_group), z=(z, shape))
+    checks.check_tensors(
+        x, "x", near, True, delta=(delta, shape[:3]), B=(B, by_group), C=(C, by_group), z=(z, shape)
+    )
     skip = (heads, channels) if isinstance(D, Tensor) and D.dim() == 2 else (heads,)
     checks.check_tensors(
         x, "x", wide, A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)),
@@ -75,8 +79,14 @@ def ssd_pack(
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     if delta_limit is not None:
         pair = isinstance(delta_limit, (tuple, list)) and len(delta_limit) == 2
-        if not pair or not all(isinstance(one, (int, float)) for one in delta_limit) or delta_limit[0] > delta_limit[1]:
-            raise ValueError(f"delta_limit: expected (low, high) with low at most high, or None, got {delta_limit!r}")
+        if (
+            not pair
+            or not all(isinstance(one, (int, float)) for one in delta_limit)
+            or delta_limit[0] > delta_limit[1]
+        ):
+            raise ValueError(
+                f"delta_limit: expected (low, high) with low at most high, or None, got {delta_limit!r}"
+            )
     a = SsdArguments(
         x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets, layout, delta_softplus, delta_limit,
         return_final_state,
@@ -140,20 +150,28 @@ class Chunks:
         slot = start[:, None] + torch.arange(CHUNK, device=starts.device)
         self.inside = slot < end[:, None]
         self.slot = torch.minimum(slot, end[:, None] - 1)
-        self.reverse = (self.first + self.last)[document] - torch.arange(document.numel(), device=starts.device)
+        self.reverse = (self.first + self.last)[document] - torch.arange(
+            document.numel(), device=starts.device
+        )
 
     def gather(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather (B, L, ...) to (K, Q, ...), zero without a token."""
         tokens = tensor.flatten(0, 1)[self.slot].to(dtype)
-        return torch.where(self.inside.view(*self.inside.shape, *(1,) * (tensor.dim() - 2)), tokens, 0)
+        return torch.where(
+            self.inside.view(*self.inside.shape, *(1,) * (tensor.dim() - 2)), tokens, 0
+        )
 
     def scatter(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Write (K, Q, ...) to slots, in like's shape and dtype, zero at padding."""
-        slots = torch.zeros_like(like.flatten(0, 1), dtype=tokens.dtype, memory_format=torch.contiguous_format)
+        slots = torch.zeros_like(
+            like.flatten(0, 1), dtype=tokens.dtype, memory_format=torch.contiguous_format
+        )
         out = slots.index_copy(0, self.slot[self.inside], tokens[self.inside])
         return out.view(like.shape).to(like.dtype)
 
-    def pass_states(self, first: Tensor, local: Tensor, decay: Tensor, reverse: bool = False) -> Tensor:
+    def pass_states(
+        self, first: Tensor, local: Tensor, decay: Tensor, reverse: bool = False
+    ) -> Tensor:
         """Compute states at chunks' starts, (K, ...): ``decay * state + local`` is the next chunk's; reverse: at their ends."""
         if reverse:
             return self.pass_states(first, local[self.reverse], decay[self.reverse])[self.reverse]
@@ -203,7 +221,9 @@ def chunked(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
         start, local, decay = _states(a, chunks, steps, x, B)
         final = None
         if a.return_final_state:
-            final = (decay[chunks.last] * start[chunks.last] + local[chunks.last])[..., :states].contiguous()
+            final = (decay[chunks.last] * start[chunks.last] + local[chunks.last])[
+                ..., :states
+            ].contiguous()
         del local
         C = chunks.gather(a.C, a.A.dtype)
         parts = []
@@ -211,7 +231,9 @@ def chunked(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
             scores = _scores(B[part], C[part], x.shape[2]) * _decays(steps.total[part])
             scores = scores * steps.size[part].transpose(1, 2)[:, :, None]
             within = _multiply(scores, x[part].transpose(1, 2)).transpose(1, 2)
-            parts.append(within + _by_group(C[part], start[part]) * steps.from_start[part][..., None])
+            parts.append(
+                within + _by_group(C[part], start[part]) * steps.from_start[part][..., None]
+            )
         y = torch.cat(parts)
         if a.D is not None:
             y = y + _skip(a.D) * x
@@ -220,7 +242,9 @@ def chunked(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
         return chunks.scatter(y, a.x), final
 
 
-def _states(a: SsdArguments, chunks: Chunks, steps: Steps, x: Tensor, B: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _states(
+    a: SsdArguments, chunks: Chunks, steps: Steps, x: Tensor, B: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
     """Compute states (K, H, P, N) at chunks' starts, what chunks add, and their decay (K, H, 1, 1)."""
     local = _outer(x * (steps.size * steps.to_end)[..., None], B)
     decay = steps.from_start[:, -1, :, None, None]
@@ -273,7 +297,9 @@ def _skip(D: Tensor) -> Tensor:
     return D if D.dim() == 2 else D[:, None]
 
 
-def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+def _chunked_backward(
+    a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None
+) -> tuple[Tensor | None, ...]:
     (groups, states), heads, a = a.B.shape[2:], a.x.shape[2], a.aligned()
     chunks = Chunks(a.layout, a.offsets)
     steps = Steps.of(a, chunks)
@@ -288,12 +314,18 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         dy = before * z * open_
         dz = before * open_ * (1 + z * (1 - open_))
     dseen = dy * steps.from_start[..., None]
-    dlast = a.A.new_zeros(a.state_shape) if dfinal is None else F.pad(dfinal, (0, a.B.shape[3] - states))
+    dlast = (
+        a.A.new_zeros(a.state_shape)
+        if dfinal is None
+        else F.pad(dfinal, (0, a.B.shape[3] - states))
+    )
     dlocal = _outer(dseen, C)
     dend = chunks.pass_states(dlast, dlocal, decay, reverse=True)
     dinitial = None
     if a.initial_state is not None:
-        dinitial = (decay[chunks.first] * dend[chunks.first] + dlocal[chunks.first])[..., :states].contiguous()
+        dinitial = (decay[chunks.first] * dend[chunks.first] + dlocal[chunks.first])[
+            ..., :states
+        ].contiguous()
     del dlocal
     dx, dB, dC = map(torch.empty_like, (x, B, C))
     dsize, dlog = torch.empty_like(size), torch.empty_like(size)
@@ -304,9 +336,13 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         dscores = (dy[part].transpose(1, 2) @ x[part].permute(0, 2, 3, 1)) * weighed
         moved = (dscores * scores).tril(-1)
         of_group = dscores.unflatten(1, (groups, -1)).sum(2)
-        dC[part] = (of_group @ B[part].transpose(1, 2)).transpose(1, 2) + _of_states(dseen[part], start[part], groups)
+        dC[part] = (of_group @ B[part].transpose(1, 2)).transpose(1, 2) + _of_states(
+            dseen[part], start[part], groups
+        )
         scaled = x[part] * (size * steps.to_end)[part][..., None]
-        dB[part] = (of_group.mT @ C[part].transpose(1, 2)).transpose(1, 2) + _of_states(scaled, dend[part], groups)
+        dB[part] = (of_group.mT @ C[part].transpose(1, 2)).transpose(1, 2) + _of_states(
+            scaled, dend[part], groups
+        )
         seen = _by_group(C[part], start[part]) * steps.from_start[part][..., None]
         later = _by_group(B[part], dend[part]) * steps.to_end[part][..., None]
         dx[part] = _multiply((scores * decays).mT, dy[part].transpose(1, 2)).transpose(1, 2) + later
@@ -318,7 +354,9 @@ def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None)
         dsize[part] = (dx[part] * x[part]).sum(3)
         if dz is not None:
             forward = _multiply(scores * weighed, x[part].transpose(1, 2))
-            dz[part] *= forward.transpose(1, 2) + seen + (0 if a.D is None else _skip(a.D) * x[part])
+            dz[part] *= (
+                forward.transpose(1, 2) + seen + (0 if a.D is None else _skip(a.D) * x[part])
+            )
     dx = dx * size[..., None]
     if a.D is not None:
         dx = dx + _skip(a.D) * dy
@@ -350,7 +388,11 @@ def _kernels(x: Tensor) -> Any:
 
 
 def _fake(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    return empty_grad_like(a.x), a.A.new_empty(a.state_shape) if a.return_final_state else None, None
+    return (
+        empty_grad_like(a.x),
+        a.A.new_empty(a.state_shape) if a.return_final_state else None,
+        None,
+    )
 
 
 def _backward(a: SsdArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
@@ -364,4 +406,6 @@ def _backward(a: SsdArguments, saved: tuple, grads: tuple) -> tuple[Tensor | Non
         return _chunked_backward(a, dy, dfinal)
 
 
-compiled = register("ssd_pack", SsdArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9)
+compiled = register(
+    "ssd_pack", SsdArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9
+)

@@ -15,7 +15,15 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from packmamba.report.statistics import Estimate, bootstrap, difference_by_group, holm, interval, over_items, verdict
+from packmamba.report.statistics import (
+    Estimate,
+    bootstrap,
+    difference_by_group,
+    holm,
+    interval,
+    over_items,
+    verdict,
+)
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
@@ -37,7 +45,11 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        flat |= (
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
+        )
     return flat
 
 
@@ -48,7 +60,10 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
     """Return a row for each record, by time: its keys, ``config.<key>``, ``curves.<name>``, and metrics as floats."""
-    rows = [{**r, **flatten({key: r[key] for key in ("config", "curves")})} for r in of_kind(records, kind)]
+    rows = [
+        {**r, **flatten({key: r[key] for key in ("config", "curves")})}
+        for r in of_kind(records, kind)
+    ]
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
     others = pd.DataFrame(rows, dtype=object)
     joined = pd.concat([others.where(others.notna(), None), metrics], axis=1)
@@ -109,7 +124,9 @@ class Arm:
     @lru_cache(maxsize=64)
     def points(self, curve: str) -> pd.DataFrame:
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
-        return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
+        return pd.DataFrame(
+            [point | {"seed": seed} for seed, each in curves.items() for point in each]
+        )
 
 
 Arms = Sequence[Arm]
@@ -119,10 +136,16 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     runs = frame(records, "training")
     if runs.empty:
         return []
-    settings = [key for key in runs if key.startswith("config.") and key.removeprefix("config.") not in NOT_SETTINGS]
+    settings = [
+        key
+        for key in runs
+        if key.startswith("config.") and key.removeprefix("config.") not in NOT_SETTINGS
+    ]
     differ = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
     keys = sorted(differ.index[differ])
-    runs["variant"] = [tuple((key.removeprefix("config."), run[key]) for key in keys) for _, run in runs.iterrows()]
+    runs["variant"] = [
+        tuple((key.removeprefix("config."), run[key]) for key in keys) for _, run in runs.iterrows()
+    ]
     arms = []
     for (name, _), group in runs.groupby(["arm", runs["variant"].map(repr)]):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
@@ -140,15 +163,21 @@ def timed_arms(records: Records) -> list[Arm]:
         return []
     runs["timing"] = runs["config.run"].map(str)
     groups = runs.groupby(["arm", "timing"])
-    arms = [Arm(name, (("run", run),), group.tail(1).set_index("seed")) for (name, run), group in groups]
+    arms = [
+        Arm(name, (("run", run),), group.tail(1).set_index("seed")) for (name, run), group in groups
+    ]
     ended, timed = runs.groupby("timing")["time"].max(), []
     for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
         names = {one.baseline.name for one in trained if one.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
         base = [peer for peer in peers if peer.name in names]
-        base += [peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme]
+        base += [
+            peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme
+        ]
         rate = base[0]["real_tokens_per_second"].iloc[0] if base else math.nan
-        timed.append(replace(arm, runs=arm.runs.assign(speedup=arm.runs["real_tokens_per_second"] / rate)))
+        timed.append(
+            replace(arm, runs=arm.runs.assign(speedup=arm.runs["real_tokens_per_second"] / rate))
+        )
     return timed
 
 
@@ -156,10 +185,16 @@ def arms_with_speeds(records: Records) -> list[Arm]:
     """Return trained arms, with speeds of the latest timing that holds most of them."""
     arms, timed = training_arms(records), timed_arms(records)
     names = {arm.name for arm in arms}
-    timing = next(iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,))[0]
+    timing = next(
+        iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,)
+    )[0]
     timed = [one for one in timed if one.timing == timing]
     for arm in arms:
-        its = [t for t in timed if t.name == arm.name and all(t.says(key) == value for key, value in arm.variant)]
+        its = [
+            t
+            for t in timed
+            if t.name == arm.name and all(t.says(key) == value for key, value in arm.variant)
+        ]
         speeds = dict(its[0].runs.iloc[0][SPEEDS]) if its else {"speedup": math.nan, "timing": None}
         if arm.baseline.name not in [one.name for one in timed]:
             speeds["speedup"] = math.nan
@@ -184,12 +219,18 @@ class Seeds(NamedTuple):
     missing: int
 
     def __str__(self) -> str:
-        words = [f"{n} {what}" for n, what in ((self.diverged, "diverged"), (self.missing, "missing")) if n]
+        words = [
+            f"{n} {what}"
+            for n, what in ((self.diverged, "diverged"), (self.missing, "missing"))
+            if n
+        ]
         return ", ".join([f"{self.finite} of {sum(self)}", *words]) if words else str(self.finite)
 
 
 def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
-    expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index}) | set(arm.runs.index)
+    expected = set(
+        arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index}
+    ) | set(arm.runs.index)
     finite, diverged = int(arm[metric].count()), int(arm["val_loss"].isna().sum())
     return Seeds(finite, diverged, len(expected) - finite - diverged)
 
@@ -197,26 +238,46 @@ def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
 def _baseline(arm: Arm, arms: Arms) -> Arm:
     named = arm.sweep.get("baseline") or ""
     peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
-    matches = [peer for peer in peers if peer.label == named] + [p for p in peers if p.title == parts_of(named)[0]]
-    return [*matches, *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), *peers][0]
+    matches = [peer for peer in peers if peer.label == named] + [
+        p for p in peers if p.title == parts_of(named)[0]
+    ]
+    return [
+        *matches,
+        *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme),
+        *peers,
+    ][0]
 
 
 def versus(arms: Arms) -> str:
     baselines = {arm.baseline for arm in arms}
-    return " or ".join(sorted({one.label if one.sweep.get("apart") else one.title for one in baselines}))
+    return " or ".join(
+        sorted({one.label if one.sweep.get("apart") else one.title for one in baselines})
+    )
 
 
 def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
     """Return ``bootstrap``'s arguments where documents have groups, else differences by seed, and None."""
-    sums, weights = difference_by_group(arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets")
-    return (sums, weights) if len(sums) > 1 and metric.endswith(".loss") else (arm[metric] - other[metric], None)
+    sums, weights = difference_by_group(
+        arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets"
+    )
+    return (
+        (sums, weights)
+        if len(sums) > 1 and metric.endswith(".loss")
+        else (arm[metric] - other[metric], None)
+    )
 
 
 def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | None:
     """Return an arm's metric minus its baseline's, or another's, paired by seed; None of an arm and itself."""
     other = other or arm.baseline
     values, weights = paired(arm, other, metric)
-    return None if other is arm else interval(values) if weights is None else bootstrap(values, weights)
+    return (
+        None
+        if other is arm
+        else interval(values)
+        if weights is None
+        else bootstrap(values, weights)
+    )
 
 
 class Contrast(NamedTuple):
@@ -238,7 +299,9 @@ class Contrast(NamedTuple):
 def contrasts(arms: Arms, metric: str) -> list[Contrast]:
     """Return each arm minus its baseline, and primary contrasts."""
     pairs, absent = {(arm, arm.baseline): False for arm in arms}, {}
-    for setting, name in dict.fromkeys((arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())):
+    for setting, name in dict.fromkeys(
+        (arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())
+    ):
         first, _, second = name.partition(" - ")
         titles = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
         if first in titles and (second in titles or not second):
@@ -247,20 +310,30 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
             absent[setting, name] = math.nan
     none = Estimate(math.nan, math.nan, math.nan, 0)
     estimates = {
-        (a, b): one for (a, b), named in pairs.items() if (one := difference(a, metric, b) or (none if named else None))
+        (a, b): one
+        for (a, b), named in pairs.items()
+        if (one := difference(a, metric, b) or (none if named else None))
     }
     adjusted = holm({**absent, **{pair: one.p for pair, one in estimates.items() if pairs[pair]}})
     made = []
     for (arm, other), one in estimates.items():
         p, same = adjusted.get((arm, other)), same_documents(arm, other)
         ruling = verdict(one, arm.sweep.get("margin") if same else None, p)
-        made.append(Contrast(arm, other, one, pairs[arm, other], same, math.nan if p is None else p, ruling))
+        made.append(
+            Contrast(arm, other, one, pairs[arm, other], same, math.nan if p is None else p, ruling)
+        )
     leaks = {each.arm for each in made if each.arm.says("trainer.boundary", "reset") == "leak"}
     equal = [each for each in made if each.verdict == "equivalent"]
-    passing = {each.arm.setting for each in equal if each.arm in leaks and each.other is each.arm.baseline}
+    passing = {
+        each.arm.setting for each in equal if each.arm in leaks and each.other is each.arm.baseline
+    }
     for each in equal:
         leak = each.arm not in leaks and each.arm.setting in passing
-        ruling = "equivalent" + ", few seeds" * (each.estimate.seeds < FEW_SEEDS) + ", as is a leak" * leak
+        ruling = (
+            "equivalent"
+            + ", few seeds" * (each.estimate.seeds < FEW_SEEDS)
+            + ", as is a leak" * leak
+        )
         made[made.index(each)] = each._replace(verdict=ruling)
     return made
 
@@ -268,9 +341,15 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
 def same_documents(arm: Arm, other: Arm) -> bool:
     """Tell if the steps of two arms hold the same documents."""
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
-    if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {"matched"}:
+    if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {
+        "matched"
+    }:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
-    keys = {key.removeprefix("config.") for key in {*arm.runs, *other.runs} if key.startswith("config.data.")}
+    keys = {
+        key.removeprefix("config.")
+        for key in {*arm.runs, *other.runs}
+        if key.startswith("config.data.")
+    }
     return all(arm.says(key) == other.says(key) for key in keys - free)
 
 
@@ -279,7 +358,9 @@ def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
     sides = [side.points("loss_by_position") for side in (arm, arm.baseline)]
     if arm.baseline is arm or any(points.empty for points in sides):
         return []
-    ours, theirs = (points.set_index(["start", "end", "seed"])["loss"].astype(float) for points in sides)
+    ours, theirs = (
+        points.set_index(["start", "end", "seed"])["loss"].astype(float) for points in sides
+    )
     by_place = (ours - theirs).dropna().groupby(level=["start", "end"])
     return [(start, end, one) for (start, end), values in by_place if (one := interval(values))]
 
@@ -292,16 +373,26 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
     for record in records:
         config = record["config"]
         path = place / f"{config.get('evaluation', {}).get('name')}-{config.get('id')}.jsonl"
-        result.append({**record, "items": path} if record["kind"] == "evaluation" and path.is_file() else record)
+        result.append(
+            {**record, "items": path}
+            if record["kind"] == "evaluation" and path.is_file()
+            else record
+        )
     return result
 
 
-ITEM_MEASURES = {"choice_accuracy": ("correct", "one"), "accuracy": ("right", "answers"), "loss": ("nats", "targets")}
+ITEM_MEASURES = {
+    "choice_accuracy": ("correct", "one"),
+    "accuracy": ("right", "answers"),
+    "loss": ("nats", "targets"),
+}
 
 
 def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     """Return the difference of two models' metric, paired by item, or None."""
-    ours, theirs = (side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline))
+    ours, theirs = (
+        side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline)
+    )
     pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
     if not pairs and len(ours) == len(theirs) == 1:
         pairs = [(ours.iloc[0], theirs.iloc[0])]
@@ -316,8 +407,16 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
 
 
 def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
-    items = pd.DataFrame([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
-    items = items.assign(one=1, correct=items["choice"] == items["answer"]) if "choice" in items else items
-    group = next((items[key] for key in ("group", "document", "index") if key in items), items.index)
+    items = pd.DataFrame(
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    )
+    items = (
+        items.assign(one=1, correct=items["choice"] == items["answer"])
+        if "choice" in items
+        else items
+    )
+    group = next(
+        (items[key] for key in ("group", "document", "index") if key in items), items.index
+    )
     values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)
     return values.groupby(group, sort=False).sum()

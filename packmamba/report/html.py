@@ -53,11 +53,15 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
 
 
-def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds = None) -> list[Section]:
+def build_sections(
+    records: Iterable[Record], figures: bool = True, kinds: Kinds = None
+) -> list[Section]:
     """Make tables and figures by corpus; ``kinds``: further kinds of records."""
     known, corpus = {**KINDS, **(kinds or {})}, itemgetter("corpus_hash")
     groups = [[*group] for _, group in itertools.groupby(sorted(records, key=corpus), corpus)]
-    if unknown := [record["kind"] for group in groups for record in group if record["kind"] not in known]:
+    if unknown := [
+        record["kind"] for group in groups for record in group if record["kind"] not in known
+    ]:
         raise ConfigError(f"kind: expected one of {', '.join(known)}, got {unknown[0]}")
     sections = [Section(corpus(group[0]), group, sentence(group)) for group in groups]
     for name, kind in known.items():
@@ -72,21 +76,33 @@ def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds
                 section.tables.append(replace(table, name=stem, notes=[*table.notes, *note]))
             with house_style():
                 drawn = kind.figures(section.records) if figures else []
-            section.figures += [one._replace(name=one.name.removesuffix(label) + label) for one in drawn]
+            section.figures += [
+                one._replace(name=one.name.removesuffix(label) + label) for one in drawn
+            ]
     return sections
 
 
 def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
     parts = []
     for section in build_sections(records, figures=False, kinds=kinds):
-        headlines = [table for i, table in enumerate(section.tables) if not i or table.name.startswith("verdicts")]
+        headlines = [
+            table
+            for i, table in enumerate(section.tables)
+            if not i or table.name.startswith("verdicts")
+        ]
         parts += [*(write_table(table, "txt") for table in headlines), section.sentence]
     return "\n".join(filter(None, parts))
 
 
 def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str]:
-    tables = [table for section in build_sections(records, False, kinds) for table in section.tables]
-    return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in ("md", "csv")}
+    tables = [
+        table for section in build_sections(records, False, kinds) for table in section.tables
+    ]
+    return {
+        f"{table.name}.{form}": write_table(table, form)
+        for table in tables
+        for form in ("md", "csv")
+    }
 
 
 def write_report(
@@ -98,16 +114,28 @@ def write_report(
 ) -> Path:
     """Write tables/, figures/ and report.html; return its path."""
     folder = Path(folder)
-    sections = build_sections(with_items(folder, read_records(folder)) if records is None else records, kinds=kinds)
-    tables = [*([opening] if opening else []), *(table for section in sections for table in section.tables)]
+    sections = build_sections(
+        with_items(folder, read_records(folder)) if records is None else records, kinds=kinds
+    )
+    tables = [
+        *([opening] if opening else []),
+        *(table for section in sections for table in section.tables),
+    ]
     files: dict[str, bytes] = {}
     for table in tables:
         forms = ("md", "csv", *["tex"] * latex)
-        files |= {f"tables/{table.name}.{form}": write_table(table, form).encode() for form in forms}
+        files |= {
+            f"tables/{table.name}.{form}": write_table(table, form).encode() for form in forms
+        }
     for figure in (figure for section in sections for figure in section.figures):
-        files |= {f"figures/{figure.name}.{form}": getattr(figure, form) for form in ("png", *["pdf"] * latex)}
+        files |= {
+            f"figures/{figure.name}.{form}": getattr(figure, form)
+            for form in ("png", *["pdf"] * latex)
+        }
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = jinja2.Environment(
+        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
+    )
     rows = [record for section in sections for record in section.records]
     configs = [flatten(record["config"]) for record in rows]
     page = environment.get_template("page.html").render(
@@ -116,7 +144,10 @@ def write_report(
         base64=base64.b64encode,
         density=DPI / 96,
         records=rows,
-        keys={key: [one[key] for one in configs if key in one] for key in dict.fromkeys(itertools.chain(*configs))},
+        keys={
+            key: [one[key] for one in configs if key in one]
+            for key in dict.fromkeys(itertools.chain(*configs))
+        },
     )
     files["report.html"] = page.encode()
     for name in ("tables", "figures"):

@@ -53,14 +53,18 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     means = mean + few * (means - mean)
     low, high = np.quantile(means, [0.025, 0.975])
     beyond = min((means <= 0).mean(), (means >= 0).mean())
-    return Estimate(mean, float(low), float(high), seeds, float(min(1.0, 2 * max(beyond, 1 / draws))), groups)
+    return Estimate(
+        mean, float(low), float(high), seeds, float(min(1.0, 2 * max(beyond, 1 / draws))), groups
+    )
 
 
 @functools.lru_cache(maxsize=16)
 def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.uint8], ...]:
     """Count draws, (draws, seeds) and (draws, groups)."""
     rng = np.random.default_rng(0)
-    return tuple(rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups))
+    return tuple(
+        rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups)
+    )
 
 
 def over_items(sums: Any, weights: Any) -> Estimate:
@@ -96,7 +100,11 @@ def verdict(estimate: Estimate | None, margin: float | None, p: float | None = N
         return "open"
     if margin is not None and -margin < estimate.low and estimate.high < margin:
         return "equivalent"
-    return "different" if (estimate.low > 0 or estimate.high < 0) and (p is None or not p > 0.05) else "open"
+    return (
+        "different"
+        if (estimate.low > 0 or estimate.high < 0) and (p is None or not p > 0.05)
+        else "open"
+    )
 
 
 def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000) -> float:
@@ -122,7 +130,9 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000
 
 def seeds_for(pilot: Any, weights: Any, margin: float) -> int | None:
     """Return the fewest seeds, 2 to 100, whose ``power`` reaches 80 %, or None."""
-    few = 2 + bisect_left(range(2, 101), True, key=lambda seeds: power(pilot, weights, margin, seeds) >= 0.8)
+    few = 2 + bisect_left(
+        range(2, 101), True, key=lambda seeds: power(pilot, weights, margin, seeds) >= 0.8
+    )
     return few if few <= 100 else None
 
 

@@ -44,7 +44,10 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def shown(self) -> Table:
-        filled = [not self.rows or any(row[i].text != "-" for row in self.rows) for i in range(len(self.columns))]
+        filled = [
+            not self.rows or any(row[i].text != "-" for row in self.rows)
+            for i in range(len(self.columns))
+        ]
         rows = [[*compress(row, filled)] for row in self.rows]
         return replace(self, columns=[*compress(self.columns, filled)], rows=rows)
 
@@ -53,10 +56,15 @@ def write_table(table: Table, form: str) -> str:
     """Return the table as csv (unrounded), md, tex (booktabs) or txt."""
     if form == "csv":
         names = [name for column in table.columns for name in column.names]
-        values = [[_csv_value(value) for cell in row for value in cell.values] for row in table.rows]
+        values = [
+            [_csv_value(value) for cell in row for value in cell.values] for row in table.rows
+        ]
         return pd.DataFrame(values, columns=names).to_csv(index=False, lineterminator="\n")
     table = table.shown()
-    titles, cells = [column.title for column in table.columns], [[cell.text for cell in row] for row in table.rows]
+    titles, cells = (
+        [column.title for column in table.columns],
+        [[cell.text for cell in row] for row in table.rows],
+    )
     if form == "txt":
         index, columns = [row[0] for row in cells], titles[1:]
         text = pd.DataFrame([row[1:] for row in cells], index, columns).to_string() if cells else ""
@@ -65,9 +73,14 @@ def write_table(table: Table, form: str) -> str:
         rules = ["---:" if column.numeric else "---" for column in table.columns]
         lines = [titles, rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
-        return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)]) + "\n"
+        return (
+            "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)])
+            + "\n"
+        )
     aligned = "".join("lr"[column.numeric] for column in table.columns)
-    latex = pd.DataFrame(cells, columns=titles).to_latex(index=False, escape=True, column_format=aligned)
+    latex = pd.DataFrame(cells, columns=titles).to_latex(
+        index=False, escape=True, column_format=aligned
+    )
     latex = re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
     return f"% \\usepackage{{booktabs,graphicx}}\n\\resizebox{{\\columnwidth}}{{!}}{{%\n{latex}}}\n"
 
@@ -78,8 +91,14 @@ def _csv_value(value: Any) -> str:
 
 def make_columns(text: str) -> list[Column]:
     """Make columns of ``title = name name | !title of words = name | title and name``."""
-    parts = [(part.removeprefix("!").partition(" = "), not part.startswith("!")) for part in text.split(" | ")]
-    return [Column(title, tuple(names.split() or [title]), numeric) for (title, _, names), numeric in parts]
+    parts = [
+        (part.removeprefix("!").partition(" = "), not part.startswith("!"))
+        for part in text.split(" | ")
+    ]
+    return [
+        Column(title, tuple(names.split() or [title]), numeric)
+        for (title, _, names), numeric in parts
+    ]
 
 
 def interval_column(title: str, name: str = "difference", pairs: str = "pairs") -> Column:
@@ -99,7 +118,13 @@ def percent(fraction: Any) -> Cell:
     if pd.isna(fraction):
         return number(None, "")
     share = 100 * fraction
-    text = f"{share:.0f}" if share in (0, 100) else "< 0.001" if 0 < share < 0.001 else f"{share:#.3g}".rstrip(".")
+    text = (
+        f"{share:.0f}"
+        if share in (0, 100)
+        else "< 0.001"
+        if 0 < share < 0.001
+        else f"{share:#.3g}".rstrip(".")
+    )
     return Cell(f"{text} %", (fraction,))
 
 
@@ -156,9 +181,13 @@ def title(metric: str) -> str:
     return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
 
 
-def arms_table(name: str, heading: str, arms: Arms, columns: Sequence[ArmColumn], *notes: str) -> Table:
+def arms_table(
+    name: str, heading: str, arms: Arms, columns: Sequence[ArmColumn], *notes: str
+) -> Table:
     rows = [[word(arm.label), *(cell(arm) for _, cell in columns)] for arm in arms]
-    return Table(name, heading, [*make_columns("!arm"), *(column for column, _ in columns)], rows, [*notes])
+    return Table(
+        name, heading, [*make_columns("!arm"), *(column for column, _ in columns)], rows, [*notes]
+    )
 
 
 def seeds_column(arms: Arms, metric: str = "val_loss") -> ArmColumn:
@@ -169,7 +198,11 @@ def seeds_column(arms: Arms, metric: str = "val_loss") -> ArmColumn:
 def metric_column(metric: str, arms: Arms, prefix: str = "") -> ArmColumn:
     """Return a metric's or key's column; ``prefix`` is not in its title."""
     if form := FORMATS.get(metric.rpartition(".")[2]):
-        heading = f"speedup over {aggregate.versus(arms)}" if metric == "speedup" and arms else title(metric)
+        heading = (
+            f"speedup over {aggregate.versus(arms)}"
+            if metric == "speedup" and arms
+            else title(metric)
+        )
         return Column(heading, (metric,)), lambda arm: form(arm[prefix + metric].mean())
     if any(f"config.{metric}" in arm.runs for arm in arms):
         return Column(metric, (metric,)), lambda arm: word(str(arm.says(metric)))
@@ -194,7 +227,9 @@ def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
 def main_first(metrics: Sequence[str]) -> list[str]:
     """Sort an evaluation's metrics: the main one, others by number, counts."""
     main = next((metric for metric in MAIN if metric in metrics), "")
-    return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
+    return sorted(
+        metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric))
+    )
 
 
 def table_keys(arms: Arms) -> tuple[list[str], list[str] | None]:
@@ -210,8 +245,18 @@ def training_tables(records: Records) -> list[Table]:
         return []
     (metrics, further), evaluations = table_keys(arms), evaluations_of(arms)
     if further is None:
-        further = ["real_tokens", "val_loss_start", "val_loss_as_trained", "real_tokens_per_second", "padding_fraction"]
-        further += ["speedup", "peak_memory_bytes", *(f"{name}.{main}" for name, (main, *_) in evaluations.items())]
+        further = [
+            "real_tokens",
+            "val_loss_start",
+            "val_loss_as_trained",
+            "real_tokens_per_second",
+            "padding_fraction",
+        ]
+        further += [
+            "speedup",
+            "peak_memory_bytes",
+            *(f"{name}.{main}" for name, (main, *_) in evaluations.items()),
+        ]
         further = [metric for metric in further if any(arm[metric].notna().any() for arm in arms)]
     columns = [seeds_column(arms)]
     for metric in metrics:
@@ -221,9 +266,15 @@ def training_tables(records: Records) -> list[Table]:
     ruled = any(arm.sweep.get("margin") or arm.sweep.get("primary") for arm in arms)
     if ruled:
         says = {one.arm: one.verdict for one in contrasts if one.other is one.arm.baseline}
-        columns.append((Column("verdict", ("verdict",), False), lambda arm: word(says.get(arm, "-"))))
+        columns.append(
+            (Column("verdict", ("verdict",), False), lambda arm: word(says.get(arm, "-")))
+        )
     columns += [metric_column(metric, arms) for metric in further]
-    tables = [arms_table("training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms))]
+    tables = [
+        arms_table(
+            "training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms)
+        )
+    ]
     tables += [_verdicts(contrasts, metrics[0])] * ruled
     for each in tables if any("late" in arm.sweep for arm in arms) else ():
         each.notes.append("Margin or primaries came after runs.")
@@ -240,27 +291,57 @@ def training_tables(records: Records) -> list[Table]:
         evaluated = [arm for arm in arms if arm[main].notna().any()]
         if evaluated:
             first, *others = (metric_column(metric, evaluated, f"{name}.") for metric in own)
-            columns = [seeds_column(evaluated, main), first, difference_column(main, evaluated), *others]
-            groups = {one.groups for arm in evaluated if (one := aggregate.difference(arm, main))} - {1}
-            notes = [f"Intervals are over seeds and {max(groups)} groups of documents."] if groups else []
-            tables.append(arms_table(f"evaluation-{name}", f"Evaluation by arm: {name}", evaluated, columns, *notes))
+            columns = [
+                seeds_column(evaluated, main),
+                first,
+                difference_column(main, evaluated),
+                *others,
+            ]
+            groups = {
+                one.groups for arm in evaluated if (one := aggregate.difference(arm, main))
+            } - {1}
+            notes = (
+                [f"Intervals are over seeds and {max(groups)} groups of documents."]
+                if groups
+                else []
+            )
+            tables.append(
+                arms_table(
+                    f"evaluation-{name}", f"Evaluation by arm: {name}", evaluated, columns, *notes
+                )
+            )
     return [table for table in tables if table.rows]
 
 
 def _verdicts(contrasts: Sequence[aggregate.Contrast], metric: str) -> Table:
-    others = make_columns("seeds | groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed")
+    others = make_columns(
+        "seeds | groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed"
+    )
     columns = [*make_columns("!contrast | !primary"), interval_column("difference"), *others]
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
     for one in contrasts:
-        margin, p, same, groups = one.arm.sweep.get("margin"), one.p, one.same_documents, one.estimate.groups
-        needed = seeds_for(*aggregate.paired(one.arm, one.other, metric), margin) if margin and same else None
+        margin, p, same, groups = (
+            one.arm.sweep.get("margin"),
+            one.p,
+            one.same_documents,
+            one.estimate.groups,
+        )
+        needed = (
+            seeds_for(*aggregate.paired(one.arm, one.other, metric), margin)
+            if margin and same
+            else None
+        )
         names = word(one.name), word("primary" if one.primary else "exploratory")
         adjusted = Cell("< 0.001", (p,)) if p < 0.001 else number(p, ".3f")
         ruling = word(one.verdict + ", other documents" * (not same))
         counts = number(one.estimate.seeds, "d"), number(groups if groups > 1 else None, ",d")
-        table.rows.append([*names, difference_cell(one.estimate), *counts, adjusted, ruling, number(needed, "d")])
+        table.rows.append(
+            [*names, difference_cell(one.estimate), *counts, adjusted, ruling, number(needed, "d")]
+        )
     known = {margin for one in contrasts if (margin := one.arm.sweep.get("margin"))}
-    margins = [f" Equivalent: the 95 % interval lies within ± {margin:g}." for margin in sorted(known)]
+    margins = [
+        f" Equivalent: the 95 % interval lies within ± {margin:g}." for margin in sorted(known)
+    ]
     table.notes = [
         "Paired over seeds, and groups of documents if there are any. Different: the interval excludes zero, of primaries with "
         f"p <= 0.05 after Holm.{''.join(margins)} Other documents: never equivalent. As is a leak: the test could not have "
@@ -278,31 +359,47 @@ def sentence(records: Records) -> str:
         if not (beside or one.primary) or pd.isna(one.estimate.mean):
             continue
         speed = one.arm["speedup"].mean() if beside else math.nan
-        cell, seeds = difference_cell(one.estimate).text + " nats" * ("loss" in metric), one.estimate.seeds
-        ruling = one.verdict + " without a margin" * (one.verdict == "open" and not one.arm.sweep.get("margin"))
+        cell, seeds = (
+            difference_cell(one.estimate).text + " nats" * ("loss" in metric),
+            one.estimate.seeds,
+        )
+        ruling = one.verdict + " without a margin" * (
+            one.verdict == "open" and not one.arm.sweep.get("margin")
+        )
         lost = aggregate.seeds_of(one.arm, arms).diverged
         counts = f"{seeds} seeds" + f", {lost} diverged" * bool(lost)
         says = f"is {ruling} ({cell}, {counts})" if seeds > 1 else f"{cell} (one seed)"
-        says += ", other documents" * (not one.same_documents) + ("" if pd.isna(speed) else f", {speed:.2f}x as fast")
+        says += ", other documents" * (not one.same_documents) + (
+            "" if pd.isna(speed) else f", {speed:.2f}x as fast"
+        )
         parts.append(f"{one.arm.label if beside else one.name} {says}")
-    return f"In {title(metric)}, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
+    return (
+        f"In {title(metric)}, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
+    )
 
 
 def _notes(arms: Arms) -> list[str]:
     notes = ["Losses are nats per target, each document from zero state."]
     if others := ", ".join(arm.label for arm in arms if arm.timing is None):
         notes.append(f"Not timed together, speeds do not compare: {others}.")
-    if others := ", ".join(arm.label for arm in arms if not aggregate.same_documents(arm, arm.baseline)):
+    if others := ", ".join(
+        arm.label for arm in arms if not aggregate.same_documents(arm, arm.baseline)
+    ):
         notes.append(f"Steps hold other documents than the baseline's: {others}.")
     fewest = min(len(arm.runs) for arm in arms)
     if fewest < aggregate.FEW_SEEDS and len(arms) > 1:
         notes.append(f"Seeds: {fewest}. Claims of parity need at least {aggregate.FEW_SEEDS}.")
-    targets = sum(point["count"] for point in next(iter(arms[0].runs.get("curves.loss_by_position", ())), None) or ())
+    targets = sum(
+        point["count"]
+        for point in next(iter(arms[0].runs.get("curves.loss_by_position", ())), None) or ()
+    )
     documents = arms[0]["validation_documents"].mean()
     if targets and not pd.isna(documents):
         notes.append(f"Validation: {documents:,.0f} documents, {targets:,.0f} targets.")
         if documents < 50:
-            notes.append("Fewer than 50 documents: intervals over seeds say nothing about other documents.")
+            notes.append(
+                "Fewer than 50 documents: intervals over seeds say nothing about other documents."
+            )
     if absent := {name for arm in arms for name in arm.sweep.get("absent", ())}:
         notes.append(f"Without any run: {', '.join(sorted(absent))}.")
     return notes
@@ -311,8 +408,15 @@ def _notes(arms: Arms) -> list[str]:
 def _positions(arms: Arms) -> Table:
     columns = make_columns("!arm | from token = start | to token = end")
     columns.append(interval_column(f"minus {aggregate.versus(arms)}"))
-    table = Table("loss-by-position", "Loss by position in the document, in nats per target", columns)
-    rows = [(arm, *one) for arm in arms for one in aggregate.difference_by_position(arm) if one[-1].seeds > 1]
+    table = Table(
+        "loss-by-position", "Loss by position in the document, in nats per target", columns
+    )
+    rows = [
+        (arm, *one)
+        for arm in arms
+        for one in aggregate.difference_by_position(arm)
+        if one[-1].seeds > 1
+    ]
     for arm, start, end, one in rows:
         last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
         table.rows.append([word(arm.label), number(start, ",.0f"), last, difference_cell(one)])
@@ -323,9 +427,18 @@ def _positions(arms: Arms) -> Table:
 
 def throughput_tables(records: Records) -> list[Table]:
     timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
-    metrics = ["rounds", *EXACT[:2], "real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup"]
+    metrics = [
+        "rounds",
+        *EXACT[:2],
+        "real_tokens_per_second",
+        "slots_per_second",
+        "padding_fraction",
+        "speedup",
+    ]
     columns = [metric_column(metric, []) for metric in metrics]
-    columns.append((Column("run", ("run",)), lambda arm: Cell((arm.timing or "")[:8], (arm.timing,))))
+    columns.append(
+        (Column("run", ("run",)), lambda arm: Cell((arm.timing or "")[:8], (arm.timing,)))
+    )
     note = "Only arms of one run compare. Speedup: over the arm with 1.00x."
     heading = "Time of optimizer steps, arms interleaved in one process"
     return [arms_table("throughput", heading, timed, columns, note)] if timed else []
@@ -336,7 +449,9 @@ def evaluation_tables(records: Records) -> list[Table]:
     tasks: dict[str, list[aggregate.Record]] = {}
     for record in aggregate.of_kind(records, "evaluation"):
         one = record["config"]["evaluation"]
-        options = "".join(f", {key}={value}" for key, value in sorted((one.get("options") or {}).items()))
+        options = "".join(
+            f", {key}={value}" for key, value in sorted((one.get("options") or {}).items())
+        )
         tasks.setdefault(one["name"] + options, []).append(record)
     tables = []
     for heading, some in tasks.items():
@@ -344,18 +459,29 @@ def evaluation_tables(records: Records) -> list[Table]:
             Arm(str(name), (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
             for name, runs in aggregate.frame(some, "evaluation").groupby("arm", sort=False)
         ]
-        first = next((m for scheme in aggregate.BASELINES for m in models if m.name == scheme), models[0])
+        first = next(
+            (m for scheme in aggregate.BASELINES for m in models if m.name == scheme), models[0]
+        )
         models.sort(key=lambda model: model is not first)
         metrics = main_first(list(first.runs.select_dtypes(float)))
-        paired = {arm: aggregate.item_difference(arm, first, metrics[0]) for arm in models if arm is not first}
+        paired = {
+            arm: aggregate.item_difference(arm, first, metrics[0])
+            for arm in models
+            if arm is not first
+        }
         columns = [(Column("runs", ("runs",)), lambda arm: number(len(arm.runs), "d"))]
         columns += [metric_column(metric, []) for metric in metrics]
         notes = []
         if any(paired.values()):
-            cells = {arm: difference_cell(one and one._replace(seeds=one.groups)) for arm, one in paired.items()}
+            cells = {
+                arm: difference_cell(one and one._replace(seeds=one.groups))
+                for arm, one in paired.items()
+            }
             minus = interval_column(f"minus {first.name}")
             columns.append((minus, lambda arm, cells=cells: cells.get(arm, difference_cell(None))))  # type: ignore[misc]
-            notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
+            notes = [
+                "Differences are paired by item, with intervals over items (groups of documents), and over seeds."
+            ]
         name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", heading)) * (len(tasks) > 1)
         tables.append(arms_table(name, f"Evaluation: {heading}", models, columns, *notes))
     return tables
@@ -363,6 +489,9 @@ def evaluation_tables(records: Records) -> list[Table]:
 
 def evaluation_label(records: Records) -> str:
     """Return the only evaluation's name, and a hash of its documents."""
-    names = {record["config"]["evaluation"]["name"] for record in aggregate.of_kind(records, "evaluation")}
+    names = {
+        record["config"]["evaluation"]["name"]
+        for record in aggregate.of_kind(records, "evaluation")
+    }
     name = names.pop() if len(names) == 1 else "documents"
     return f"{name}-{zlib.crc32(records[0]['corpus_hash'].encode()) & 0xFFFF:04x}"

@@ -26,9 +26,15 @@ class Arm:
     def __init__(self, config: Config) -> None:
         data = PackedDataModule.from_config(config, progress=False)
         lightning.seed_everything(config.seed, verbose=False)
-        self.config, self.corpus_hash, self.steps = config, data.corpora.corpus_hash, StepDataset(data.schedule())
+        self.config, self.corpus_hash, self.steps = (
+            config,
+            data.corpora.corpus_hash,
+            StepDataset(data.schedule()),
+        )
         precision: Any = config.trainer.precision
-        self.fabric = lightning.Fabric(accelerator=config.trainer.accelerator, precision=precision, devices=1)
+        self.fabric = lightning.Fabric(
+            accelerator=config.trainer.accelerator, precision=precision, devices=1
+        )
         self.module = PackedLitModule.from_config(config, data.vocab_size).to(self.fabric.device)
         _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
 
@@ -43,7 +49,9 @@ class Arm:
             self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
 
 
-def measure_throughput(configs: list[Config], rounds: int, output: str, progress: bool = True) -> Iterator[Any]:
+def measure_throughput(
+    configs: list[Config], rounds: int, output: str, progress: bool = True
+) -> Iterator[Any]:
     """Yield a record per configuration, whose steps alternate. Raises RuntimeError where losses of the same documents differ."""
     with configured_runtime(max(configs, key=lambda config: config.model.compile)):
         arms = {config.name: Arm(config) for config in configs}
@@ -56,9 +64,13 @@ def measure_throughput(configs: list[Config], rounds: int, output: str, progress
             if arm.config.data.batching == "matched" and not arm.module.boundary.as_trained:
                 expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), loss)
                 if abs(loss - expected) > 1e-4 * expected:
-                    raise RuntimeError(f"arms disagree on the loss of the same documents: {expected}, {loss} {name}")
+                    raise RuntimeError(
+                        f"arms disagree on the loss of the same documents: {expected}, {loss} {name}"
+                    )
             if arm.config.trainer.cuda_graphs and not arm.module.boundary.stateful:
-                for turn in range(WARM_UP + rounds):  # each shape's graph is captured before anything is timed
+                for turn in range(
+                    WARM_UP + rounds
+                ):  # each shape's graph is captured before anything is timed
                     arm.step(turn + 1)
 
         run, begun = uuid.uuid4().hex, time.perf_counter()
@@ -77,5 +89,10 @@ def measure_throughput(configs: list[Config], rounds: int, output: str, progress
                 "rounds": rounds,
                 "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
             }
-            identity = name_of(output), name, recorded_config(arm.config) | {"run": run}, arm.config.seed
+            identity = (
+                name_of(output),
+                name,
+                recorded_config(arm.config) | {"run": run},
+                arm.config.seed,
+            )
             yield make_record("throughput", *identity, arm.corpus_hash, metrics, wall_seconds)

@@ -33,7 +33,10 @@ class Boundary:
 
     @property
     def name(self) -> str:
-        return next((name for name, scheme in BOUNDARIES.items() if type(self) is scheme), type(self).__name__)
+        return next(
+            (name for name, scheme in BOUNDARIES.items() if type(self) is scheme),
+            type(self).__name__,
+        )
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
         """Return the layouts of convolutions and of recurrences."""
@@ -42,7 +45,14 @@ class Boundary:
     def hidden(self, model: MambaLM, batch: PackedBatch, **states: Any) -> Any:
         """Compute the head's input (B, L, d_model)."""
         conv, ssm = self.layouts(batch.layout)
-        return model(batch.tokens, layout=batch.layout, conv_layout=conv, ssm_layout=ssm, return_hidden=True, **states)
+        return model(
+            batch.tokens,
+            layout=batch.layout,
+            conv_layout=conv,
+            ssm_layout=ssm,
+            return_hidden=True,
+            **states,
+        )
 
     def logits(self, model: MambaLM, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Compute logits (1, L, V) of one row."""
@@ -75,7 +85,10 @@ class Leak(Boundary):
     convolution = recurrence = True
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
-        return layout.flow() if self.convolution else layout, layout.flow() if self.recurrence else layout
+        return (
+            layout.flow() if self.convolution else layout,
+            layout.flow() if self.recurrence else layout,
+        )
 
 
 class LeakConv(Leak):
@@ -104,11 +117,15 @@ class StatefulBoundary(Boundary):
     # Take the final state of each row's last document (B, ...), any for an empty row.
     store: Callable[[PackedBatch, States], None]
 
-    def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
+    def forward(
+        self, model: MambaLM, batch: PackedBatch, incoming: States
+    ) -> tuple[Tensor, States]:
         states = self.initial_states(model, batch.layout, incoming)
         hidden, final = super().hidden(model, batch, states=states, return_states=True)
         final = map_states(Tensor.detach, final)
-        return hidden, index_states(final, last_documents(batch.layout)) if batch.layout.num_documents else final
+        return hidden, index_states(
+            final, last_documents(batch.layout)
+        ) if batch.layout.num_documents else final
 
     def hidden(self, model: MambaLM, batch: PackedBatch, **_: Any) -> Tensor:
         hidden, final = self.forward(model, batch, self.incoming(model, batch))
@@ -132,12 +149,19 @@ class Carry(StatefulBoundary):
         self.age: int | None = None
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
-        fresh, layout = map_states(Tensor.detach, model.start_states(batch.layout.shape[0])), on_host(batch.layout)
+        fresh, layout = (
+            map_states(Tensor.detach, model.start_states(batch.layout.shape[0])),
+            on_host(batch.layout),
+        )
         rows, offsets = layout.rows[layout.continues], layout.offsets[layout.continues]
         if not len(rows):
             return fresh
         stored = self.stored.get(batch.turn)
-        if stored is None or len(stored.positions) != layout.shape[0] or (stored.positions[rows] != offsets).any():
+        if (
+            stored is None
+            or len(stored.positions) != layout.shape[0]
+            or (stored.positions[rows] != offsets).any()
+        ):
             expected = [] if stored is None else stored.positions.tolist()
             given = dict(zip(rows.tolist(), offsets.tolist()))
             raise ValueError(f"layout: expected documents to continue at {expected}, got {given}")
@@ -150,7 +174,9 @@ class Carry(StatefulBoundary):
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         fresh = model.start_states(layout.num_documents)
-        return select_states(layout.continues, self.continued(index_states(incoming, row_of(layout)), fresh), fresh)
+        return select_states(
+            layout.continues, self.continued(index_states(incoming, row_of(layout)), fresh), fresh
+        )
 
     def continued(self, incoming: States, fresh: States) -> States:
         """Return what continuing documents start from (S, ...)."""
@@ -171,13 +197,17 @@ class Carry(StatefulBoundary):
         self.stored.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        stored = {turn: (move_states(row.states, "cpu"), *row[1:]) for turn, row in self.stored.items()}
+        stored = {
+            turn: (move_states(row.states, "cpu"), *row[1:]) for turn, row in self.stored.items()
+        }
         return {"stored": stored, "age": self.age}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         self.age = state_dict["age"]
         stored = state_dict["stored"].items()
-        self.stored = {turn: RowStates(move_states(states, device), *rest) for turn, (states, *rest) in stored}
+        self.stored = {
+            turn: RowStates(move_states(states, device), *rest) for turn, (states, *rest) in stored
+        }
 
 
 class CarryScan(Carry):
@@ -198,7 +228,9 @@ class StatePassing(Carry):
             return fresh
         rows = rows[stored.positions[rows].argsort(stable=True)]
         ring = torch.cat([rows[::2], rows[1::2].flip(0)])
-        return index_states(stored.states, torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1)))
+        return index_states(
+            stored.states, torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1))
+        )
 
 
 class FittedNoise(Carry):
@@ -222,8 +254,12 @@ class FittedNoise(Carry):
         parts = flatten_states(stored.states)
         for part, first, second in zip(parts, self.moments, self.moments[len(parts) :]):
             mean, square = first / debias, second / debias
-            noise = torch.randn(part.shape, dtype=mean.dtype, device=part.device, generator=generator)
-            drawn.append((mean + (square - mean.square()).clamp(min=0).sqrt() * noise).to(part.dtype))
+            noise = torch.randn(
+                part.shape, dtype=mean.dtype, device=part.device, generator=generator
+            )
+            drawn.append(
+                (mean + (square - mean.square()).clamp(min=0).sqrt() * noise).to(part.dtype)
+            )
         return unflatten_states(drawn, stored.states)
 
     def _generator(self, device: torch.device) -> torch.Generator:
@@ -236,7 +272,9 @@ class FittedNoise(Carry):
         super().store(batch, final)
         if batch.turn not in self.stored:
             return
-        parts = flatten_states(index_states(final, torch.where(self.stored[batch.turn].positions >= 0)[0]))
+        parts = flatten_states(
+            index_states(final, torch.where(self.stored[batch.turn].positions >= 0)[0])
+        )
         parts = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
         moments = [part.mean(0) for part in parts] + [part.square().mean(0) for part in parts]
         self.moments = self.moments or [torch.zeros_like(moment) for moment in moments]
@@ -281,7 +319,9 @@ class StatePassingWithinRow(StatefulBoundary):
 
     def store(self, batch: PackedBatch, final: States) -> None:
         if batch.layout.num_documents:
-            self.stored = index_states(final, torch.where(end_positions(on_host(batch.layout)) >= 0)[0])
+            self.stored = index_states(
+                final, torch.where(end_positions(on_host(batch.layout)) >= 0)[0]
+            )
 
     def reset(self) -> None:
         self.stored = None
@@ -333,7 +373,9 @@ def unflatten_states(parts: Iterable[Tensor], like: States) -> States:
 
 def select_states(documents: Tensor, states: States, others: States) -> States:
     """Select ``states`` where documents (S,) is true, else ``others``."""
-    return map_states(lambda a, b: torch.where(documents.view(-1, *(1,) * (a.dim() - 1)), a, b), states, others)
+    return map_states(
+        lambda a, b: torch.where(documents.view(-1, *(1,) * (a.dim() - 1)), a, b), states, others
+    )
 
 
 BOUNDARIES: dict[str, type[Boundary]] = {

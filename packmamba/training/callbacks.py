@@ -90,7 +90,9 @@ class RunMetrics(SavedCallback):
     def on_train_start(self, *_: Any) -> None:
         self._clock = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: StepBatch, _: int) -> None:
+    def on_train_batch_end(
+        self, trainer: Trainer, module: Any, outputs: Any, batch: StepBatch, _: int
+    ) -> None:
         step = trainer.global_step
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
         self.steps_here += 1
@@ -101,13 +103,20 @@ class RunMetrics(SavedCallback):
             self.train.append(self._point(outputs["loss"]))
             before, point = [{"real_tokens": 0, "seconds": 0.0}, *self.train][-2:]
             tokens, seconds = (point[name] - before[name] for name in ("real_tokens", "seconds"))
-            rates = {"train/real_tokens": point["real_tokens"], "train/real_tokens_per_second": tokens / seconds}
+            rates = {
+                "train/real_tokens": point["real_tokens"],
+                "train/real_tokens_per_second": tokens / seconds,
+            }
             module.log_dict(rates, on_step=True, on_epoch=False)
             self.check_finite(trainer, module)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:
         """Stop if a loss since the last check is not finite, unless a loss scale skips such steps."""
-        finite = torch.isfinite(torch.stack(self._unchecked_losses)).tolist() if self._unchecked_losses else []
+        finite = (
+            torch.isfinite(torch.stack(self._unchecked_losses)).tolist()
+            if self._unchecked_losses
+            else []
+        )
         self._unchecked_losses.clear()
         if not all(finite) and self.diverged is None and not module.scaled:
             self.diverged = int(self.totals["steps"]) - len(finite) + 1 + finite.index(False)
@@ -127,7 +136,9 @@ class RunMetrics(SavedCallback):
         self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
         means, counts = results["by_position"].tolist(), results["counts"].tolist()
         buckets = zip(POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), means, counts)
-        self.by_position = [dict(zip(("start", "end", "loss", "count"), one)) for one in buckets if one[-1]]
+        self.by_position = [
+            dict(zip(("start", "end", "loss", "count"), one)) for one in buckets if one[-1]
+        ]
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
@@ -136,11 +147,15 @@ class RunMetrics(SavedCallback):
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
-            self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
+            self.peak_memory = max(
+                self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device)
+            )
 
 
 class CheckpointFile(TorchCheckpointIO):
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
+    ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = path.with_name(path.name + ".tmp")
@@ -153,14 +168,18 @@ class CheckpointFile(TorchCheckpointIO):
 
 class Stopped(UserError):
     def __init__(self, step: int, max_steps: int, signum: int) -> None:
-        super().__init__(f"stopped after step {step} of {max_steps}, with a checkpoint; the same command resumes it")
+        super().__init__(
+            f"stopped after step {step} of {max_steps}, with a checkpoint; the same command resumes it"
+        )
         self.step, self.status = step, 128 + signum if signum > 1 else 3  # 1: by ``stop``
 
 
 class Checkpoint(LightningCheckpoint):
     """Save after validation; a signal or ``stop`` ends the run with a checkpoint."""
 
-    def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
+    def __init__(
+        self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]
+    ) -> None:
         self.folder, self.options, self.metrics, self.stop = folder, config.trainer, metrics, stop
         self.stopped: Stopped | None = None
         self._signum = 0
@@ -168,7 +187,11 @@ class Checkpoint(LightningCheckpoint):
     @contextmanager
     def signals(self) -> Iterator[None]:
         handlers: dict[signal.Signals, Any] = {}
-        for signum in (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ():
+        for signum in (
+            (signal.SIGINT, signal.SIGTERM)
+            if threading.current_thread() is threading.main_thread()
+            else ()
+        ):
             if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
                 handlers[signum] = signal.signal(signum, self._handle)
         try:
@@ -220,12 +243,16 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
-        if (damaged := zipfile.ZipFile(path).testzip()) is not None:  # torch.load does not check CRCs
+        if (
+            damaged := zipfile.ZipFile(path).testzip()
+        ) is not None:  # torch.load does not check CRCs
             raise ValueError(f"{damaged} is damaged")
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{path}: expected a checkpoint of this version, got {reason}; remove it") from None
+        raise ConfigError(
+            f"{path}: expected a checkpoint of this version, got {reason}; remove it"
+        ) from None
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
@@ -236,7 +263,9 @@ def newest_checkpoint(folder: Path) -> Path | None:
             read_checkpoint(path)
             return path
         except ConfigError as error:
-            refused = ConfigError(f"runs_dir: no checkpoint loads: {error} to train from the beginning")
+            refused = ConfigError(
+                f"runs_dir: no checkpoint loads: {error} to train from the beginning"
+            )
             logger.warning("%s; the run resumes from an older one", error)
     if refused:
         raise refused
@@ -250,7 +279,11 @@ class Average(SavedCallback):
 
     def __init__(self, steps: int, snapshots: int, share: float) -> None:
         first = max(steps - int(share * steps), 1)
-        self.at = {round(first + i * (steps - first) / (snapshots - 1)) for i in range(snapshots) if snapshots > 1}
+        self.at = {
+            round(first + i * (steps - first) / (snapshots - 1))
+            for i in range(snapshots)
+            if snapshots > 1
+        }
         self.taken, self.mean = 0, dict[str, Tensor]()
 
     @torch.no_grad()
@@ -258,7 +291,11 @@ class Average(SavedCallback):
         if trainer.global_step in self.at:
             self.taken += 1
             for name, weight in module.model.named_parameters():
-                mean = self.mean[name].to(weight.device) if name in self.mean else weight.detach().clone()
+                mean = (
+                    self.mean[name].to(weight.device)
+                    if name in self.mean
+                    else weight.detach().clone()
+                )
                 self.mean[name] = mean + (weight - mean) / self.taken
 
 
@@ -279,12 +316,20 @@ def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) 
     """Raise UserError where documents of the layout's fullest row leak."""
     rows = layout.rows.cpu()
     lengths = layout.lengths.cpu()[rows == rows.mode().values][:8].tolist() if len(rows) else []
-    if len(lengths) < 2 or boundary.stateful or any(used != layout for used in boundary.layouts(layout)):
+    if (
+        len(lengths) < 2
+        or boundary.stateful
+        or any(used != layout for used in boundary.layouts(layout))
+    ):
         return
 
     try:
         with eager():
-            result = leakcheck(partial(boundary.logits, model), vocab_size=len(model.lm_head.weight), lengths=lengths)
+            result = leakcheck(
+                partial(boundary.logits, model),
+                vocab_size=len(model.lm_head.weight),
+                lengths=lengths,
+            )
     except ValueError as error:
         logger.warning("trainer.leakcheck_every: a batch could not be checked: %s", error)
         return
@@ -293,7 +338,10 @@ def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) 
 
 
 def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
-    more |= {"examples": config.evaluation_examples, "options": config.evaluation_options.get(name, {})}
+    more |= {
+        "examples": config.evaluation_examples,
+        "options": config.evaluation_options.get(name, {}),
+    }
     return EvalContext(config.data, key="evaluation_options", trainer=config.trainer, **more)
 
 
@@ -317,14 +365,32 @@ class Evaluations(SavedCallback):
                 module.model.train()
             trainer.strategy.barrier()
 
-    def evaluate(self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None) -> dict[str, EvalResult]:
-        step, more = trainer.global_step, {"tokenizer": tokenizer, "max_slots": default_max_slots(model)}
-        contexts = {name: evaluation_context(self.config, name, **more) for name in self.config.evaluations}
+    def evaluate(
+        self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None
+    ) -> dict[str, EvalResult]:
+        step, more = (
+            trainer.global_step,
+            {"tokenizer": tokenizer, "max_slots": default_max_slots(model)},
+        )
+        contexts = {
+            name: evaluation_context(self.config, name, **more) for name in self.config.evaluations
+        }
         results = {name: evaluate(name, model, context) for name, context in contexts.items()}
-        numbers = {f"{name}.{key}": value for name, result in results.items() for key, value in result.metrics.items()}
+        numbers = {
+            f"{name}.{key}": value
+            for name, result in results.items()
+            for key, value in result.metrics.items()
+        }
         finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        point = {"step": step, "real_tokens": self.metrics.totals["real_tokens"], **dict.fromkeys(numbers), **finite}
+        point = {
+            "step": step,
+            "real_tokens": self.metrics.totals["real_tokens"],
+            **dict.fromkeys(numbers),
+            **finite,
+        }
         self.points = [other for other in self.points if other["step"] != step] + [point]
         for each in trainer.loggers:
-            each.log_metrics({f"evaluation/{name}": value for name, value in finite.items()}, step - 1)
+            each.log_metrics(
+                {f"evaluation/{name}": value for name, value in finite.items()}, step - 1
+            )
         return results

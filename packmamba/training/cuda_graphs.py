@@ -44,12 +44,18 @@ class Shape(NamedTuple):
 class StaticBatch:
     def __init__(self, shape: Shape, device: torch.device) -> None:
         slots = (shape.rows, shape.row_length)
-        starts, ends, offsets = (torch.zeros(shape.documents, dtype=torch.int32, device=device) for _ in range(3))
+        starts, ends, offsets = (
+            torch.zeros(shape.documents, dtype=torch.int32, device=device) for _ in range(3)
+        )
         # All slots are computed, whatever holds tokens.
-        layout = SequenceLayout(slots, starts, ends, offsets, shape.rows * shape.row_length, shape.longest)
+        layout = SequenceLayout(
+            slots, starts, ends, offsets, shape.rows * shape.row_length, shape.longest
+        )
         layout.flowing = SequenceLayout.from_rows(*slots, device=device)
         tokens, targets = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
-        self.batch = PackedBatch(tokens, targets, torch.zeros(slots, dtype=torch.bool, device=device), layout)
+        self.batch = PackedBatch(
+            tokens, targets, torch.zeros(slots, dtype=torch.bool, device=device), layout
+        )
         self.num_targets = torch.ones((), device=device)
 
     def fill(self, batch: PackedBatch, num_targets: int) -> None:
@@ -60,7 +66,11 @@ class StaticBatch:
             to[:, row_length:] = 0
             to[:, :row_length].copy_(of)
         shift = batch.layout.rows * (static.layout.shape[1] - row_length)
-        for name, absent, more in (("starts", ABSENT, shift), ("ends", ABSENT, shift), ("offsets", 0, 0)):
+        for name, absent, more in (
+            ("starts", ABSENT, shift),
+            ("ends", ABSENT, shift),
+            ("offsets", 0, 0),
+        ):
             to, of = getattr(static.layout, name), getattr(batch.layout, name)
             to[len(of) :] = absent
             to[: len(of)].copy_(of + more)
@@ -91,7 +101,12 @@ class BatchGraphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(
-        self, batch: PackedBatch, num_targets: int, first: bool = True, last: bool = True, inputs: Sequence[Tensor] = ()
+        self,
+        batch: PackedBatch,
+        num_targets: int,
+        first: bool = True,
+        last: bool = True,
+        inputs: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
         """Set the parameters' ``grad``, to which a step's batches add from ``first`` to ``last``.
 
@@ -124,7 +139,9 @@ class BatchGraphs:
         total.backward()
         return total.detach(), losses, *others
 
-    def _capture(self, shape: Shape, batch: PackedBatch, num_targets: int, given: Sequence[Tensor]) -> Captured:
+    def _capture(
+        self, shape: Shape, batch: PackedBatch, num_targets: int, given: Sequence[Tensor]
+    ) -> Captured:
         static = StaticBatch(shape, batch.tokens.device)
         static.fill(batch, num_targets)
         inputs = [part.clone() for part in given]
@@ -139,10 +156,15 @@ class BatchGraphs:
         torch.clear_autocast_cache()  # else weights that were cast before stay
         gc.collect()  # autograd's leftovers of other streams
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), one_capture():
+        with (
+            torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
+            one_capture(),
+        ):
             results = self._run(static.batch, static.num_targets, *inputs)
         torch.clear_autocast_cache()
-        return Captured(shape, graph, static, inputs, results, [parameter.grad for parameter in self.parameters])
+        return Captured(
+            shape, graph, static, inputs, results, [parameter.grad for parameter in self.parameters]
+        )
 
     def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters)):

@@ -23,7 +23,16 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from omegaconf import OmegaConf
 
 from packmamba import records
-from packmamba.config import CONFIGURATION, Config, ConfigError, TrainerConfig, import_plugins, need, registry, to_dict
+from packmamba.config import (
+    CONFIGURATION,
+    Config,
+    ConfigError,
+    TrainerConfig,
+    import_plugins,
+    need,
+    registry,
+    to_dict,
+)
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.sources import open_source
 from packmamba.data.token_store import evaluation_documents
@@ -41,7 +50,9 @@ MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
 def fit(
-    config: Config, progress: bool = True, stop: Callable[[callbacks.RunMetrics], bool] | None = None
+    config: Config,
+    progress: bool = True,
+    stop: Callable[[callbacks.RunMetrics], bool] | None = None,
 ) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
@@ -53,7 +64,11 @@ def fit(
         try:
             return _fit(config, progress, stop)
         except UserError as error:
-            if new and not isinstance(error, run_id.Locked) and not callbacks.checkpoints(folder / "checkpoints"):
+            if (
+                new
+                and not isinstance(error, run_id.Locked)
+                and not callbacks.checkpoints(folder / "checkpoints")
+            ):
                 shutil.rmtree(folder, ignore_errors=True)
                 with suppress(OSError):  # it holds other runs
                     folder.parent.rmdir()
@@ -69,7 +84,11 @@ def fit(
 
 @contextmanager
 def configured_runtime(config: Config) -> Iterator[None]:
-    trainer, threads, strict = config.trainer, torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    trainer, threads, strict = (
+        config.trainer,
+        torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(),
+    )
     on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
     with suppress(AttributeError, OSError):  # large tensors reuse pages
         libc = ctypes.CDLL(None)
@@ -86,7 +105,10 @@ def configured_runtime(config: Config) -> Iterator[None]:
         if config.model.compile:
             torch.compiler.reset()  # earlier shapes decide how sums are split
             dynamo: Any = torch._dynamo.config
-            dynamo.recompile_limit, dynamo.accumulated_recompile_limit = MAX_COMPILED_SHAPES, 4 * MAX_COMPILED_SHAPES
+            dynamo.recompile_limit, dynamo.accumulated_recompile_limit = (
+                MAX_COMPILED_SHAPES,
+                4 * MAX_COMPILED_SHAPES,
+            )
             dynamo.fail_on_recompile_limit_hit = True  # else the rest runs uncompiled
             torch._inductor.config.fx_graph_cache = not trainer.deterministic
             torch._functorch.config.enable_autograd_cache = not trainer.deterministic
@@ -96,7 +118,9 @@ def configured_runtime(config: Config) -> Iterator[None]:
         torch.use_deterministic_algorithms(strict)
 
 
-def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool] | None) -> dict[str, Any]:
+def _fit(
+    config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool] | None
+) -> dict[str, Any]:
     begun = time.perf_counter()
     records.provenance()
     import_plugins(config.plugins)
@@ -116,7 +140,9 @@ def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], 
     average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
     evaluations = callbacks.Evaluations(config, metrics)
     checkpoint = callbacks.Checkpoint(saved, config, metrics, stops)
-    trainer = make_trainer(config, folder, [metrics, average, evaluations, checkpoint], progress, reached)
+    trainer = make_trainer(
+        config, folder, [metrics, average, evaluations, checkpoint], progress, reached
+    )
     with lock if trainer.is_global_zero else nullcontext():
         if (done := run_id.find_record(config)) is not None:
             same = done["corpus_hash"] == data.corpora.corpus_hash
@@ -124,7 +150,12 @@ def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], 
             if progress:
                 print(f"already done, nothing is trained: {folder}")
             return done
-        need(reached <= options.max_steps, "trainer.max_steps", f"at least {reached} of {folder}", options.max_steps)
+        need(
+            reached <= options.max_steps,
+            "trainer.max_steps",
+            f"at least {reached} of {folder}",
+            options.max_steps,
+        )
         lightning.seed_everything(config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(config, data.vocab_size)
         check_run(config, len(module.model.lm_head.weight))
@@ -162,22 +193,39 @@ def _fit(config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], 
             trainer.validate(module, data, verbose=False)
             metrics.validation[-1]["loss_last_weights"] = last["loss"]
         record = training_record(config, data.corpora.corpus_hash, module, metrics)
-        record["metrics"]["validation_documents"] = len(evaluation_documents(data.corpora.validation, config.data))
+        record["metrics"]["validation_documents"] = len(
+            evaluation_documents(data.corpora.validation, config.data)
+        )
         record["hardware"]["backend"] = backend
         state = trainer.strategy.lightning_module_state_dict()
         if trainer.is_global_zero:
             lock.check()
             if metrics.diverged is None:
-                weights = {k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")}
+                weights = {
+                    k.removeprefix("model."): v for k, v in state.items() if k.startswith("model.")
+                }
                 write_pretrained(folder, dict(module.model.config), weights)
                 if open_source(config.data).vocab_size is None:
-                    write_tokenizer(folder, config.data.tokenizer, config.data.begin_token, config.data.end_token)
+                    write_tokenizer(
+                        folder,
+                        config.data.tokenizer,
+                        config.data.begin_token,
+                        config.data.end_token,
+                    )
                 if config.evaluations:
                     loaded = load_model(folder, str(trainer.strategy.root_device))
-                    for name, result in evaluations.evaluate(trainer, loaded.model, loaded.tokenizer).items():
-                        records.write_items(folder / "evaluation" / "items" / f"{name}.jsonl", result.items)
-                        record["curves"] |= {f"{name}.{each}": points for each, points in result.curves.items()}
-                    record["metrics"] |= {k: value for k, value in evaluations.points[-1].items() if "." in k}
+                    for name, result in evaluations.evaluate(
+                        trainer, loaded.model, loaded.tokenizer
+                    ).items():
+                        records.write_items(
+                            folder / "evaluation" / "items" / f"{name}.jsonl", result.items
+                        )
+                        record["curves"] |= {
+                            f"{name}.{each}": points for each, points in result.curves.items()
+                        }
+                    record["metrics"] |= {
+                        k: value for k, value in evaluations.points[-1].items() if "." in k
+                    }
             else:
                 callbacks.logger.warning("The loss was not finite at step %d.", metrics.diverged)
             if options.evaluate_every is not None:
@@ -199,10 +247,17 @@ def check_run(config: Config, vocab_size: int | None = None) -> None:
 def check_accelerator(config: Config) -> None:
     key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
     needed = getattr(config.trainer, key) in (True, "gpu", "cuda")
-    need(not needed or torch.cuda.is_available(), f"trainer.{key}", "a GPU that PyTorch can use", "none")
+    need(
+        not needed or torch.cuda.is_available(),
+        f"trainer.{key}",
+        "a GPU that PyTorch can use",
+        "none",
+    )
 
 
-def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
+def make_trainer(
+    config: Config, folder: Path, own: list[Any], progress: bool, resumed_step: int
+) -> lightning.Trainer:
     options = config.trainer
     own = [*own, *(instantiate(one, "trainer.callbacks") for one in options.callbacks)]
     if options.leakcheck_every is not None:
@@ -210,7 +265,14 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
     if progress:
         own.append(TQDMProgressBar(refresh_rate=options.log_every))
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for message in ("many workers", "dataloader is not resumable", "litlogger", "LeafSpec", "`srun`", "GPU available"):
+    for message in (
+        "many workers",
+        "dataloader is not resumable",
+        "litlogger",
+        "LeafSpec",
+        "`srun`",
+        "GPU available",
+    ):
         warnings.filterwarnings("ignore", message=f".*{message}.*")
     same = ("accelerator", "devices", "num_nodes", "precision", "max_steps")
     try:
@@ -229,12 +291,17 @@ def make_trainer(config: Config, folder: Path, own: list[Any], progress: bool, r
         )
         backend_name(config.ops.backend, trainer.strategy.root_device)
     except Exception as error:
-        raise ConfigError(f"{'ops.' if str(error).startswith('backend') else 'trainer: '}{error}") from None
+        raise ConfigError(
+            f"{'ops.' if str(error).startswith('backend') else 'trainer: '}{error}"
+        ) from None
     wrong = trainer.strategy.root_device.type == "cpu" and options.precision == "16-mixed"
     need(not wrong, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
     # Lightning's signal handlers, and its broadcasts (its issue 20806).
     loop = trainer.fit_loop.epoch_loop
-    for part, name in ((trainer._signal_connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor")):
+    for part, name in (
+        (trainer._signal_connector, "register_signal_handlers"),
+        (loop, "_broadcast_sigterm_tensor"),
+    ):
         assert hasattr(part, name), name
         setattr(part, name, lambda: None)
     return trainer
@@ -252,11 +319,15 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
 
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     """Instantiate a class path, or ``class_path`` and ``init_args``, with ``defaults`` that it takes."""
-    path, arguments = (spec, {}) if isinstance(spec, str) else (spec["class_path"], spec.get("init_args", {}))
+    path, arguments = (
+        (spec, {}) if isinstance(spec, str) else (spec["class_path"], spec.get("init_args", {}))
+    )
     try:
         made = registry(":".join(path.rsplit(".", 1)))
         known = inspect.signature(made).parameters
-        return made(**{name: value for name, value in defaults.items() if name in known} | dict(arguments))
+        return made(
+            **{name: value for name, value in defaults.items() if name in known} | dict(arguments)
+        )
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{key}: expected a class path, got {path}: {error}") from None
 
@@ -273,10 +344,16 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
     if spec == "csv":
         return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
     if spec in ("tensorboard", "tensorboard_tokens"):
-        kind, purged = (TensorBoardLogger, resumed_step or None) if spec == "tensorboard" else (TokenAxis, None)
+        kind, purged = (
+            (TensorBoardLogger, resumed_step or None)
+            if spec == "tensorboard"
+            else (TokenAxis, None)
+        )
         return kind(folder, spec, "", default_hp_metric=False, purge_step=purged)
     if spec == "wandb":
-        return WandbLogger(folder.name, folder, id=folder.name, project=folder.parent.name or "packmamba")
+        return WandbLogger(
+            folder.name, folder, id=folder.name, project=folder.parent.name or "packmamba"
+        )
     return instantiate(spec, "trainer.loggers", save_dir=folder)
 
 
@@ -285,7 +362,11 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
     path = Path(source)
     if not path.is_dir():
         folder, _, arm = source.rpartition(":")
-        runs = [r for r in run_id.records_of(folder or ".") if (r["arm"], r["seed"]) == (arm, config.seed)]
+        runs = [
+            r
+            for r in run_id.records_of(folder or ".")
+            if (r["arm"], r["seed"]) == (arm, config.seed)
+        ]
         paths = {Path(folder) / "runs" / run_id.id_of(arm, record["config"]) for record in runs}
         expected = f"a model's folder, or <sweep>:<arm> with one run of seed {config.seed}"
         need(len(paths) == 1, "trainer.init_from", expected, f"'{source}', {len(paths)} runs")
@@ -296,13 +377,21 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {error}") from None
     for name in sorted(weights):
-        checksum = zlib.crc32(weights[name].contiguous().view(torch.uint8).numpy().tobytes(), checksum)
+        checksum = zlib.crc32(
+            weights[name].contiguous().view(torch.uint8).numpy().tobytes(), checksum
+        )
     return checksum
 
 
-def training_record(config: Config, corpus_hash: str, module: Any, metrics: callbacks.RunMetrics) -> dict[str, Any]:
+def training_record(
+    config: Config, corpus_hash: str, module: Any, metrics: callbacks.RunMetrics
+) -> dict[str, Any]:
     totals, last = metrics.totals, metrics.validation[-1]
-    curves = {"train": metrics.train, "validation": metrics.validation, "loss_by_position": metrics.by_position}
+    curves = {
+        "train": metrics.train,
+        "validation": metrics.validation,
+        "loss_by_position": metrics.by_position,
+    }
     timed = metrics.timed if metrics.timed["seconds"] else totals
     values = {
         **{name: totals[name] for name in ("steps", "real_tokens", "targets")},

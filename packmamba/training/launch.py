@@ -37,13 +37,17 @@ BEGINS = Status("begins")
 Report = Callable[..., None]
 
 
-def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Status:
+def train(
+    config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0
+) -> Status:
     """Train a run, which ``stop`` may stop after each step."""
     try:
         with RunLock(run_folder(config), wait):
             metrics = fit(config, progress, lambda _: stop())["metrics"]
         loss, step = metrics["val_loss"], metrics.get("diverged_at_step")
-        return Status("done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}")
+        return Status(
+            "done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}"
+        )
     except Locked as error:
         return Status("locked", str(error))
     except Stopped as stopped:
@@ -72,8 +76,12 @@ class Slot(NamedTuple):
 def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     """Return slots on the visible GPUs, in turn, or on cores."""
     count = torch.cuda.device_count() if on_gpu else 0
-    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[
+        :count
+    ]
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     number = (count or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
     threads = max(1, min(cores // number, THREADS if gpus else cores))
     if gpus:
@@ -81,9 +89,15 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     return [Slot(f"CPU {i}", "", threads) for i in range(number)]
 
 
-def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")) -> None:
+def run_in_slots(
+    configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")
+) -> None:
     """Train runs in order, each in the next free slot, and stop ``STOP_SECONDS`` before a deadline of ``time.monotonic``."""
-    context, queue, last = multiprocessing.get_context(START_METHOD), deque(configs), deadline - STOP_SECONDS
+    context, queue, last = (
+        multiprocessing.get_context(START_METHOD),
+        deque(configs),
+        deadline - STOP_SECONDS,
+    )
     stop = context.Event()
 
     def work(slot: Slot) -> None:
@@ -161,14 +175,20 @@ class Job:
 
 
 def check_slurm() -> None:
-    if importlib.util.find_spec("submitit") is None or (CLUSTER == "slurm" and shutil.which("sbatch") is None):
+    if importlib.util.find_spec("submitit") is None or (
+        CLUSTER == "slurm" and shutil.which("sbatch") is None
+    ):
         raise ConfigError("launcher: slurm needs sbatch, and pip install 'packmamba[slurm]'")
 
 
-def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report) -> None:
+def run_as_jobs(
+    configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report
+) -> None:
     from submitit import AutoExecutor
 
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    os.environ["PYTHONPATH"] = (
+        f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    )
     parameters: dict[str, Any] = {"time": 240, "gpus_per_node": 1, "cpus_per_task": THREADS}
     parameters |= {"array_parallelism": len(configs) if jobs == "auto" else jobs, **slurm}
     executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
@@ -177,7 +197,10 @@ def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, o
     except (NameError, ValueError) as error:
         raise ConfigError(f"slurm: {error}") from None
     submitted: list[tuple[Config, Any]] = list(zip(configs, executor.map_array(Job(), configs)))
-    print(f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}", flush=True)
+    print(
+        f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}",
+        flush=True,
+    )
     for config, job in submitted:
         try:
             status = job.result()

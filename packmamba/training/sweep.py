@@ -15,7 +15,17 @@ from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import AUTO, Config, key, load, need, parse_override, read_yaml, resolve, to_dict
+from packmamba.config import (
+    AUTO,
+    Config,
+    key,
+    load,
+    need,
+    parse_override,
+    read_yaml,
+    resolve,
+    to_dict,
+)
 from packmamba.config.load import CONFIGURATION, ON_GPU
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
@@ -29,12 +39,16 @@ from packmamba.training.run_id import find_records, flatten, id_of, records_of, 
 @dataclass
 class TableConfig:
     metrics: list[str] = key([], "Metrics, such as [val_loss, mqar.accuracy]; []: val_loss.")
-    columns: Optional[list[str]] = key(None, "Further metrics and keys, such as optimizer.lr; null: the usual ones.")
+    columns: Optional[list[str]] = key(
+        None, "Further metrics and keys, such as optimizer.lr; null: the usual ones."
+    )
 
 
 @dataclass
 class TuneConfig:
-    grid: dict[str, list[Any]] = key({}, "Keys of which each arm takes its best value, as optimizer.lr: [1e-3, 3e-3].")
+    grid: dict[str, list[Any]] = key(
+        {}, "Keys of which each arm takes its best value, as optimizer.lr: [1e-3, 3e-3]."
+    )
     seeds: list[int] = key([], "Seeds of the trials, none of grid.seed.")
     metric: str = key("val_loss", "Metric that decides, in the mean over seeds.")
     best: str = key("least", "The best value of the metric.", choices=("least", "most"))
@@ -46,30 +60,51 @@ class SweepConfig:
     name: Optional[str] = key(None, "Name in sweep.json; null for the file's.")
     base: Optional[str] = key(None, "Configuration that runs start from, relative to this file.")
     common: dict[str, Any] = key({}, "Keys of every run, such as data.row_length: 512.")
-    arms: dict[str, dict[str, Any]] = key({}, "Keys of each arm that is compared.", check=("at least one arm", bool))
-    grid: dict[str, list[Any]] = key({}, "Values of keys, combined with every arm, such as seed: [0, 1].")
+    arms: dict[str, dict[str, Any]] = key(
+        {}, "Keys of each arm that is compared.", check=("at least one arm", bool)
+    )
+    grid: dict[str, list[Any]] = key(
+        {}, "Values of keys, combined with every arm, such as seed: [0, 1]."
+    )
     evaluations: list[str] = key([], "Run on every model, such as [next_line, passkey].")
     evaluation_options: dict[str, Any] = key({}, "Parameters of each evaluation.")
     plugins: list[str] = key([], "Python modules to import first.")
     throughput_rounds: int = key(0, "Time this many interleaved steps of all arms first.", low=0)
     train: bool = key(True, "Train the runs; false: only time them.")
-    baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
+    baseline: Optional[str] = key(
+        None, "Arm to compare with; null: the first of padded, single, packed."
+    )
     margin: Optional[float] = key(None, "Differences within ± this are equivalent.", above=0)
-    primary: list[str] = key([], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'.")
+    primary: list[str] = key(
+        [], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'."
+    )
     table: TableConfig = field(default_factory=TableConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
-    launcher: str = key("local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm"))
-    slurm: dict[str, Any] = key({}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ...")
-    deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
+    launcher: str = key(
+        "local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm")
+    )
+    slurm: dict[str, Any] = key(
+        {}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ..."
+    )
+    deadline: Optional[float] = key(
+        None, "Seconds until runs stop; the same command resumes them.", above=0
+    )
 
     def check(self) -> None:
-        need(self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false")
+        need(
+            self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false"
+        )
         here = self.launcher == "local" or not self.throughput_rounds and self.deadline is None
         need(here, "launcher", "local with throughput_rounds or deadline", self.launcher)
         for arm in self.arms:
             need(not re.search(r" \S+=", arm), "arms", "names without ' key='", f"'{arm}'")
-        need(bool(self.tune.grid) == bool(self.tune.seeds), "tune", "both grid and seeds, or neither", "one")
+        need(
+            bool(self.tune.grid) == bool(self.tune.seeds),
+            "tune",
+            "both grid and seeds, or neither",
+            "one",
+        )
         both = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
         need(not both, "tune.seeds", "none of grid.seed", ", ".join(map(str, both)))
         for where, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
@@ -94,7 +129,9 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
 
 
 def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
-    return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
+    return [
+        key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
+    ]
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
@@ -106,24 +143,48 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     given = [re.sub(dotted, r"\1={\2: \3}", each, flags=re.DOTALL) for each in own]
     sweep = load(SweepConfig, path, given, "sweep")
     sweep.check()
-    every = load(SweepConfig, path, [each for each in given if not each.startswith("arms=[")], "sweep").arms
+    every = load(
+        SweepConfig, path, [each for each in given if not each.startswith("arms=[")], "sweep"
+    ).arms
     arms = ", ".join(every)
-    need(sweep.baseline in (None, *every), "baseline", f"one of {arms} or null", f"'{sweep.baseline}'")
+    need(
+        sweep.baseline in (None, *every),
+        "baseline",
+        f"one of {arms} or null",
+        f"'{sweep.baseline}'",
+    )
     for contrast in sweep.primary:
         names = str(contrast).split(" - ", 1)
         known = {sweep.baseline} != {*names} <= every.keys() and len({*names}) == len(names)
-        need(known, "primary", f"arms ({arms}), not the baseline, or '<arm> - <arm>'", f"'{contrast}'")
+        need(
+            known,
+            "primary",
+            f"arms ({arms}), not the baseline, or '<arm> - <arm>'",
+            f"'{contrast}'",
+        )
     sweep.name = sweep.name or Path(path).stem
-    base = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
-    last = [(parse_override(override), f"'{override}'") for override in overrides if override not in own]
+    base = (
+        []
+        if sweep.base is None
+        else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
+    )
+    last = [
+        (parse_override(override), f"'{override}'") for override in overrides if override not in own
+    ]
     _check_places(sweep, {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last})
-    configs = [resolve(Config, copy.deepcopy([*base, (_layer(keys), str(path)), *last])) for keys in _runs(sweep)]
+    configs = [
+        resolve(Config, copy.deepcopy([*base, (_layer(keys), str(path)), *last]))
+        for keys in _runs(sweep)
+    ]
     for config in {repr(replace(config, seed=0)): config for config in configs}.values():
         check_run(config)
         devices = config.trainer.devices * config.trainer.num_nodes
         need(devices == 1, "trainer.devices", "1 in a sweep", devices)
     evaluations = tuple(f"{name}." for name in configs[0].evaluations)
-    for where, names in {"table.metrics": sweep.table.metrics, "tune.metric": [sweep.tune.metric]}.items():
+    for where, names in {
+        "table.metrics": sweep.table.metrics,
+        "tune.metric": [sweep.tune.metric],
+    }.items():
         for name in names:
             known = name in (*METRICS, "val_loss_last_weights") or name.startswith(evaluations)
             need(known, where, f"one of {', '.join((*METRICS, *evaluations))}", f"'{name}'")
@@ -135,13 +196,23 @@ def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
 
 
 def _suffix(point: dict[str, Any]) -> str:
-    return "".join(f" {name.rpartition('.')[2]}={value}" for name, value in point.items() if name != "seed")
+    return "".join(
+        f" {name.rpartition('.')[2]}={value}" for name, value in point.items() if name != "seed"
+    )
 
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
-    own = {name: it for name in ("plugins", "evaluations", "evaluation_options") if (it := getattr(sweep, name))}
+    own = {
+        name: it
+        for name in ("plugins", "evaluations", "evaluation_options")
+        if (it := getattr(sweep, name))
+    }
     for point, (arm, keys) in itertools.product(_points(sweep.grid), sweep.arms.items()):
-        place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
+        place = {
+            "name": arm + _suffix(point),
+            "output": sweep.output,
+            "runs_dir": f"{sweep.output}/runs",
+        }
         yield {**own, **flatten(sweep.common), **flatten(keys), **point, **place}
 
 
@@ -173,7 +244,12 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
         metrics = [record["metrics"] for record in records]
         if not any("diverged_at_step" in each for each in metrics):
             values: list[Any] = [each.get(tune.metric) for each in metrics]
-            need(None not in values, "tune.metric", f"one of {', '.join(metrics[0])}", f"'{tune.metric}': null")
+            need(
+                None not in values,
+                "tune.metric",
+                f"one of {', '.join(metrics[0])}",
+                f"'{tune.metric}': null",
+            )
             means[number] = statistics.fmean(values)
     if not means:
         raise Unfinished(f"no {' and '.join(tune.grid)} has a finite {tune.metric} with every seed")
@@ -181,7 +257,9 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
     return _with(config, **_points(tune.grid)[best])
 
 
-def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
+def run_sweep(
+    sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None
+) -> Path:
     """Time a sweep's arms and train its runs; return the folder of records.
 
     The deadline counts from ``begun``, of ``time.monotonic``. Raises Unfinished.
@@ -201,7 +279,11 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         if sweep.jobs != 1 or sweep.deadline is not None:
             on_gpu = any(config.trainer.accelerator in ON_GPU for config in runs)
             deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
-            start = partial(launch.run_in_slots, slots=launch.device_slots(sweep.jobs, on_gpu), deadline=deadline)
+            start = partial(
+                launch.run_in_slots,
+                slots=launch.device_slots(sweep.jobs, on_gpu),
+                deadline=deadline,
+            )
     _check_corpora([*trial_runs, *runs], progress)
     states: Counter[str] = Counter()
 
@@ -224,15 +306,24 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
         for wave in filter(None, waves):
             start(wave, report=report)
 
-    timed = {id_of(record["arm"], record["config"]) for record in records_of(sweep.output, "throughput")}
+    timed = {
+        id_of(record["arm"], record["config"]) for record in records_of(sweep.output, "throughput")
+    }
     if sweep.throughput_rounds and not timed.issuperset(map(run_id, arms)):
         for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
             append_record(Path(sweep.output) / "records.jsonl", record)
     if sweep.train:
-        tune, seeds = sweep.tune, {c.name: [one.seed for one in configs if one.name == c.name] for c in configs}
+        tune, seeds = (
+            sweep.tune,
+            {c.name: [one.seed for one in configs if one.name == c.name] for c in configs},
+        )
         more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
         if tune.grid:
-            more["tuned"] = {"keys": [*tune.grid], "tried": [*tune.grid.values()], "seeds": tune.seeds}
+            more["tuned"] = {
+                "keys": [*tune.grid],
+                "tried": [*tune.grid.values()],
+                "seeds": tune.seeds,
+            }
         if sweep.table != TableConfig():
             more["table"] = vars(sweep.table)
         write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)
@@ -240,16 +331,22 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     final = []
     for config in runs:
         try:
-            final.append(tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config)
+            final.append(
+                tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config
+            )
         except Unfinished as error:
             report(config, launch.Status("failed", str(error)))
     train([config for config in final if config is not None])
     done, failed, total = states["done"], states["failed"], len(trial_runs) + len(runs)
     if failed:
-        raise Unfinished(f"{failed} of {total} runs failed, {done} are done; the same command tries again")
+        raise Unfinished(
+            f"{failed} of {total} runs failed, {done} are done; the same command tries again"
+        )
     if done < total:
         elsewhere = f", other processes train {states['locked']}" if states["locked"] else ""
-        raise Unfinished(f"{done} of {total} runs are done{elsewhere}; the same command resumes", status=3)
+        raise Unfinished(
+            f"{done} of {total} runs are done{elsewhere}; the same command resumes", status=3
+        )
     return Path(sweep.output)
 
 
@@ -257,7 +354,11 @@ def _check_corpora(runs: list[Config], progress: bool) -> None:
     records, hashes = find_records(runs), dict[str, str]()
     for run, record in zip(runs, records) if None in records else ():
         documents = repr(run.data)
-        hashes[documents] = hashes.get(documents) or load_corpora(run.data, progress=progress).corpus_hash
+        hashes[documents] = (
+            hashes.get(documents) or load_corpora(run.data, progress=progress).corpus_hash
+        )
         if record is not None and record["corpus_hash"] != hashes[documents]:
             changed = f"data: the documents have changed since {run.name}, seed {run.seed}"
-            raise ConfigError(f"{changed}; give another output, or remove its record and {run_folder(run)}")
+            raise ConfigError(
+                f"{changed}; give another output, or remove its record and {run_folder(run)}"
+            )

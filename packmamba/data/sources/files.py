@@ -42,7 +42,9 @@ def open_text(data: DataConfig) -> Source:
             try:
                 yield Document(name in held_out, (root / name).read_bytes().decode("utf-8-sig"))
             except UnicodeDecodeError as error:
-                raise ConfigError(f"data.path: expected UTF-8, got {root / name} ({error}); move it") from None
+                raise ConfigError(
+                    f"data.path: expected UTF-8, got {root / name} ({error}); move it"
+                ) from None
 
     return Source([str(root.resolve()), hash_files(root, files)], read)
 
@@ -77,7 +79,9 @@ def open_parquet(data: DataConfig) -> Source:
     return _records(data, _rows, (".parquet",))
 
 
-def _records(data: DataConfig, values: Callable[[Path, str], Iterator[Any]], suffixes: tuple[str, ...]) -> Source:
+def _records(
+    data: DataConfig, values: Callable[[Path, str], Iterator[Any]], suffixes: tuple[str, ...]
+) -> Source:
     root, files = find_files(data, suffixes)
 
     def contents() -> Iterator[str]:
@@ -94,7 +98,9 @@ def texts_of(place: str, key: str, values: Iterator[Any]) -> Iterator[str]:
     try:
         for text in values:
             if not isinstance(text, str):
-                raise ValueError(f"expected text in the field '{key}' (data.text_key), got {text!r:.60}")
+                raise ValueError(
+                    f"expected text in the field '{key}' (data.text_key), got {text!r:.60}"
+                )
             text.encode()  # half a surrogate pair is no text
             yield text
             number += 1
@@ -128,18 +134,24 @@ def extra(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ConfigError(f"data.source: needs {package}; pip install 'packmamba[integrations]'") from None
+        raise ConfigError(
+            f"data.source: needs {package}; pip install 'packmamba[integrations]'"
+        ) from None
 
 
 def open_megatron(data: DataConfig) -> Source:
     """Open ``data.path``.bin and .idx, ids as they are. Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``."""
     if not data.path:
-        raise ConfigError("data.path: data.source=megatron expected the name of .bin and .idx without suffix, got null")
+        raise ConfigError(
+            "data.path: data.source=megatron expected the name of .bin and .idx without suffix, got null"
+        )
     binary, index = Path(f"{data.path}.bin"), Path(f"{data.path}.idx")
     fingerprint = hash_files(binary.parent, [binary.name, index.name])
     try:
         with open(index, "rb") as file:
-            magic, version, code, sequences, documents = MEGATRON_HEADER.unpack(file.read(MEGATRON_HEADER.size))
+            magic, version, code, sequences, documents = MEGATRON_HEADER.unpack(
+                file.read(MEGATRON_HEADER.size)
+            )
             lengths = np.frombuffer(file.read(4 * sequences), "<i4")
             file.seek(8 * sequences, 1)  # places: sequences follow each other
             firsts = np.frombuffer(file.read(8 * documents), "<i8")
@@ -148,21 +160,29 @@ def open_megatron(data: DataConfig) -> Source:
         if (magic, version, len(firsts), bounds[-1]) != (b"MMIDIDX\0\0", 1, documents, len(tokens)):
             raise ValueError(f"other contents than {binary} of {len(tokens)} tokens")
     except (struct.error, LookupError, ValueError) as error:
-        raise ConfigError(f"data.path: expected a whole Megatron index of version 1, got {index} ({error})") from None
+        raise ConfigError(
+            f"data.path: expected a whole Megatron index of version 1, got {index} ({error})"
+        ) from None
 
     def vocabulary() -> int:
         if tokens.min() < 0:
-            raise ConfigError(f"data.path: expected ids of at least 0, got {tokens.min()} in {binary}")
+            raise ConfigError(
+                f"data.path: expected ids of at least 0, got {tokens.min()} in {binary}"
+            )
         return int(tokens.max()) + 1
 
-    read = split_by_content(lambda: (tokens[a:b] for a, b in zip(bounds, bounds[1:])), data.validation_fraction)
+    read = split_by_content(
+        lambda: (tokens[a:b] for a, b in zip(bounds, bounds[1:])), data.validation_fraction
+    )
     return Source([str(Path(data.path).resolve()), fingerprint], read, vocabulary)
 
 
 def open_huggingface(data: DataConfig) -> Source:
     """Open the column ``data.text_key`` of a data set, on the Hub (perhaps ``name@revision``) or on disk."""
     if not data.path:
-        raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
+        raise ConfigError(
+            "data.path: data.source=huggingface expected a data set's name or folder, got null"
+        )
     name, path = data.path, Path(data.path)
     if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
         version = hash_files(path, list_files(path, ("",)))
@@ -171,7 +191,9 @@ def open_huggingface(data: DataConfig) -> Source:
         builder, revision = _builder(name, data.subset)
         version = builder.hash
         options = {"split": data.split, "revision": revision}
-        load = functools.partial(extra("datasets").load_dataset, builder.repo_id or name, data.subset, **options)
+        load = functools.partial(
+            extra("datasets").load_dataset, builder.repo_id or name, data.subset, **options
+        )
 
     def rows() -> Iterator[Any]:
         loaded = load()
@@ -189,6 +211,8 @@ def _builder(path: str, subset: str | None) -> tuple[Any, str | None]:
     """Return builder and revision; once a process, since the Hub may be gone later."""
     name, _, revision = (path, "", "") if Path(path).exists() else path.partition("@")
     try:
-        return extra("datasets").load_dataset_builder(name, subset, revision=revision or None), revision or None
+        return extra("datasets").load_dataset_builder(
+            name, subset, revision=revision or None
+        ), revision or None
     except Exception as error:
         raise ConfigError(f"data.path: cannot load '{path}' as a data set ({error!r})") from None

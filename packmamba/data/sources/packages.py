@@ -36,7 +36,12 @@ class Manifest(NamedTuple):
             for path, hash, _, functions in package["files"]:
                 if functions is not None:
                     count, _, bits = functions.partition(":")
-                    yield package, path, hash, [bool(int(bits, 16) >> i & 1) for i in range(int(count))]
+                    yield (
+                        package,
+                        path,
+                        hash,
+                        [bool(int(bits, 16) >> i & 1) for i in range(int(count))],
+                    )
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -46,7 +51,9 @@ def read_manifest(path: str | Path) -> Manifest:
         if header["format"] != 1:
             raise ValueError(f"format {header['format']}")
     except (EOFError, ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(f"data.path: expected a manifest of packages, got '{path}' ({error})") from None
+        raise ConfigError(
+            f"data.path: expected a manifest of packages, got '{path}' ({error})"
+        ) from None
     return Manifest(hashlib.blake2b(content, digest_size=16).hexdigest(), header, packages)
 
 
@@ -63,11 +70,15 @@ def open_packages(data: DataConfig) -> Source:
                 code = Path(str(find(package["name"]).locate_file(path))).read_bytes()
             if content_hash(code) != hash:
                 wanted = f"{path} of {package['name']} {package['version']}"
-                raise ConfigError(f"data.path: expected {wanted}, got another or none; install that version")
+                raise ConfigError(
+                    f"data.path: expected {wanted}, got another or none; install that version"
+                )
             whole = unit == "files" or (unit == "mixture" and int(hash[-1], 16) % 2 == 0)
             texts = [code.decode()] if whole else functions_of(code) or []
             if not whole and len(texts) != len(chosen):
-                raise ConfigError(f"data.path: {path} has other functions than in the manifest; use its Python")
+                raise ConfigError(
+                    f"data.path: {path} has other functions than in the manifest; use its Python"
+                )
             for text in texts if whole else itertools.compress(texts, chosen):
                 yield Document(package["split"] == "validation", text, group=package["name"])
 
@@ -87,8 +98,13 @@ def functions_of(code: bytes) -> list[str] | None:
             tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    lines = code.splitlines(keepends=True)  # of bytes: splits where the parser counts lines, not at \f
-    starts = [(min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno) for one in _functions(tree)]
+    lines = code.splitlines(
+        keepends=True
+    )  # of bytes: splits where the parser counts lines, not at \f
+    starts = [
+        (min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno)
+        for one in _functions(tree)
+    ]
     return [b"".join(lines[start - 1 : end]).decode(encoding) for start, end in starts]
 
 

@@ -29,24 +29,34 @@ class Document(NamedTuple):
 class Source:
     """Stream documents in a fixed order, any number of times."""
 
-    fingerprint: list[Any]  # JSON values that change when documents may, but for the validation fraction
+    fingerprint: list[
+        Any
+    ]  # JSON values that change when documents may, but for the validation fraction
     read: Callable[[], Iterator[Document]]
-    vocab_size: int | Callable[[], int] | None = None  # of ids, which get no begin and end tokens; None: text
+    vocab_size: int | Callable[[], int] | None = (
+        None  # of ids, which get no begin and end tokens; None: text
+    )
 
 
 def open_source(data: DataConfig) -> Source:
     """Open ``data.source``: list files, read none. Raises ConfigError naming the key."""
     if data.path is not None and data.source in ("stdlib", "synthetic", "task"):
-        raise ConfigError(f"data.path: data.source={data.source} reads no path, got '{data.path}'; set data.source")
+        raise ConfigError(
+            f"data.path: data.source={data.source} reads no path, got '{data.path}'; set data.source"
+        )
     try:
         return registry("packmamba.data.sources:SOURCES")[data.source](data)
     except OSError as error:
-        raise ConfigError(f"data.path: cannot read '{error.filename or data.path}' ({error})") from None
+        raise ConfigError(
+            f"data.path: cannot read '{error.filename or data.path}' ({error})"
+        ) from None
 
 
 def refuse_fraction(data: DataConfig) -> None:
     if data.validation_fraction != DataConfig.validation_fraction:
-        raise ConfigError(f"data.validation_fraction: expected none, since {data.path} decides what is validation")
+        raise ConfigError(
+            f"data.validation_fraction: expected none, since {data.path} decides what is validation"
+        )
 
 
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
@@ -62,15 +72,21 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
         names |= {(one / name).relative_to(root).as_posix() for name in inside}
     if not names:
         kinds = " or ".join(suffixes) or "visible"
-        raise ConfigError(f"data.path: expected {kinds} files for data.source={data.source}, got none in '{data.path}'")
+        raise ConfigError(
+            f"data.path: expected {kinds} files for data.source={data.source}, got none in '{data.path}'"
+        )
     return root, sorted(names)
 
 
-def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
+def list_files(
+    root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()
+) -> list[str]:
     """Return relative names of the visible files below a folder, sorted; follow no links to folders."""
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
+        folders[:] = [
+            name for name in folders if not name.startswith(".") and name not in skipped_folders
+        ]
         visible = [name for name in names if not name.startswith(".") and name.endswith(suffixes)]
         files += [(Path(folder) / name).relative_to(root).as_posix() for name in visible]
     return sorted(files)
@@ -78,7 +94,9 @@ def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collectio
 
 def hash_files(root: Path, files: list[str]) -> str:
     stats = ((name, (root / name).stat()) for name in files)
-    facts = b"".join(os.fsencode(name) + f"\0{s.st_size}\0{s.st_mtime_ns}\0".encode() for name, s in stats)
+    facts = b"".join(
+        os.fsencode(name) + f"\0{s.st_size}\0{s.st_mtime_ns}\0".encode() for name, s in stats
+    )
     return hashlib.blake2b(facts, digest_size=16).hexdigest()
 
 
@@ -98,10 +116,17 @@ def held_out_count(available: int, data: DataConfig) -> int:
 
 def share_of(name: bytes, seed: int = SEED) -> float:
     """Hash a name to a uniform number in [0, 1)."""
-    return int.from_bytes(hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest(), "little") / 2**48
+    return (
+        int.from_bytes(
+            hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest(), "little"
+        )
+        / 2**48
+    )
 
 
-def split_by_content(contents: Callable[[], Iterable[Any]], fraction: float) -> Callable[[], Iterator[Document]]:
+def split_by_content(
+    contents: Callable[[], Iterable[Any]], fraction: float
+) -> Callable[[], Iterator[Document]]:
     """Hold documents out by a hash of their content, so that equal ones are in one split; at least one."""
 
     def read() -> Iterator[Document]:
@@ -118,4 +143,6 @@ def split_by_content(contents: Callable[[], Iterable[Any]], fraction: float) -> 
 
 
 def _share(content: Any) -> float:
-    return share_of(content.encode() if isinstance(content, str) else np.asarray(content, "<i8").tobytes())
+    return share_of(
+        content.encode() if isinstance(content, str) else np.asarray(content, "<i8").tobytes()
+    )

@@ -30,19 +30,32 @@ class Passkey:
     DEPTHS, OTHERS = (0.1, 0.5, 0.9), 2
 
     def __init__(
-        self, length: Span = (1024, 2048), depth: float | None = None, digits: int = 5, documents: Documents = None
+        self,
+        length: Span = (1024, 2048),
+        depth: float | None = None,
+        digits: int = 5,
+        documents: Documents = None,
     ) -> None:
         self.digits, self.depth = integer("digits", digits, 1), depth
         self.length = span("length", length, (32 + digits) * (self.OTHERS + 2))
         expect(depth is None or 0 <= depth <= 1, "depth", "0 to 1 or None", depth)
         self.code = b"\n".join(text.encode() for _, text in documents or standard_library())
         needed = 2 * self.length[1]
-        expect(len(self.code) >= needed, "documents", f"at least {needed} bytes of text", len(self.code))
+        expect(
+            len(self.code) >= needed,
+            "documents",
+            f"at least {needed} bytes of text",
+            len(self.code),
+        )
 
     def example(self, seed: int, index: int) -> Example:
         rng = draw("passkey", seed, index)
         length = within(rng, self.length)
-        depth = self.depth if self.depth is not None else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]
+        depth = (
+            self.depth
+            if self.depth is not None
+            else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]
+        )
         numbers = rng.choice(26**3, self.OTHERS + 2, replace=False)[1:]
         names = ["".join(chr(97 + int(n) // 26**i % 26) for i in range(3)) for n in numbers]
         values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in names]
@@ -75,9 +88,16 @@ class NextLine:
     INSIDE_CHARACTER = bytes(range(0x80, 0xC0))
 
     def __init__(
-        self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None
+        self,
+        context: int = 2048,
+        num_choices: int = 4,
+        per_package: int = 20,
+        documents: Documents = None,
     ) -> None:
-        self.context, self.num_choices = integer("context", context, 1), integer("num_choices", num_choices, 2)
+        self.context, self.num_choices = (
+            integer("context", context, 1),
+            integer("num_choices", num_choices, 2),
+        )
         self.per_package, self.chance = integer("per_package", per_package, 1), 1 / num_choices
         packages: dict[str, list[bytes]] = {}
         for package, text in documents or standard_library():
@@ -113,8 +133,13 @@ class NextLine:
             if right in context or any(item[:2] == (context, right) for item in items):
                 continue
             kind = _kind(right)
-            alike = {line for line in lines if _kind(line) == kind and line.strip() != right.strip()}
-            if len(wrong := sorted(line for line in alike if line not in context)) >= self.num_choices - 1:
+            alike = {
+                line for line in lines if _kind(line) == kind and line.strip() != right.strip()
+            }
+            if (
+                len(wrong := sorted(line for line in alike if line not in context))
+                >= self.num_choices - 1
+            ):
                 chosen = rng.choice(len(wrong), self.num_choices - 1, replace=False)
                 items.append((context, right, [wrong[i] for i in chosen]))
         return items

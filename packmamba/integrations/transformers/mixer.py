@@ -24,10 +24,16 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)  # in float32 as there
     heads, out_proj, keeps = hasattr(mixer, "n_mamba_heads"), mixer.out_proj, cache is not None
     # Zamba's channels of input and gate alternate.
-    x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if heads else xz.chunk(2, dim=-1)
+    x, z = (
+        map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1))
+        if heads
+        else xz.chunk(2, dim=-1)
+    )
     inputs = x
     # A wrapped projection (adapter, hook, quantisation) is called; else one operator takes the weights.
-    if not (heads or hasattr(mixer, "dt_layernorm")) and all(map(_plain, (mixer.x_proj, mixer.dt_proj, out_proj))):
+    if not (heads or hasattr(mixer, "dt_layernorm")) and all(
+        map(_plain, (mixer.x_proj, mixer.dt_proj, out_proj))
+    ):
         mixed, states = ops.mamba_inner(
             xz, *conv, mixer.x_proj.weight, mixer.dt_proj.weight, A, D, mixer.dt_proj.bias.to(wide), out_proj.weight,
             conv_layout=layout, ssm_layout=layout, return_state=keeps,
@@ -38,14 +44,20 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
             mixed = mixed + out_proj.bias.to(mixed.dtype)
     else:
         x = ops.conv1d_pack(x, *conv, layout=layout, activation="silu")
-        options: dict[str, Any] = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
+        options: dict[str, Any] = {
+            "delta_softplus": True,
+            "layout": layout,
+            "return_final_state": keeps,
+        }
         state = None
         if heads:
             outputs = []
             for h, (u, gate) in enumerate(zip(x.chunk(len(A), -1), z.chunk(len(A), -1))):
                 low, B, C = _split(mixer, F.linear(u, mixer.x_proj_weight[h]))
                 delta, bias = F.linear(low, mixer.dt_proj_weight[h]), mixer.dt_proj_bias[h].to(wide)
-                outputs.append(ops.ssm_pack(u, delta, A[h], B, C, D[h], z=gate, delta_bias=bias, **options))
+                outputs.append(
+                    ops.ssm_pack(u, delta, A[h], B, C, D[h], z=gate, delta_bias=bias, **options)
+                )
             if keeps:
                 state = torch.stack([last for _, last in outputs], 1)
             y = torch.cat([y for y, _ in outputs] if keeps else outputs, -1)
@@ -53,7 +65,9 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
             low, B, C = _split(mixer, mixer.x_proj(x))
             if hasattr(mixer, "dt_layernorm"):
                 normed = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
-                low, B, C = (part.to(x.dtype) for part in normed)  # Jamba's norms return float32 under autocast
+                low, B, C = (
+                    part.to(x.dtype) for part in normed
+                )  # Jamba's norms return float32 under autocast
             if _plain(mixer.dt_proj):  # the bias is not rounded
                 delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(wide)
             else:
@@ -75,8 +89,12 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     else:
         projected = mixer.in_proj(hidden)
     groups, states = mixer.n_groups, mixer.ssm_state_size
-    gate, inputs, delta = projected.split((mixer.intermediate_size, mixer.conv_dim, mixer.num_heads), dim=-1)
-    xbc = ops.conv1d_pack(inputs, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, layout=layout, activation="silu")
+    gate, inputs, delta = projected.split(
+        (mixer.intermediate_size, mixer.conv_dim, mixer.num_heads), dim=-1
+    )
+    xbc = ops.conv1d_pack(
+        inputs, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, layout=layout, activation="silu"
+    )
     x, B, C = xbc.split((mixer.intermediate_size, groups * states, groups * states), dim=-1)
     wide = accumulation_dtype(x.dtype)
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.to(wide)
@@ -101,11 +119,18 @@ def _keep(mixer: Any, cache: Any, packing: Packing, inputs: Tensor, state: Any) 
 
 
 def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
-    return projected.split((mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size), dim=-1)
+    return projected.split(
+        (mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size), dim=-1
+    )
 
 
 def _plain(linear: nn.Module) -> bool:
-    hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
+    hooks = (
+        linear._forward_hooks,
+        linear._forward_pre_hooks,
+        linear._backward_hooks,
+        linear._backward_pre_hooks,
+    )
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 
 

@@ -16,7 +16,9 @@ State = tuple[Tensor, Tensor]
 """(conv_state (S, D, W-1), ssm_state (S, D, N)) of documents; of Mamba-2 (S, H P + 2 G N, W-1), (S, H, P, N)."""
 
 
-def check_options(sizes: dict, flags: dict, d_conv: int, dt: tuple[float, float, float], backend: str | None) -> None:
+def check_options(
+    sizes: dict, flags: dict, d_conv: int, dt: tuple[float, float, float], backend: str | None
+) -> None:
     """Check a mixer's options; dt: (dt_min, dt_max, dt_init_floor)."""
     for name, size in sizes.items():
         checks.check_size(name, size, 256 if name == "d_state" else 2**20)
@@ -24,7 +26,12 @@ def check_options(sizes: dict, flags: dict, d_conv: int, dt: tuple[float, float,
     expect(d_conv in (2, 3, 4), "d_conv", "2, 3 or 4", repr(d_conv))
     fits = 0 < dt[0] <= dt[1] < math.inf and 0 <= dt[2] <= 1
     expect(fits, "dt_min, dt_max", "0 < dt_min <= dt_max", dt)
-    expect(backend in (None, *ops.BACKENDS), "backend", f"one of {', '.join(ops.BACKENDS)}", repr(backend))
+    expect(
+        backend in (None, *ops.BACKENDS),
+        "backend",
+        f"one of {', '.join(ops.BACKENDS)}",
+        repr(backend),
+    )
 
 
 def initial_dt(count: int, dt_min: float, dt_max: float, dt_init_floor: float) -> Tensor:
@@ -78,7 +85,9 @@ class Mixer(nn.Module):
         for name, value in (("layout", layout), ("ssm_layout", ssm_layout)):
             if value is not None:
                 checks.check_layout(value, hidden, "hidden", name)
-        conv_layout, ssm_layout = (layout if given is None else given for given in (conv_layout, ssm_layout))
+        conv_layout, ssm_layout = (
+            layout if given is None else given for given in (conv_layout, ssm_layout)
+        )
         if ssm_layout is not None and ssm_layout.num_tokens < ssm_layout.num_slots:
             # The projection's weight gradient multiplies padding by zero, which NaN survives.
             hidden = hidden.masked_fill((ssm_layout.slot_documents() < 0)[..., None], 0)
@@ -88,18 +97,28 @@ class Mixer(nn.Module):
     def start_state(self, documents: int) -> State:
         """Return the initial states of this many documents: zeros, or the learned state in the recurrence."""
         conv = self.conv1d.weight
-        start = conv.new_zeros(self.state_shape) if self.initial_state is None else self.initial_state
-        wide = start.to(checks.accumulation_dtype(conv.dtype)).expand(documents, *self.state_shape).contiguous()
+        start = (
+            conv.new_zeros(self.state_shape) if self.initial_state is None else self.initial_state
+        )
+        wide = (
+            start.to(checks.accumulation_dtype(conv.dtype))
+            .expand(documents, *self.state_shape)
+            .contiguous()
+        )
         return conv.new_zeros(documents, conv.shape[0], conv.shape[2] - 1), wide
 
-    def initial_states(self, state: Any, rows: int, ssm_layout: Any) -> tuple[Tensor | None, Tensor | None]:
+    def initial_states(
+        self, state: Any, rows: int, ssm_layout: Any
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Return the given states; where the recurrence has none, the learned state of each document."""
         pair = (None, None) if state is None else state
         fits = isinstance(pair, (tuple, list)) and len(pair) == 2
         expect(fits, "state", "a pair (conv_state, ssm_state)", type(state).__name__, TypeError)
         conv_state, ssm_state = pair
         if ssm_state is None and self.initial_state is not None:
-            ssm_state = self.start_state(rows if ssm_layout is None else ssm_layout.num_documents)[1]
+            ssm_state = self.start_state(rows if ssm_layout is None else ssm_layout.num_documents)[
+                1
+            ]
         return conv_state, ssm_state
 
     def _learn_initial_state(self, learned: bool, *shape: int) -> None:
@@ -127,13 +146,24 @@ class Mixer(nn.Module):
         """Translate the keys of transformers' configuration to this mixer's arguments."""
         activation = config.get("hidden_act", "silu")
         expect(activation in ("silu", "swish"), "hidden_act", "'silu'", repr(activation))
-        return {ours: config.get(theirs, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
+        return {
+            ours: config.get(theirs, default)
+            for ours, (theirs, default) in cls.HUGGING_FACE.items()
+        }
 
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Translate this mixer's arguments to the keys of transformers' configuration."""
-        expect(not options.get("learned_initial_state"), "learned_initial_state", "False in this format", True)
-        published = {theirs: options.get(ours, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
+        expect(
+            not options.get("learned_initial_state"),
+            "learned_initial_state",
+            "False in this format",
+            True,
+        )
+        published = {
+            theirs: options.get(ours, default)
+            for ours, (theirs, default) in cls.HUGGING_FACE.items()
+        }
         return published | {"hidden_act": "silu"}
 
 
@@ -153,7 +183,11 @@ class PackedMamba(Mixer):
     """
 
     NO_WEIGHT_DECAY = ("A_log", "D", "initial_state")
-    PUBLISHED = {"state_spaces": "Mamba1", "hugging_face": "mamba", "architecture": "MambaForCausalLM"}
+    PUBLISHED = {
+        "state_spaces": "Mamba1",
+        "hugging_face": "mamba",
+        "architecture": "MambaForCausalLM",
+    }
     WITHOUT_EFFECT = ("dt_init", "dt_scale", "use_fast_path")
     HUGGING_FACE = {  # by argument, MambaConfig's key and default
         "d_state": ("state_size", 16), "d_conv": ("conv_kernel", 4), "expand": ("expand", 2),
@@ -177,15 +211,23 @@ class PackedMamba(Mixer):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" and isinstance(d_model, int) else dt_rank
+        dt_rank = (
+            math.ceil(d_model / 16) if dt_rank == "auto" and isinstance(d_model, int) else dt_rank
+        )
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "dt_rank": dt_rank}
-        flags = {"bias": bias, "conv_bias": conv_bias, "learned_initial_state": learned_initial_state}
+        flags = {
+            "bias": bias,
+            "conv_bias": conv_bias,
+            "learned_initial_state": learned_initial_state,
+        }
         check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
         self.d_inner, self.dt_rank = expand * d_model, int(dt_rank)
         self.recompute, self.backend = recompute, backend
         self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias)
-        self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias)
+        self.conv1d = nn.Conv1d(
+            self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias
+        )
         self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False)
         self.dt_proj = nn.Linear(self.dt_rank, self.d_inner)
         nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
@@ -196,7 +238,9 @@ class PackedMamba(Mixer):
         self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias)
         self._learn_initial_state(learned_initial_state, self.d_inner, d_state)
 
-    def _mix(self, xz: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool) -> Any:
+    def _mix(
+        self, xz: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
+    ) -> Any:
         """Mix xz (B, L, 2 D), in_proj's output, to (B, L, d_model); return also final states or None."""
         conv_state, ssm_state = self.initial_states(state, xz.shape[0], ssm_layout)
         wide = checks.accumulation_dtype(xz.dtype)
