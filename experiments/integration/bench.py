@@ -26,6 +26,7 @@ from experiments.leakcheck.bench import chosen_models, find_kernels, make_config
 from packmamba.config import ConfigError, DataConfig, key, load_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.sources.builtin import open_stdlib
+from packmamba.integers import round_up
 from packmamba.integrations.transformers import patch
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
@@ -44,12 +45,14 @@ class Arm:
         kernels: transformers' own path, on mamba-ssm's kernels or on PyTorch alone; None where it is patched.
         patched: by ``packmamba.integrations.transformers.patch``.
         leaks: documents change what follows them; for the legend.
+        multiple_of: rows end in padding up to a multiple of so many tokens, as collators' ``pad_to_multiple_of``.
     """
 
     batches: str
     kernels: str | None = None
     patched: bool = False
     leaks: bool = False
+    multiple_of: int = 1
     documents_per_step: int | None = None
     steps: int | None = None
     warm_up_steps: int | None = None
@@ -66,18 +69,25 @@ class Arm:
         if self.batches == "flattened":
             from transformers import DataCollatorWithFlattening
 
-            return DataCollatorWithFlattening()(features)
+            batch = DataCollatorWithFlattening()(features)
+            missing = -batch["input_ids"].shape[1] % self.multiple_of
+            fill = {"input_ids": 0, "labels": -100, "position_ids": 0}  # as TRL's padding-free collator
+            return {name: torch.nn.functional.pad(batch[name], (0, missing), value=fill[name]) for name in batch}
         rows = [torch.tensor(feature["input_ids"]) for feature in features]
         pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
         tokens, mask = pad(rows), pad([torch.ones_like(row) for row in rows])
         labels = tokens.masked_fill(mask == 0, -100)
         labels[:, 0] = -100
-        return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+        batch = {"input_ids": (tokens, 0), "attention_mask": (mask, 0), "labels": (labels, -100)}
+        missing = -tokens.shape[1] % self.multiple_of
+        return {
+            name: torch.nn.functional.pad(values, (0, missing), value=fill) for name, (values, fill) in batch.items()
+        }
 
     def per_document(self, logits: Tensor, lengths: Sequence[int]) -> Tensor:
         """The logits (tokens, vocab) of a batch's documents, one behind the other."""
         if self.batches == "flattened":
-            return logits[0]
+            return logits[0, : sum(lengths)]
         return torch.cat([row[:length] for row, length in zip(logits, lengths)])
 
 
@@ -340,10 +350,10 @@ def draw_documents(distribution: str, count: int, seed: int) -> Documents:
 def _counts(arm: Arm, documents: Documents, per_step: int) -> tuple[int, int]:
     """(tokens, slots) of all steps."""
     lengths = [len(document) for document in documents]
-    if arm.batches == "flattened":
-        return sum(lengths), sum(lengths)
     steps = [lengths[first : first + per_step] for first in range(0, len(lengths), per_step)]
-    return sum(lengths), sum(max(step) * len(step) for step in steps)
+    flat = arm.batches == "flattened"
+    rows = [(1, sum(step)) if flat else (len(step), max(step)) for step in steps]
+    return sum(lengths), sum(count * round_up(length, arm.multiple_of) for count, length in rows)
 
 
 class Gate:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from experiments.speedup.bare_loop import BareLoop
-from experiments.speedup.model import BREAKDOWN, TOLERANCES, Arm, Documents, Model, PeerLM, by_family, feed
+from experiments.speedup.model import TOLERANCES, Arm, Documents, Model, PeerLM, by_family, feed
 from experiments.speedup.model import Config as SpeedupConfig
 from packmamba.config import key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
@@ -39,8 +39,7 @@ class Config(SpeedupConfig):
 class Size(Model):
     """A model size whose records are of kind ``paper``, breakdowns among them."""
 
-    def record(self, kind: str, arm: str, fields: dict, part: str, metrics: dict, curves: Any = None) -> None:
-        super().record("paper", arm, fields, BREAKDOWN if kind == "breakdown" else part, metrics)
+    kind = "paper"
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:

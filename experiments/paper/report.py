@@ -14,42 +14,24 @@ from packmamba.report.tables import Table, number, percent, word
 # arXiv 2408.03865, A100. 3.91x, 19.1 %, 0.41 % and 5.05x (the largest ratio over the sizes) as a summary of it reports them.
 PAPER = {"1.4b": 3.06, "2.8b": 2.62}
 LARGEST, KERNELS, PADDING = 5.05, 3.91, {"next_fit": 0.191, "greedy": 0.0041}
-# Dense bfloat16 FLOP/s, bytes/s, special-function operations per second (16 a clock and multiprocessor): data sheets.
-CARDS = {
-    "A100": (312e12, 2.04e12, 108 * 16 * 1.41e9),
-    "H100": (989e12, 3.35e12, 132 * 16 * 1.755e9),
-    "H200": (989e12, 4.8e12, 132 * 16 * 1.755e9),
-}
 SINGLE, PACKED = "mamba-ssm-single", "packed"
 OTHERS = {
+    "mamba-ssm-padded-2048": "packed over padding to 2048, mamba-ssm's layers",
+    "padded-2048": "packed over padding to 2048, our layers",
     "mamba-ssm-single-8": "packed over one document at a time, lengths rounded up to multiples of 8",
     "padded-sorted": "packed over batches sorted by length and padded",
 }
 
 
-def scaled_seconds(record: Record) -> float | None:
-    """Return a breakdown's seconds scaled to an A100 by the bound of each family of kernels; None for an unknown card."""
-    gpus = record["hardware"]["gpus"] or [""]
-    card = next((name for name in ("H100", "H200") if name in str(gpus[0])), None)
-    if card is None or record["config"]["dtype"] != "bfloat16":
-        return None
-    flops, memory, special = (here / there for here, there in zip(CARDS[card], CARDS["A100"]))
-    factors = {"matrix products": flops, "scan": special, "idle": 1.0, "seconds": 0.0}
-    return sum(value * factors.get(family, memory) for family, value in record["metrics"].items())
-
-
 def tables(records: Sequence[Record]) -> list[Table]:
     """Return the paper's numbers, one a row, beside what these records say."""
-    columns = make_columns(
-        "!what | !size | !dtype | the paper, A100 = paper | here | here over the paper = ratio | "
-        "an A100 by scaled bounds, a model = model"
-    )
+    columns = make_columns("!what | !size | !dtype | the paper, A100 = paper | here | here over the paper = ratio")
     table = Table("paper", "The paper's numbers and ours", columns)
 
     def add(what: str, size: str, dtype: str, here: float, theirs: float | None = None, **more: Any) -> None:
         shows = {"x": lambda v: number(v, ".2f", "x"), "%": percent, "n": lambda v: number(v, ",.0f")}
         show, ratio = shows[more.get("fmt", "x")], None if theirs is None else here / theirs
-        numbers = show(theirs), show(here), number(ratio, ".2f"), number(more.get("model"), ".2f", "x")
+        numbers = show(theirs), show(here), number(ratio, ".2f")
         table.rows.append([*map(word, (what, size, dtype)), *numbers])
 
     parts: dict[tuple, dict[str, Record]] = {}
@@ -60,7 +42,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
     for (size, dtype, part), arms in parts.items():
         if part != "forward_backward" or PACKED not in arms:
             continue
-        packed, single = arms[PACKED], arms.get(SINGLE) or arms["single"]
+        packed = arms[PACKED]
+        arms = {arm: record for arm, record in arms.items() if record["commit"] == packed["commit"]}
+        single = arms.get(SINGLE) or arms["single"]
         timed = parts.get((size, dtype, "breakdown"), {})
         pair = [timed[arm]["metrics"] for arm in (single["arm"], PACKED) if arm in timed]
         tokens = [record["metrics"]["real_tokens_per_batch"] for record in (single, packed)]
@@ -69,10 +53,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
             return seconds[0] / seconds[1] * tokens[1] / tokens[0]
 
         speeds[size, dtype] = ratio_of([record["metrics"]["seconds_per_batch"] for record in (single, packed)])
-        scaled = (scaled_seconds(timed[arm]) for arm in (single["arm"], PACKED) if arm in timed)
-        there = [seconds for seconds in scaled if seconds is not None]
-        model = ratio_of(there) if len(there) == 2 else None
-        add("packed over one document at a time", size, dtype, speeds[size, dtype], PAPER.get(size), model=model)
+        add("packed over one document at a time", size, dtype, speeds[size, dtype], PAPER.get(size))
         if len(pair) == 2:
             kernels = ratio_of([m["seconds"] - m["idle"] for m in pair])
             add("all kernels, the host never waited for", size, dtype, kernels, KERNELS if size == "1.4b" else None)
@@ -91,9 +72,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
     table.notes = [
         "Forward and backward, medians of rounds in turns; packed: our kernels. float32: products without TF32. Not alike: the "
         "paper's documents, sizes, dtype and software are not known; lengths are our distribution's, rows of 2048 in the "
-        "padding. 3.91x, 5.05x, 19.1 % and 0.41 % as a summary of the paper reports them. The model of an A100 scales matrix "
-        "products by peak FLOP/s, the scan by special-function rates, all else by memory bandwidth, and leaves the waiting for "
-        "the host as it is: it was not measured."
+        "padding. 3.91x, 5.05x, 19.1 % and 0.41 % as a summary of the paper reports them; they stand beside both dtypes, since "
+        "the paper's is not known. A size's rows are of one run."
     ]  # fmt: skip
     if any(SINGLE not in arms for (_, _, part), arms in parts.items() if part == "forward_backward"):
         table.notes.append("mamba-ssm is not installed here: single has our kernels.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -146,6 +146,8 @@ class BareLoop:
             "position_bytes": None if case.arm.graphs else sum(map(_position_bytes, batches)) / len(batches),
             "loss_error": case.loss_error,
             "leak_error": case.leak_error,
+            "odd_fraction": odd_fraction([tuple(batch.tokens.shape) for batch in batches]),
+            "odd_fraction_of_all": odd_fraction(case.feed.shapes),
             **self.model.speed(times, tokens, tokens / timing.median(times), padding),
         }
 
@@ -160,6 +162,12 @@ class BareLoop:
 
 def _difference(losses: Tensor, expected: Tensor) -> float:
     return float((losses - expected).norm() / (expected - expected.mean()).norm())
+
+
+def odd_fraction(shapes: Iterable[tuple[int, ...]]) -> float:
+    """Return the share of slots of (rows, length) batches that lie in rows of odd length: slow in mamba-ssm's products."""
+    slots = [(rows * length, length % 2) for rows, length in shapes]
+    return sum(count * odd for count, odd in slots) / sum(count for count, _ in slots)
 
 
 def _position_bytes(batch: PackedBatch) -> int:

@@ -14,7 +14,18 @@ from packmamba.reproduce import Bench
 from packmamba.timing import free_memory
 
 
-def run(c: Config, records_path: Path, progress: bool = True) -> None:
+class Sorted(Model):
+    """Name all records ``sorted``: arms that only this bench times share no table with arms of other runs."""
+
+    kind = "sorted"
+
+
+def run_sorted(c: Config, records_path: Path, progress: bool = True) -> None:
+    """Append records of kind ``sorted``, as ``run`` does."""
+    run(c, records_path, progress, Sorted)
+
+
+def run(c: Config, records_path: Path, progress: bool = True, sizes: type[Model] = Model) -> None:
     """Append records of kinds speedup and breakdown; each one's config holds its arm's fields.
 
     All arms of a model share one set of weights and take turns. Every arm arranges the same documents; its time for all of
@@ -28,7 +39,7 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
     for name in c.models:
         free_memory()
         try:
-            model = Model(c, name, device, records_path, progress)
+            model = sizes(c, name, device, records_path, progress)
             if {BARE, BREAKDOWN} & set(c.parts):
                 bare_loop.measure(model)
             if STEPS in c.parts:
@@ -37,4 +48,4 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             print(f"left out, {name}, what was not recorded before: does not fit into memory", file=sys.stderr)
 
 
-BENCHES = {"speedup": Bench(Config, run)}
+BENCHES = {"speedup": Bench(Config, run), "sorted": Bench(Config, run_sorted)}

@@ -91,6 +91,11 @@ class Feed:
     def tokens_per_batch(self) -> float:
         return int(self.rows.length.sum()) / len(self.groups)
 
+    @property
+    def shapes(self) -> list[tuple[int, int]]:
+        """Rows and their length of every batch."""
+        return [(len(rows), int(self.rows.slots[rows].max())) for rows in self.groups]
+
     def sample(self, count: int) -> list[PackedBatch]:
         """``count`` of the batches, evenly spread over their sizes: few that stand for all."""
         sizes = [self.rows.count([rows])[1] for rows in self.groups]
@@ -261,7 +266,13 @@ def family_of(name: str) -> str:
 
 
 class Model:
-    """All arms of a model size share one set of weights and arrange the same documents."""
+    """All arms of a model size share one set of weights and arrange the same documents.
+
+    Attributes:
+        kind: of all records, whose part then tells breakdowns from speeds; None: ``speedup`` and ``breakdown``.
+    """
+
+    kind: Optional[str] = None
 
     def __init__(self, c: Config, name: str, device: torch.device, records_path: Path, progress: bool) -> None:
         self.c, self.name, self.device, self.path, self.progress = c, name, device, records_path, progress
@@ -323,8 +334,10 @@ class Model:
         self, kind: str, arm: str, fields: dict[str, Any], part: str, metrics: dict[str, Any],
         curves: dict[str, list[dict[str, Any]]] | None = None,
     ) -> None:  # fmt: skip
-        """Appends a record; ``fields``: the arm's, and what else its configuration holds."""
+        """Append a record; ``fields``: the arm's, and what else its configuration holds."""
         c = self.c
+        if self.kind is not None:
+            kind, part, curves = self.kind, BREAKDOWN if kind == "breakdown" else part, None
         shared = ("distribution", "documents", "slots", "dtype", "precision", "rounds")
         settings = {"model": self.name, "part": part, **{name: getattr(c, name) for name in shared}}
         if self.progress:

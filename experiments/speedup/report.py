@@ -127,7 +127,7 @@ def _bars(packed: Arm | None) -> dict[str, Arm]:
     bars = {
         "mamba-ssm, one document at a time": TODAY,
         "mamba-ssm, one document, multiple of 8": TODAY._replace(multiple_of=8),
-        "mamba-ssm, sorted by length, padded": Arm("padded_sorted", layers=PEER),
+        "mamba-ssm, sorted by length, multiple of 8": Arm("padded_sorted", multiple_of=8, layers=PEER),
         "mamba-ssm, the same rows": packed and packed._replace(layers=PEER),
         "one document, CUDA graphs": Arm("single", graphs=True),
         "padded to 2048": Arm("padded", 2048),
@@ -222,6 +222,7 @@ def _headline(bare: dict[Key, Arms], steps: dict[Key, Arms], broken_down: dict[K
                 "over_single_8": arm.single._replace(multiple_of=8),
                 "over_mamba_ssm_packed": best._replace(layers=PEER),
                 "over_mamba_ssm_padded_sorted": Arm("padded_sorted", layers=PEER),
+                "over_mamba_ssm_padded_sorted_8": Arm("padded_sorted", multiple_of=8, layers=PEER),
                 "over_mamba_ssm_single_8": TODAY._replace(multiple_of=8),
                 "over_mamba_ssm_single": TODAY,
             }
@@ -239,6 +240,7 @@ def _headline(bare: dict[Key, Arms], steps: dict[Key, Arms], broken_down: dict[K
         "over padded to the longest = over_padded_longest± | over padded to 2048 = over_padded± | "
         "over single = over_single± | over single, multiple of 8 = over_single_8± | "
         "over mamba-ssm, the same rows = over_mamba_ssm_packed± | over mamba-ssm, sorted = over_mamba_ssm_padded_sorted± | "
+        "over mamba-ssm, sorted, multiple of 8 = over_mamba_ssm_padded_sorted_8± | "
         "over mamba-ssm, single, multiple of 8 = over_mamba_ssm_single_8± | "
         "the same, kernels alone = over_mamba_ssm_single_8_kernels± | over mamba-ssm, single = over_mamba_ssm_single± | "
         f"the same, kernels alone = over_mamba_ssm_single_kernels± | the paper's, A100 = paper:.2f x | {STEPS} | "
@@ -357,6 +359,37 @@ def breakdown_tables(records: Sequence[Record]) -> list[Table]:
     return [table]
 
 
+def sorted_tables(records: Sequence[Record]) -> list[Table]:
+    """Tabulate arms of sorted batches beside packed rows; a model's rows are of one run, the latest."""
+    speeds, profiles = (by_model(records, "sorted", part) for part in ("forward_backward", "breakdown"))
+    rows = []
+    for key, arms in speeds.items():
+        packed = next(record for arm, record in arms.items() if arm.packs and arm.layers == OURS)
+        for arm, record in arms.items():
+            if record["commit"] != packed["commit"]:
+                continue
+            row = {"model": key[0], "card": key[1], "arm": str(arm), "packed_over": _over(packed, record)}
+            profile = profiles.get(key, {}).get(arm)
+            families = {} if profile is None else profile["metrics"]
+            row |= {name.replace(" ", "_"): 1e3 * families[name] for name in ("matrix products", "scan") if families}
+            rows.append(row | _milliseconds(record["metrics"], "seconds_per_batch"))
+    first = next(iter(next(iter(speeds.values())).values()))["config"]
+    table = make_table(
+        "sorted",
+        "Batches sorted by length beside packed rows",
+        f"!model | !card | !arm | {RATE} | packed over it = packed_over± | padding = padding_fraction:% | "
+        "slots in rows of odd length = odd_fraction:% | of all batches = odd_fraction_of_all:% | "
+        "ms per batch = ms ms_spread:.4g ± .2g | matrix products (ms) = matrix_products:.4g | scan (ms) = scan:.4g",
+        rows,
+        f"Forward and backward, {first['dtype']} weights, medians of {first['rounds']} rounds in which all arms take turns; "
+        "ratios ± both interquartile ranges in quadrature. Every arm arranges the same documents; four of its batches, evenly "
+        "spread over their sizes, stand for all. -8: lengths rounded up to multiples of 8. mamba-ssm's matrix products are "
+        "slow in rows of odd length: the share of slots in such rows, of the four batches and of all.",
+        _hardware(speeds),
+    )
+    return [table]
+
+
 def _milliseconds(metrics: Mapping[str, Any], seconds: str) -> dict[str, Any]:
     return {**metrics, "ms": 1e3 * metrics[seconds], "ms_spread": 1e3 * metrics["seconds_spread"]}
 
@@ -366,6 +399,8 @@ KINDS = {
     # sizes. A batch stands for the mean of all the arm's batches of the same documents. peak_memory_bytes is null off a GPU,
     # position_bytes (of one batch) and the gate's errors are null in steps.
     "speedup": Kind(speedup_tables, speedup_figures),
+    # Arms of sorted batches, which only their own bench times; config.part: forward_backward or breakdown.
+    "sorted": Kind(sorted_tables),
     # Seconds of one call by family of kernels; their sum is seconds.
     "breakdown": Kind(breakdown_tables),
     # Of benches that are no more: their tables lie in logs/.

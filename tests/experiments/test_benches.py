@@ -207,6 +207,20 @@ def test_whole_models(tmp_path):
     assert [row[2].text for row in made["arms-130m"].rows] == list(ARMS) and len(made["breakdown"].rows) == 2
 
 
+def test_sorted_batches_beside_packed_rows(tmp_path):
+    names = ("padded-sorted", "padded-sorted-8", "packed-512-best_fit_decreasing")
+    arms = {name: ARMS[name.removesuffix("-8")] | {"parts": [BARE, BREAKDOWN]} for name in names}
+    arms["padded-sorted-8"]["multiple_of"] = 8
+    speedup.run_sorted(configured(Config, TINY | {"arms": arms}), tmp_path / "records.jsonl", progress=False)
+    records = read_records(tmp_path)
+    assert {record["kind"] for record in records} == {"sorted"}
+    odd = {r["arm"]: r["metrics"]["odd_fraction_of_all"] for r in records if r["config"]["part"] == BARE}
+    assert odd["padded-sorted"] > 0 == odd["padded-sorted-8"]
+    other_run = [record | {"commit": "other"} for record in records if record["arm"] != names[-1]]
+    made = tables("speedup", records + other_run[:1])["sorted"]
+    assert [row[2].text for row in made.rows] == list(names[1:]), "of one run alone"
+
+
 def test_cards_and_mixers_stand_side_by_side(tmp_path):
     arms = {name: ARMS[name] for name in ("single", "single-8", "packed-512-next_fit")}
     own = {"arms": arms, "rounds": 1, "parts": [BARE], "overrides": MAMBA2}
@@ -375,6 +389,8 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
         "padded": {"batches": "padded", "kernels": "torch"},
         "flattened": {"batches": "flattened", "kernels": "torch", "leaks": True},
         "patched": {"batches": "flattened", "patched": True},
+        "patched-8": {"batches": "flattened", "patched": True, "multiple_of": 8},
+        "padded-8": {"batches": "padded", "kernels": "torch", "multiple_of": 8},
     }
     keys = ["overrides=[model.n_layer=1,model.d_model=16,model.vocab_size=300]", "distribution=short", "rounds=1"]
     config = load_bench(
@@ -384,7 +400,15 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
     integration.run(config, tmp_path / "records.jsonl", progress=False)
     found = {record["arm"]: record["metrics"] for record in read_records(tmp_path)}
     assert list(found) == list(arms)
-    assert found["patched"]["last_loss"] == pytest.approx(found["padded"]["last_loss"], rel=1e-5), "the same steps"
+    for arm in ("patched", "patched-8", "padded-8"):
+        assert found[arm]["last_loss"] == pytest.approx(found["padded"]["last_loss"], rel=1e-5), "the same steps"
+    assert 0 == found["patched"]["padding_fraction"] < found["patched-8"]["padding_fraction"]
+    assert found["padded"]["padding_fraction"] < found["padded-8"]["padding_fraction"]
+    documents = [{"input_ids": list(range(length))} for length in (3, 6)]
+    for arm in (HFArm("flattened", multiple_of=8), HFArm("padded", multiple_of=8)):
+        batch = arm.collate(documents)
+        assert all(values.shape[1] % 8 == 0 for values in batch.values())
+        assert (batch["labels"] >= 0).sum() == 7, "no padding is a target"
     assert found["flattened"]["difference"] > 100 * found["patched"]["difference"]
     real = HFArm.collate
     leaky = lambda self, features: {k: v for k, v in real(self, features).items() if k != "position_ids"}
