@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pandas as pd
 
-from experiments.common import hardware, latest, make_table, named_by
+from experiments.common import hardware, make_table, named_by
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record
 from packmamba.report.html import Kind
@@ -20,29 +20,34 @@ KERNELS = {"mamba_ssm": "mamba-ssm's, by transformers", "torch": "none: transfor
 
 
 def tables(records: Sequence[Record]) -> list[Table]:
-    arms = latest(records, "integration")
-    first = next(iter(arms.values()))
-    config, patched = first["config"], arms.get("patched")
+    runs: dict[str, dict[str, Record]] = {}  # by commit: ratios are of one run
+    for record in sorted(aggregate.of_kind(records, "integration"), key=lambda record: record["time"], reverse=True):
+        runs.setdefault(record["commit"], {}).setdefault(record["arm"], record)
+    newest = next(iter(runs.values()))
+    first = newest.get("padded") or next(iter(newest.values()))
+    config = first["config"]
     table = make_table(
         "integration",
         f"A Hugging Face Mamba of {config['model']} in Trainer, {config['precision']}",
-        "!arm | !batches | !kernels | non-padding tokens/s = real_tokens_per_second:,.0f | "
+        "!card | !arm | !batches | !kernels | non-padding tokens/s = real_tokens_per_second:,.0f | "
         "interquartile range = real_tokens_per_second_spread:,.0f | patched over it [95% CI] = patched_over[] | "
         "padding = padding_fraction:% | "
         "peak memory = peak_memory_bytes:GiB | loss, first step = first_loss:.4f | loss, last ten steps = last_loss:.4f | "
-        "off from single documents = difference:.1e",
+        "off from single documents = difference:.1e | turns = turns:d",
         [
             record["metrics"]
-            | {"arm": arm, "patched_over": _over(patched, record)}
+            | {"card": hardware(record).removeprefix("NVIDIA "), "arm": arm, "turns": record["config"]["rounds"]}
+            | {"patched_over": _over(arms.get("patched"), record)}
             | {"batches": BATCHES[record["config"]["batches"]], "kernels": KERNELS[record["config"]["kernels"]]}
-            for arm, record in arms.items()
+            for arms in runs.values()
+            for arm, record in sorted(arms.items(), key=lambda item: _place(item[1]))
         ],
-        f"Whole optimizer steps; {hardware(first)}; medians of turns of "
-        f"{config['steps']} steps of {config['documents_per_step']} documents ({config['distribution']}: our choice), "
-        f"{config['rounds']} turn(s) each, interleaved; transformers {config['transformers']}.{_others(arms.values())} "
-        "Patched over it: the mean over turns, 95 % intervals by Student's t. "
-        "Off from single documents: logits in float32, relative, from transformers' path without kernels on each document "
-        "alone. Losses are nats per byte.",
+        f"Whole optimizer steps; medians of turns of {config['steps']} steps of {config['documents_per_step']} documents "
+        f"({config['distribution']}: our choice; slow-path: a step of two), in which the arms of a run alternate; transformers "
+        f"{' and '.join(dict.fromkeys(arms[arm]['config']['transformers'] for arms in runs.values() for arm in arms))}. "
+        "-8: rows padded to a multiple of 8 tokens. Patched over it: the mean over turns of that run, 95 % intervals by "
+        "Student's t. Off from single documents: logits in float32, relative, from transformers' path without kernels on each "
+        "document alone. Losses are nats per byte.",
     )
     return [table]
 
@@ -125,15 +130,10 @@ def _rates(record: Record) -> list[float]:
     return [turn["real_tokens_per_second"] for turn in turns if "real_tokens_per_second" in turn]
 
 
-def _others(records: Iterable[Record]) -> str:
-    """A sentence for each arm whose turns are smaller than the first one's."""
-    first, *rest = ({"arm": r["arm"]} | r["config"] for r in records)
-    sizes = ("documents_per_step", "steps", "rounds")
-    return "".join(
-        f" {c['arm']}: {c['rounds']} turn(s) of {c['steps']} step(s) of {c['documents_per_step']} documents."
-        for c in rest
-        if any(c[size] != first[size] for size in sizes)
-    )
+def _place(record: Record) -> list[Any]:
+    """Order a run's arms: the slow path last, as transformers makes them before patched ones, arms beside their -8."""
+    c = record["config"]
+    return [c["kernels"] == "torch", c["patched"], list(BATCHES).index(c["batches"]), c.get("multiple_of", 1)]
 
 
 KINDS = {"integration": Kind(tables, label=named_by("integration", "model")), "trainer": Kind(trainer_tables)}

@@ -365,29 +365,40 @@ def sorted_tables(records: Sequence[Record]) -> list[Table]:
     rows = []
     for key, arms in speeds.items():
         packed = next(record for arm, record in arms.items() if arm.packs and arm.layers == OURS)
+        profiled = profiles.get(key, {})
+        busy = _busy_per_token(profiled.get(Arm.of(packed)), packed)
         for arm, record in arms.items():
             if record["commit"] != packed["commit"]:
                 continue
             row = {"model": key[0], "card": key[1], "arm": str(arm), "packed_over": _over(packed, record)}
-            profile = profiles.get(key, {}).get(arm)
-            families = {} if profile is None else profile["metrics"]
-            row |= {name.replace(" ", "_"): 1e3 * families[name] for name in ("matrix products", "scan") if families}
+            if arm in profiled and busy is not None:
+                families = profiled[arm]["metrics"]
+                row |= {name.replace(" ", "_"): 1e3 * families[name] for name in ("matrix products", "scan", "idle")}
+                row["kernels"] = _busy_per_token(profiled[arm], record) / busy
             rows.append(row | _milliseconds(record["metrics"], "seconds_per_batch"))
     first = next(iter(next(iter(speeds.values())).values()))["config"]
     table = make_table(
         "sorted",
         "Batches sorted by length beside packed rows",
-        f"!model | !card | !arm | {RATE} | packed over it = packed_over± | padding = padding_fraction:% | "
-        "slots in rows of odd length = odd_fraction:% | of all batches = odd_fraction_of_all:% | "
-        "ms per batch = ms ms_spread:.4g ± .2g | matrix products (ms) = matrix_products:.4g | scan (ms) = scan:.4g",
+        f"!model | !card | !arm | {RATE} | packed over it = packed_over± | kernels alone = kernels:.2f x | "
+        "padding = padding_fraction:% | slots in rows of odd length = odd_fraction:% | of all batches = odd_fraction_of_all:% | "
+        "ms per batch = ms ms_spread:.4g ± .2g | matrix products (ms) = matrix_products:.4g | scan (ms) = scan:.4g | "
+        "idle (ms) = idle:.3g",
         rows,
         f"Forward and backward, {first['dtype']} weights, medians of {first['rounds']} rounds in which all arms take turns; "
         "ratios ± both interquartile ranges in quadrature. Every arm arranges the same documents; four of its batches, evenly "
         "spread over their sizes, stand for all. -8: lengths rounded up to multiples of 8. mamba-ssm's matrix products are "
-        "slow in rows of odd length: the share of slots in such rows, of the four batches and of all.",
-        _hardware(speeds),
+        "slow in rows of odd length: the share of slots in such rows, of the four batches and of all. Kernels alone: without "
+        "idle, the time in which no kernel runs.",
+        _hardware(speeds).partition(" MFU")[0],
     )
     return [table]
+
+
+def _busy_per_token(profile: Record | None, record: Record) -> Any:
+    """Return the seconds in which kernels run, by a breakdown, over a batch's non-padding tokens."""
+    taken = None if profile is None else profile["metrics"]
+    return taken and (taken["seconds"] - taken["idle"]) / record["metrics"]["real_tokens_per_batch"]
 
 
 def _milliseconds(metrics: Mapping[str, Any], seconds: str) -> dict[str, Any]:

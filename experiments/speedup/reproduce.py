@@ -13,6 +13,7 @@ STEPS = [
     Step("speedup.yaml", ("models=[130m]", "rounds=5"), _SMALL, gpus=1, gpu_gib=40, packages=PEERS),
     Step("speedup.yaml", ("models=[1.4b]",), _SMALL, gpus=1, gpu_gib=75, packages=PEERS),
     Step("speedup.yaml", ("models=[2.8b]", *_STEPS_OF_2_8B), _SMALL, gpus=1, gpu_gib=130, packages=PEERS),
+    Step("sorted.yaml", (), ("models=[130m]", *_SMALL), gpus=1, gpu_gib=75, packages=PEERS),
 ]
 
 PACKED, GRAPH = "packed-16384-best_fit_decreasing", "packed-16384-best_fit_decreasing-graph"
@@ -39,4 +40,9 @@ HEADLINES = [
     *_each("over padded to 2048", "over_padded"),
     *_each("whole optimizer steps over forward and backward alone", "steps_over_bare"),
     Headline(OUTSIDE, "breakdown", _BATCH, "outside"),
+    *(
+        Headline(f"{size.upper()}: over mamba-ssm, sorted{name}", "sorted", {"model": size, "arm": arm}, "packed_over")
+        for size in ("130m", "1.4b")
+        for arm, name in (("mamba-ssm-padded-sorted-8", ", multiples of 8"), ("mamba-ssm-padded-sorted", ""))
+    ),
 ]
