@@ -56,15 +56,23 @@ class Headline(NamedTuple):
 
 
 def experiments() -> dict[str, Path]:
+    """Return folders of experiments by name: the checkout's and the current folder's, or none."""
     roots = [root / "experiments" for root in (Path(__file__).resolve().parents[1], Path.cwd())]
     return {
         file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))
     }
 
 
-def find(name: str) -> Path:
+def require_experiments() -> dict[str, Path]:
+    """Return folders of experiments by name. Raises ConfigError outside a clone."""
     known = experiments()
-    need(known, "experiments", "a clone as the current folder", Path.cwd())
+    need(known, "experiments", "a clone as the current folder", f"{Path.cwd()}; clone PackMamba")
+    return known
+
+
+def find(name: str) -> Path:
+    """Return an experiment's folder. Raises ConfigError for an unknown name."""
+    known = require_experiments()
     if name not in known:
         raise ConfigError(f"expected an experiment, got '{name}'{suggest(name, known)}")
     return known[name]
@@ -203,7 +211,7 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
 
 
 def costs() -> Iterator[str]:
-    for name in experiments():
+    for name in require_experiments():
         declared = module(name, "reproduce")
         steps = getattr(declared, "STEPS", ())
         gpu = max((step.gpu_gib for step in steps if step.gpus), default=None)

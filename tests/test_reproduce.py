@@ -121,6 +121,16 @@ def test_steps_from_nothing(toy, tmp_path, monkeypatch, capsys):
     assert run.main(["reproduce", "toy/nothing"]) == 2 and run.main(["reproduce", "toy", "scale=tiny"]) == 2
 
 
+@pytest.mark.parametrize("command", ["reproduce", "bench"])
+def test_outside_a_clone(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(reproduce, "__file__", str(tmp_path / "site-packages/packmamba/reproduce.py"))
+    for name in ([], ["packing"]):
+        assert run.main([command, *name]) == 2
+        shown = capsys.readouterr()
+        assert "experiments: expected a clone" in shown.err and not shown.out and shown.err.count("\n") == 1
+
+
 def test_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=80 * 2**30))

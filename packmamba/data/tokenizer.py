@@ -123,8 +123,9 @@ class TokenIds(Tokenizer):
 def write_tokenizer(
     folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None
 ) -> None:
-    """Write a tokenizer beside a model, for PackMamba and transformers' AutoTokenizer."""
+    """Write a tokenizer into a folder, made if need be, for PackMamba and transformers' AutoTokenizer."""
     folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
     content = (
         _byte_level(begin_token, end_token)
         if tokenizer == "bytes"

@@ -55,7 +55,6 @@ def test_wrong_tokenizers_are_refused(words, tmp_path, monkeypatch):
 def test_bytes_are_bytes_here_and_in_transformers(tmp_path_factory, text):
     folder = tmp_path_factory.getbasetemp() / "bytes"
     if not folder.exists():
-        folder.mkdir()
         write_tokenizer(folder, "bytes", "<s>", "</s>")
     theirs = pytest.importorskip("transformers").AutoTokenizer.from_pretrained(folder)
     assert theirs.encode(text) == ByteTokenizer("<s>", "</s>").encode(text).tolist() == list(text.encode())
