@@ -3,6 +3,7 @@
 import dataclasses
 import glob
 import hashlib
+import importlib.util
 import json
 import os
 import sys
@@ -13,9 +14,8 @@ from pathlib import Path
 from typing import Any, Optional
 
 from packmamba import __version__
-from packmamba.errors import Unfinished, UserError
+from packmamba.errors import Unfinished, UserError, missing_package
 
-MISSING = "the package '{}' is missing; pip install 'packmamba[train]'"
 try:
     from packmamba.config import (
         CONFIGS,
@@ -30,7 +30,7 @@ try:
     )
     from packmamba.config.load import load_config, read_layers, resolve, sections_of, shown, suggest
 except ModuleNotFoundError as error:
-    sys.exit("packmamba: error: " + MISSING.format(error.name))
+    sys.exit(f"packmamba: error: {error}")
 
 DEVICE = "cpu, cuda:1, ...; auto: a GPU if there is one."
 FIRST = """name data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model
@@ -132,88 +132,124 @@ def evaluate(words: list[str]) -> None:
     (folder,), overrides = split(words, RUN, 1, 1)
     from packmamba.evaluation.load import load_model, read_config
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
-    from packmamba.evaluation.registry import evaluate as run
-    from packmamba.records import append_record, check_writable, make_record, write_items
-    from packmamba.report.html import format_table
-    from packmamba.training.run_id import RunLock, records_of
+    from packmamba.records import check_writable
+    from packmamba.training.run_id import RunLock
 
-    data = dataclasses.asdict(read_config(folder).data)
-    config = resolve(EvalConfig, [({"data": data}, folder), *read_layers(None, overrides)])
+    run = read_config(folder)
+    layers = [({"data": dataclasses.asdict(run.data)}, folder), *read_layers(None, overrides)]
+    config = resolve(EvalConfig, layers)
     for name, keys in config.options.items():
         mine = name in config.tasks and type(keys) is dict
         need(mine, f"options.{name}", f"keys of one of {', '.join(config.tasks)}", keys)
     output = Path(config.output or Path(folder, "evaluation"))
     check_writable(output, "output")
-    model = load_model(folder, config.device, config.dtype)
-    max_slots, trainer = config.max_slots or default_max_slots(model.model), model.config.trainer
-    harness = _harness(
-        [name for name in config.tasks if name not in EVALUATIONS], config, EVALUATIONS
-    )
-    own = (config.data, model.tokenizer, config.examples, config.seed, max_slots)
     contexts = {
-        name: EvalContext(*own, config.options.get(name, {}), trainer=trainer)
+        name: EvalContext(
+            config.data,
+            examples=config.examples,
+            seed=config.seed,
+            options=config.options.get(name, {}),
+            trainer=run.trainer,
+        )
         for name in config.tasks
     }
-    for name in filter(EVALUATIONS.__contains__, config.tasks):
+    built_in = [name for name in config.tasks if name in EVALUATIONS]
+    for name in built_in:
+        check(name, contexts[name])
+    evaluations = dict.fromkeys(built_in, _evaluate_built_in)
+    evaluations |= _harness([name for name in config.tasks if name not in built_in], config)
+    model = load_model(folder, config.device, config.dtype)
+    for context in contexts.values():
+        context.tokenizer = model.tokenizer
+        context.max_slots = config.max_slots or default_max_slots(model.model)
+    for name in built_in:
         check(name, contexts[name], len(model.model.lm_head.weight))
-    hashed: Any = {name: getattr(config, name) for name in HASHED} | {"max_slots": max_slots}
-    hashed["data"] = {k: v for k, v in vars(config.data).items() if k != "cache_dir"}
-    hashed["boundary"] = {trainer.boundary: trainer.boundary_options}
-    hashed["weights"] = float(sum(one.detach().double().sum() for one in model.model.parameters()))
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
-            settings = {"name": name, "options": contexts[name].options, **hashed}
-            digest = hashlib.sha256(
-                json.dumps(settings, sort_keys=True, default=str).encode()
-            ).hexdigest()[:10]
-            records = [
-                r for r in records_of(output, "evaluation") if r["config"].get("id") == digest
-            ]
-            if not records:
-                begun = time.perf_counter()
-                known = name in EVALUATIONS
-                result = (
-                    run(name, model.model, contexts[name])
-                    if known
-                    else harness(name, model, max_slots)
-                )
-                write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
-                what = {"id": digest, "evaluation": settings, "model": model.model.config}
-                numbers: Any = (
-                    result.corpus_hash,
-                    result.metrics,
-                    time.perf_counter() - begun,
-                    result.curves,
-                )
-                records = [
-                    make_record(
-                        "evaluation", model.name, model.name, what, model.config.seed, *numbers
-                    )
-                ]
-                append_record(output / "records.jsonl", records[0])
-            print(f"\n{format_table(records)}")
+            _evaluate(name, evaluations[name], model, contexts[name], config, output)
     print(f"\nRecords and items: {output}")
 
 
-def _harness(names: list[str], config: EvalConfig, known: Any) -> Any:
-    if not names:
-        return None
-    try:
-        import lm_eval
-        from lm_eval.tasks import TaskManager
+def _evaluate(
+    name: str, run: Callable, model: Any, context: Any, config: EvalConfig, output: Path
+) -> None:
+    """Print an evaluation's record in ``output``; append it first if it is not there."""
+    from packmamba.records import append_record, make_record, write_items
+    from packmamba.report.html import format_table
+    from packmamba.training.run_id import records_of
 
-        tasks = (manager := TaskManager(include_path=config.include_path)).all_tasks
-    except ModuleNotFoundError:
-        tasks = []
+    settings: Any = {"name": name, "options": context.options, "max_slots": context.max_slots}
+    settings |= {key: getattr(config, key) for key in HASHED}
+    settings["data"] = {k: v for k, v in vars(config.data).items() if k != "cache_dir"}
+    settings["boundary"] = {context.trainer.boundary: context.trainer.boundary_options}
+    parameters = model.model.parameters()
+    settings["weights"] = float(sum(one.detach().double().sum() for one in parameters))
+    content = json.dumps(settings, sort_keys=True, default=str).encode()
+    digest = hashlib.sha256(content).hexdigest()[:10]
+    done = [r for r in records_of(output, "evaluation") if r["config"].get("id") == digest]
+    if not done:
+        begun = time.perf_counter()
+        result = run(name, model, context)
+        write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
+        record = make_record(
+            "evaluation",
+            model.name,
+            model.name,
+            {"id": digest, "evaluation": settings, "model": model.model.config},
+            model.config.seed,
+            result.corpus_hash,
+            result.metrics,
+            time.perf_counter() - begun,
+            result.curves,
+        )
+        append_record(output / "records.jsonl", record)
+        done = [record]
+    print(f"\n{format_table(done)}")
+
+
+def _evaluate_built_in(name: str, model: Any, context: Any) -> Any:
+    from packmamba.evaluation import registry as evaluations
+
+    return evaluations.evaluate(name, model.model, context)
+
+
+def _mentioned(name: str, include_path: str | None) -> bool:
+    """Check if a file of the harness' tasks mentions a name: reading all is faster than an import."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None:
+        return False
+    folders = [Path(str(spec.origin)).parent / "tasks"]
+    if include_path is not None:
+        folders.append(Path(include_path))
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return any(name.encode() in path.read_bytes() for path in files)
+
+
+def _harness(names: list[str], config: EvalConfig) -> dict[str, Callable]:
+    """Return a function for each task of lm-evaluation-harness. Raises ConfigError."""
+    from packmamba.evaluation.registry import EVALUATIONS, EvalResult
+
     expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
-    for name in names:
-        need(name in tasks, "tasks", expected, f"'{name}'{suggest(name, known)}")
-    from packmamba.evaluation.lm_eval_adapter import PackMambaLM
-    from packmamba.evaluation.registry import EvalResult
 
-    def run(name: str, model: Any, max_slots: int) -> EvalResult:
-        adapter = PackMambaLM(model.model, str(model.folder), max_slots)
+    def known(holds: object, name: str) -> None:
+        need(holds, "tasks", expected, f"'{name}'{suggest(name, EVALUATIONS)}")
+
+    for name in names:
+        known(_mentioned(name, config.include_path), name)
+    if not names:
+        return {}
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from packmamba.evaluation.lm_eval_adapter import PackMambaLM
+
+    manager = TaskManager(include_path=config.include_path)
+    for name in names:
+        known(name in manager.all_tasks, name)
+
+    def run(name: str, model: Any, context: Any) -> EvalResult:
+        adapter = PackMambaLM(model.model, str(model.folder), context.max_slots)
         results = lm_eval.simple_evaluate(
             adapter, tasks=[name], limit=config.limit, task_manager=manager
         )
@@ -229,7 +265,7 @@ def _harness(names: list[str], config: EvalConfig, known: Any) -> Any:
         ]
         return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
 
-    return run
+    return dict.fromkeys(names, run)
 
 
 def generate(words: list[str]) -> None:
@@ -238,12 +274,15 @@ def generate(words: list[str]) -> None:
         raise UserError(f"generate: expected {RUN}, and a text")
     folder, prompt = newest(words[0]), words[1]
     config = load(GenerateConfig, None, words[2:])
+    from packmamba.data.tokenizer import TOKENIZER
     from packmamba.evaluation import generate as continue_tokens
-    from packmamba.evaluation.load import load_model
+    from packmamba.evaluation.load import load_model, read_config
 
+    read_config(folder)
+    has_text = Path(folder, TOKENIZER).is_file()
+    need(has_text, folder, "a model of text", f"one without {TOKENIZER}")
     model = load_model(folder, config.device, config.dtype)
     tokenizer: Any = model.tokenizer
-    need(tokenizer, folder, "a model of text", "one without a tokenizer")
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = begin + tokenizer.encode(prompt).tolist()
     sampling = (
@@ -264,9 +303,10 @@ def export(words: list[str]) -> None:
     from packmamba.evaluation.load import load_model, model_card
     from packmamba.training.run_id import find_record, records_of
 
-    model, path = load_model(folder, "cpu"), Path(*target or [folder, "huggingface"])
+    path = Path(*target or [folder, "huggingface"])
     used = path.exists() and any(path.iterdir() if path.is_dir() else [path])
     need(not used, str(path), "a new or empty folder", "one in use")
+    model = load_model(folder, "cpu")
     try:
         model.model.save_pretrained(path, format="huggingface")
     except ValueError as error:
@@ -496,7 +536,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ModuleNotFoundError as error:
-        message, status = MISSING.format(error.name), 2
+        message, status = str(missing_package(error.name)), 2
     except KeyboardInterrupt:
         message, status = "stopped; the same command resumes", 130
     except (UserError, OSError) as error:

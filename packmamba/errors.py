@@ -1,5 +1,6 @@
 """Errors for the user, which commands print in one line: ``key: expected X, got Y; do Z``."""
 
+import importlib.util
 from pathlib import Path
 
 COMMAND = (
@@ -13,6 +14,19 @@ def expect(
     """Raise ``name: expected ..., got ...`` unless it holds."""
     if not holds:
         raise kind(f"{name}: expected {expected}, got {got}")
+
+
+def missing_package(name: str | None) -> ModuleNotFoundError:
+    """Make the error that says how to install a package of the extra ``train``."""
+    message = f"the package '{name}' is missing; pip install 'packmamba[train]'"
+    return ModuleNotFoundError(message, name=name)
+
+
+def require(*packages: str) -> None:
+    """Raise ModuleNotFoundError for a missing package of the extra ``train``, importing none."""
+    for name in packages:
+        if importlib.util.find_spec(name) is None:
+            raise missing_package(name)
 
 
 class UserError(Exception):

@@ -144,6 +144,34 @@ def test_an_error_is_one_line(words, message, monkeypatch, capsys):
     assert error.startswith("run.py: error: ") and message in error and error.count("\n") == 1
 
 
+def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
+    """A wrong word is answered at once: no file of weights is there, and nothing slow beside PyTorch is imported."""
+    MambaLM(40, 16, 1).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    folder = str(tmp_path)
+    wrong = {
+        ("eval", folder, "tasks=[perplexty]"): "tasks: ",
+        ("eval", folder, "taskz=[parity]"): "unknown key 'taskz'",
+        ("eval", folder, "tasks=[parity]", "options.parity.lenth=3"): "options.parity: ",
+        ("eval", folder, "tasks=[parity]", "device=nowhere"): "device: ",
+        ("eval", f"{folder}/nowhere"): "nowhere: ",
+        ("generate", folder, "a", "top_q=1"): "unknown key 'top_q'",
+        ("generate", folder, "a"): f"{folder}: expected a model of text",
+        ("generate", f"{folder}/nowhere", "a"): "nowhere: ",
+        ("export", folder, folder): f"{folder}: expected a new or empty folder",
+        ("export", f"{folder}/nowhere"): "nowhere: ",
+        ("leakcheck", folder, "lenghts=[3]"): "unknown key 'lenghts'",
+        ("leakcheck", f"{folder}/nowhere"): "nowhere: ",
+    }
+    slow = {"lightning", "lm_eval", "transformers", "datasets", "pandas", "scipy", "matplotlib"}
+    code = f"import sys; from packmamba import cli; print(*[cli.main([*words]) for words in {[*wrong]}])"
+    code += f"; print({slow} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    for line, message in zip(done.stderr.splitlines(), wrong.values(), strict=True):
+        assert message in line
+    assert done.stdout == "2 " * (len(wrong) - 1) + "2\nset()\n"
+
+
 def test_interrupted_and_unread(monkeypatch, capsys):
     for raised, status, message in (
         (KeyboardInterrupt, 130, "the same command resumes"),

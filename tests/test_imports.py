@@ -86,3 +86,19 @@ def test_layer_operators_and_leakcheck_need_torch_numpy_and_safetensors_alone():
     code = f"import sys, importlib; sys.modules.update(dict.fromkeys({extra})); import packmamba; packmamba.leakcheck"
     code += f"; [importlib.import_module(name) for name in {names}]"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    "missing", [["lightning"], ["omegaconf", "lightning", "torchmetrics", "pandas", "scipy"]], ids=len
+)
+def test_without_the_extra_an_import_says_what_to_install(missing):
+    names = ["training", "training.fit", "training.boundary"]
+    names += ["config", "evaluation", "evaluation.tasks", "report.html", "reproduce"] if len(missing) > 1 else []
+    code = f"import sys, importlib; sys.modules.update(dict.fromkeys({missing}))"
+    for name in names:
+        code += f"\ntry: importlib.import_module('packmamba.{name}'); print('imported {name}')"
+        code += "\nexcept ModuleNotFoundError as error: print(error.name, error)"
+    done = subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT, capture_output=True, text=True)
+    for line in done.stdout.splitlines():
+        assert line.partition(" ")[0] in missing and line.endswith("pip install 'packmamba[train]'")
+    assert len(done.stdout.splitlines()) == len(names)

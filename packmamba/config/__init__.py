@@ -1,5 +1,8 @@
 """Configuration: a dataclass per section, YAML files and ``key=value``, validated once."""
 
+from packmamba.errors import ConfigError, require
+
+require("omegaconf", "filelock")
 from packmamba.config.load import (
     CONFIGS,
     CONFIGURATION,
@@ -24,4 +27,3 @@ from packmamba.config.schema import (
     options,
     registry,
 )
-from packmamba.errors import ConfigError

@@ -86,17 +86,16 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        model = MambaLM.from_pretrained(folder)
-    except (ValueError, FileNotFoundError) as error:
-        raise ConfigError(str(error)) from None
-    try:
-        model = model.to(
-            torch.device(device), None if dtype is None else getattr(torch, dtype)
-        ).eval()
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(
             f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})"
         ) from None
+    try:
+        model = MambaLM.from_pretrained(folder)
+    except (ValueError, FileNotFoundError) as error:
+        raise ConfigError(str(error)) from None
+    model = model.to(device, None if dtype is None else getattr(torch, dtype)).eval()
     tokenizer = read_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
     return LoadedModel(model, config, tokenizer, folder, (folder / CONFIGURATION).is_file())
 
