@@ -33,7 +33,7 @@ METRICS = """steps real_tokens targets train_seconds parameters peak_memory_byte
     real_tokens_per_second slots_per_second padding_fraction""".split()
 
 LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
-    data.task_options model.mixer model.mixer_options optimizer.name optimizer.options
+    data.task_options data.test_fraction data.test_path model.mixer model.mixer_options optimizer.name optimizer.options
     optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
     trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
     trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()

@@ -80,6 +80,12 @@ class DataConfig:
     validation_fraction: float = key(
         0.05, "Fraction of files (text) or documents held out.", above=0, high=0.99
     )
+    test_fraction: float = key(
+        0.0, "Fraction of files (text) or documents for the test split.", low=0, high=0.99
+    )
+    test_path: Optional[str] = key(
+        None, "Test documents of the same source; null: none, or test_fraction of path's."
+    )
     distribution: str = key(
         "documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS
     )

@@ -1,5 +1,6 @@
 """Tokenised corpora on disk, under a hash of everything that decides their tokens; little-endian files without headers."""
 
+import functools
 import hashlib
 import itertools
 import json
@@ -17,28 +18,33 @@ from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources import open_source
-from packmamba.data.sources.source import SEED, Document
+from packmamba.data.sources.source import SEED, Document, Source
 from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
 
 FORMAT = 1  # raise when the same keys and files give others
 META = "meta.json"
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096
-SPLITS = ("train", "validation")
+SPLITS = ("train", "validation", "test")
 
 
 class Corpus:
-    """Hold a split, memory-mapped and read-only: n documents of T tokens, begin and end tokens included.
+    """Hold a split, memory-mapped and read-only: n documents of T tokens.
 
-    ``targets``: (T,), after each token, -1 for none; None: the next token. ``groups``: (n,) indices into ``group_names``.
+    Attributes:
+        tokens: (T,) uint16 or uint32, begin and end tokens included.
+        lengths: (n,) int32, tokens of each document. ``offsets``: (n + 1,) int64, their cumulative sum.
+        targets: (T,) int32, the answer after each token, -1 for none; None: the next token.
+        groups: (n,) int32 indices into ``group_names``; None: documents have no groups.
+        corpus_hash: of training and validation; of the test documents where this is the test split.
     """
 
     def __init__(self, folder: str | Path, split: str) -> None:
         self.folder, self.split = Path(folder).resolve(), split
         meta = json.loads((self.folder / META).read_text())
-        self.corpus_hash: str = meta["corpus_hash"]
         self.vocab_size: int = meta["vocab_size"]
         counts = meta["splits"][split]
+        self.corpus_hash: str = counts.get("hash", meta["corpus_hash"])
         self.num_documents: int = counts["documents"]
         self.num_tokens: int = counts["tokens"]
         self.group_names: list[str] = counts.get("groups", [])
@@ -65,11 +71,12 @@ class Corpus:
 
 
 class Corpora(NamedTuple):
-    """Hold a corpus, and a hash of its contents, equal on every machine."""
+    """Hold a corpus, and a hash of training and validation, equal on every machine."""
 
     train: Corpus
     validation: Corpus
     corpus_hash: str
+    test: Corpus | None = None
 
 
 def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
@@ -90,81 +97,99 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():
-                    hidden = None if progress else True  # None: where there is no terminal
-                    bar = tqdm(
-                        source.read(),
-                        f"Tokenising {data.source}",
-                        unit=" documents",
-                        disable=hidden,
-                    )
-                    _tokenize(
-                        folder, data, bar, tokenizer or TokenIds(source.vocab_size or 0), identity
-                    )
+                    ids = tokenizer or TokenIds(source.vocab_size or 0)
+                    _tokenize(folder, data, source, ids, identity, progress)
         except OSError as error:
             raise ConfigError(
                 f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ({error})"
             ) from None
     try:
-        train, validation = (Corpus(folder, split) for split in SPLITS)
+        splits = json.loads((folder / META).read_text())["splits"]
+        train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
+        test = Corpus(folder, "test") if "test" in splits else None
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
             f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder"
         ) from None
-    return Corpora(train, validation, train.corpus_hash)
+    return Corpora(train, validation, train.corpus_hash, test)
 
 
 def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
-    if data.validation_documents is None or data.validation_documents >= corpus.num_documents:
+    """Return the numbers of the documents to evaluate on, sorted; all of a test split."""
+    limit = None if corpus.split == "test" else data.validation_documents
+    if limit is None or limit >= corpus.num_documents:
         return np.arange(corpus.num_documents)
-    return np.sort(
-        np.random.default_rng(SEED).permutation(corpus.num_documents)[: data.validation_documents]
-    )
+    return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[:limit])
 
 
 def _tokenize(
     folder: Path,
     data: DataConfig,
-    documents: Iterable[Document],
+    source: Source,
     tokenizer: Tokenizer,
     identity: dict[str, Any],
+    progress: bool,
 ) -> None:
     """Write a corpus under a temporary name, then rename it: it is whole or absent."""
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)
     work.mkdir()
+    hidden = None if progress else True  # None: where there is no terminal
+    bar = functools.partial(tqdm, unit=" documents", disable=hidden)
     try:
-        writers = [_SplitWriter(work / split, tokenizer) for split in SPLITS]
+        train, validation, test = (_SplitWriter(work / split, tokenizer) for split in SPLITS)
+        documents = bar(source.read(), f"Tokenising {data.source}")
         for chunk, encoded in _encoded(documents, tokenizer, data):
-            for held_out, writer in enumerate(writers):
-                pairs = zip(chunk, encoded)
-                writer.add(
-                    [(one, ids) for one, ids in pairs if len(ids) and one.held_out == held_out]
-                )
-        counts = [writer.counts["documents"] for writer in writers]
-        if not all(counts):
-            got = "{} and {} in '{}'".format(*counts, data.path)
-            raise ConfigError(
-                f"data.path: expected documents in training and validation, got {got}"
-            )
+            pairs = [(document, ids) for document, ids in zip(chunk, encoded) if len(ids)]
+            train.add([pair for pair in pairs if not pair[0].held_out])
+            validation.add([pair for pair in pairs if pair[0].held_out])
+        if source.read_test is not None:
+            documents = bar(source.read_test(), f"Tokenising {data.source}, test")
+            for chunk, encoded in _encoded(documents, tokenizer, data):
+                test.add([(one, ids) for one, ids in zip(chunk, encoded) if len(ids)])
+        _check_counts(data, train, validation, test)
         ids = {
             "vocab_size": tokenizer.vocab_size,
             "begin_id": tokenizer.begin_id,
             "end_id": tokenizer.end_id,
         }
-        hashes = [
-            hash for writer in writers for name, hash in writer.hashes.items() if name != "groups"
-        ]
-        header = json.dumps([*ids.values(), *(hash.hexdigest() for hash in hashes)])
-        corpus_hash = hashlib.blake2b(header.encode(), digest_size=16).hexdigest()
-        groups = [{"groups": [*writer.groups]} if writer.groups else {} for writer in writers]
-        splits = {
-            split: {**one.counts, **more} for split, one, more in zip(SPLITS, writers, groups)
-        }
+        splits = {"train": train.meta(), "validation": validation.meta()}
+        if test.counts["documents"]:
+            splits["test"] = test.meta() | {"hash": _hash([*ids.values()], test)}
+        corpus_hash = _hash([*ids.values()], train, validation)
         meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": splits}
         (work / META).write_text(json.dumps(meta, indent=1))
         os.rename(work, folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+
+
+def _check_counts(data: DataConfig, *writers: "_SplitWriter") -> None:
+    train, validation, test = (writer.counts["documents"] for writer in writers)
+    if not (train and validation):
+        raise ConfigError(
+            f"data.path: expected documents in training and validation, got {train} and "
+            f"{validation} in '{data.path}'"
+            + f" and {test} for test"
+            * bool(test)
+            + "; add others "
+            "with text, or lower the fractions held out"
+        )
+    if not test and (data.test_path is not None or data.test_fraction):
+        raise ConfigError(
+            f"data.{'test_path' if data.test_path else 'test_fraction'}: expected test documents, "
+            f"got none in '{data.test_path or data.path}'; add others with text"
+        )
+
+
+def _hash(header: list[Any], *writers: "_SplitWriter") -> str:
+    hashes = [
+        hash.hexdigest()
+        for writer in writers
+        for name, hash in writer.hashes.items()
+        if name != "groups"
+    ]
+    return hashlib.blake2b(json.dumps([*header, *hashes]).encode(), digest_size=16).hexdigest()
 
 
 class _SplitWriter:
@@ -178,6 +203,10 @@ class _SplitWriter:
         self.counts = Counter({"documents": 0, "tokens": 0})
         self.hashes: dict[str, Any] = {}
         self.groups: dict[str, int] = {}
+
+    def meta(self) -> dict[str, Any]:
+        """Return the split's part of ``META``."""
+        return {**self.counts, **({"groups": [*self.groups]} if self.groups else {})}
 
     def add(self, documents: list[tuple[Document, np.ndarray]]) -> None:
         if not documents:

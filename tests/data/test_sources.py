@@ -46,7 +46,7 @@ def test_compressed_files_that_are_damaged_are_refused_by_name(tmp_path, name):
         assert refused(of(path)).startswith(f"data.path: {path}")
 
 
-def test_lines_that_name_their_split_keep_it_and_the_test_split_is_never_read(tmp_path):
+def test_lines_that_name_their_split_keep_it_and_test_documents_stay_apart(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = [("b", "validation", "y"), ("a", "train", "x"), ("c", "test", "z"), ("d", "train", "x")]
     path.write_text("\n".join(json.dumps(dict(zip(("text", "split", "group"), row))) for row in rows) + "\n\n")

@@ -1,10 +1,11 @@
 """Sources of documents: a document's split depends on its name or content alone, never on the order of documents."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
-from packmamba.config import DataConfig
-from packmamba.data.sources import builtin, files, packages
-from packmamba.data.sources.source import Source, open_source
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.sources import builtin, files, packages, splits
+from packmamba.data.sources.source import Source
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "stdlib": builtin.open_stdlib,
@@ -19,3 +20,45 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "megatron": files.open_megatron,
 }
 """Values of ``data.source``, which read no file yet; plugins may add to it."""
+WITHOUT_PATH = ("stdlib", "synthetic", "task")
+
+
+def open_source(data: DataConfig) -> Source:
+    """Open ``data.source``, with its test split: list files, read none.
+
+    Raises ConfigError naming the key.
+    """
+    if data.test_path is not None and data.test_fraction:
+        raise ConfigError(
+            f"data.test_fraction: expected 0 with data.test_path, got {data.test_fraction}"
+        )
+    for key, path in (("path", data.path), ("test_path", data.test_path)):
+        if path is not None and data.source in WITHOUT_PATH:
+            raise ConfigError(
+                f"data.{key}: data.source={data.source} reads no path, got '{path}'; "
+                "set data.source"
+            )
+    source = _open(data)
+    if data.test_path is not None:
+        source = splits.test_from_path(source, _open_test_path(data))
+    elif data.test_fraction:
+        source = splits.test_from_fraction(source, data)
+    return source if source.names_splits else splits.cut_single_document(source, data)
+
+
+def _open(data: DataConfig) -> Source:
+    try:
+        return SOURCES[data.source](data)
+    except OSError as error:
+        raise ConfigError(
+            f"data.path: cannot read '{error.filename or data.path}' ({error})"
+        ) from None
+
+
+def _open_test_path(data: DataConfig) -> Source:
+    fraction = DataConfig.validation_fraction  # of no effect: every document is for test
+    others = replace(data, path=data.test_path, test_path=None, validation_fraction=fraction)
+    try:
+        return _open(others)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("data.path", "data.test_path")) from None

@@ -3,7 +3,7 @@
 import functools
 import platform
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,8 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources.packages import functions_of
-from packmamba.data.sources.source import (
-    SEED,
-    Document,
-    Source,
-    hash_files,
-    held_out_count,
-    held_out_files,
-    list_files,
-)
+from packmamba.data.sources.source import SEED, Document, Source, hash_files, list_files
+from packmamba.data.sources.splits import held_out_counts, split_names
 
 SKIPPED_FOLDERS = {
     "site-packages",
@@ -56,19 +49,23 @@ def standard_library() -> tuple[tuple[str, str], ...]:
 def open_stdlib(data: DataConfig) -> Source:
     """Open the functions of Python's standard library, held out by file."""
     files = library_files()
-    held_out = held_out_files(files, data)
+    validation, test = split_names(files, data)
 
-    def read() -> Iterator[Document]:
-        for name in files:
+    def documents(names: Iterable[str]) -> Iterator[Document]:
+        for name in names:
             for text in functions_of((LIBRARY / name).read_bytes()) or ():
-                yield Document(name in held_out, text)
+                yield Document(name in validation, text)
 
-    return Source([platform.python_version(), str(LIBRARY), hash_files(LIBRARY, files)], read)
+    return Source(
+        [platform.python_version(), str(LIBRARY), hash_files(LIBRARY, files)],
+        read=lambda: documents(name for name in files if name not in test),
+        read_test=(lambda: documents(sorted(test))) if data.test_fraction else None,
+    )
 
 
 def open_synthetic(data: DataConfig) -> Source:
     """Open documents of random ids, with lengths of ``data.distribution``."""
-    count = held_out_count(data.num_documents, data)
+    count, _ = held_out_counts(data.num_documents, data)
 
     def read() -> Iterator[Document]:
         lengths = draw_lengths(data.distribution, data.num_documents, SEED)
@@ -103,7 +100,8 @@ def open_task(data: DataConfig) -> Source:
         raise ConfigError(
             f"data.num_documents: task '{data.task}' has {most}, got {data.num_documents}"
         )
-    trained = data.num_documents - held_out_count(data.num_documents, data)
+    validation, _ = held_out_counts(data.num_documents, data)
+    trained = data.num_documents - validation
 
     def read() -> Iterator[Document]:
         for index in range(data.num_documents):

@@ -7,23 +7,20 @@ import io
 import itertools
 import json
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources.source import (
-    Document,
-    Source,
-    find_files,
-    hash_files,
-    held_out_files,
-    list_files,
-    refuse_fraction,
+from packmamba.config import ConfigError, DataConfig, need
+from packmamba.data.sources.source import Document, Source, find_files, hash_files, list_files
+from packmamba.data.sources.splits import (
+    least_length,
+    refuse_splits,
     split_by_content,
+    split_names,
 )
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -35,18 +32,38 @@ MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 def open_text(data: DataConfig) -> Source:
     """Open every visible file of ``data.path``, a document each, held out by name."""
     root, files = find_files(data, ("",))
-    held_out = held_out_files([name for name in files if (root / name).stat().st_size], data)
+    filled = [name for name in files if (root / name).stat().st_size]
+    if not filled:
+        raise ConfigError(
+            f"data.path: expected a file with text, got {len(files)} empty in '{data.path}', "
+            f"the first {root / files[0]}; name files with text"
+        )
+    validation, test = frozenset[str](), frozenset[str]()
+    if len(filled) > 1:
+        validation, test = split_names(filled, data)
+    else:
+        size = (root / filled[0]).stat().st_size
+        need(
+            size >= least_length(data),
+            "data.validation_fraction",
+            f"several files, or one of at least {least_length(data)} bytes to cut",
+            f"{size} in {root / filled[0]}; add files",
+        )
 
-    def read() -> Iterator[Document]:
-        for name in files:
+    def documents(names: Iterable[str]) -> Iterator[Document]:
+        for name in names:
             try:
-                yield Document(name in held_out, (root / name).read_bytes().decode("utf-8-sig"))
+                yield Document(name in validation, (root / name).read_bytes().decode("utf-8-sig"))
             except UnicodeDecodeError as error:
                 raise ConfigError(
                     f"data.path: expected UTF-8, got {root / name} ({error}); move it"
                 ) from None
 
-    return Source([str(root.resolve()), hash_files(root, files)], read)
+    return Source(
+        [str(root.resolve()), hash_files(root, files)],
+        read=lambda: documents(name for name in files if name not in test),
+        read_test=(lambda: documents(sorted(test))) if data.test_fraction else None,
+    )
 
 
 def open_jsonl(data: DataConfig) -> Source:
@@ -55,23 +72,28 @@ def open_jsonl(data: DataConfig) -> Source:
 
 
 def open_splits(data: DataConfig) -> Source:
-    """Open JSON lines whose fields ``split`` and ``group`` say a document's; leave out the split ``test``."""
-    refuse_fraction(data)
+    """Open JSON lines whose fields ``split`` (train, validation, test) and ``group`` say a document's."""
+    refuse_splits(data)
     root, files = find_files(data, JSON_LINES)
 
-    def read() -> Iterator[Document]:
+    def documents(splits: Collection[str]) -> Iterator[Document]:
         for name in files:
-            texts, splits = itertools.tee(_lines(root / name, data.text_key, "split", "group"))
+            texts, fields = itertools.tee(_lines(root / name, data.text_key, "split", "group"))
             contents = texts_of(str(root / name), data.text_key, (one[0] for one in texts))
-            for text, (_, split, group) in zip(contents, splits):
+            for text, (_, split, group) in zip(contents, fields):
                 if text and split not in ("train", "validation", "test"):
                     raise ConfigError(
                         f"data.path: {root / name}: expected a split train, validation or test, got {split!r}"
                     )
-                if text and split != "test":
-                    yield Document(split == "validation", text, group=str(group))
+                if text and split in splits:
+                    yield Document(split != "train", text, group=str(group))
 
-    return Source([str(root.resolve()), data.text_key, hash_files(root, files)], read)
+    return Source(
+        [str(root.resolve()), data.text_key, hash_files(root, files), "test"],
+        read=lambda: documents(("train", "validation")),
+        read_test=lambda: documents(("test",)),
+        names_splits=True,
+    )
 
 
 def open_parquet(data: DataConfig) -> Source:

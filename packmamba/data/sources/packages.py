@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.sources.source import Document, Source, refuse_fraction
+from packmamba.data.sources.source import Document, Source
+from packmamba.data.sources.splits import refuse_splits
 
 UNITS = ("files", "functions", "mixture")
 
@@ -59,7 +60,7 @@ def read_manifest(path: str | Path) -> Manifest:
 
 def open_packages(data: DataConfig) -> Source:
     """Open the files of the manifest ``data.path``, which splits them; a document's group is its package."""
-    refuse_fraction(data)
+    refuse_splits(data)
     manifest, unit = read_manifest(data.path or ""), data.unit or "files"
     find = functools.lru_cache(importlib.metadata.distribution)
 
@@ -82,7 +83,7 @@ def open_packages(data: DataConfig) -> Source:
             for text in texts if whole else itertools.compress(texts, chosen):
                 yield Document(package["split"] == "validation", text, group=package["name"])
 
-    return Source([manifest.hash, unit], read)
+    return Source([manifest.hash, unit], read, names_splits=True)
 
 
 def content_hash(code: bytes) -> str:

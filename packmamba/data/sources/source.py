@@ -1,19 +1,17 @@
-"""The contract of a document source; file listing, fingerprints, the validation split."""
+"""The contract of a document source; file listing and fingerprints."""
 
 import glob
 import hashlib
 import itertools
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
+from packmamba.config import ConfigError, DataConfig
 
-from packmamba.config import ConfigError, DataConfig, registry
-
-SEED = 0  # of the validation split, synthetic documents, examples
+SEED = 0  # of the splits, synthetic documents, examples
 
 
 class Document(NamedTuple):
@@ -27,45 +25,37 @@ class Document(NamedTuple):
 
 @dataclass(frozen=True)
 class Source:
-    """Stream documents in a fixed order, any number of times."""
+    """Stream documents in a fixed order, any number of times.
 
-    fingerprint: list[
-        Any
-    ]  # JSON values that change when documents may, but for the validation fraction
+    Args:
+        fingerprint: JSON values that change when documents may, but for the validation fraction.
+        read: yields the training and validation documents.
+        vocab_size: of ids, which get no begin and end tokens; None: documents are text.
+        read_test: yields the test documents. None: ``open_source`` takes ``data.test_fraction``
+            of the documents out of ``read``, by a hash of their content.
+        names_splits: the documents name their splits, so fractions do not apply.
+    """
+
+    fingerprint: list[Any]
     read: Callable[[], Iterator[Document]]
-    vocab_size: int | Callable[[], int] | None = (
-        None  # of ids, which get no begin and end tokens; None: text
-    )
-
-
-def open_source(data: DataConfig) -> Source:
-    """Open ``data.source``: list files, read none. Raises ConfigError naming the key."""
-    if data.path is not None and data.source in ("stdlib", "synthetic", "task"):
-        raise ConfigError(
-            f"data.path: data.source={data.source} reads no path, got '{data.path}'; set data.source"
-        )
-    try:
-        return registry("packmamba.data.sources:SOURCES")[data.source](data)
-    except OSError as error:
-        raise ConfigError(
-            f"data.path: cannot read '{error.filename or data.path}' ({error})"
-        ) from None
-
-
-def refuse_fraction(data: DataConfig) -> None:
-    if data.validation_fraction != DataConfig.validation_fraction:
-        raise ConfigError(
-            f"data.validation_fraction: expected none, since {data.path} decides what is validation"
-        )
+    vocab_size: int | Callable[[], int] | None = None
+    read_test: Callable[[], Iterator[Document]] | None = None
+    names_splits: bool = False
 
 
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
     """Return a folder and the names in it that ``data.path`` means: a file, a folder's files, or a pattern's."""
-    path, names = Path(data.path or "*"), set()
+    if data.path is None:
+        raise ConfigError(
+            f"data.path: data.source={data.source} expected a folder, file or pattern, got null; "
+            "set data.path=my/folder"
+        )
+    path = Path(data.path)
+    names: set[str] = set()
     if path.exists():
         paths, root = [path], path if path.is_dir() else path.parent
     else:
-        paths = [Path(name) for name in glob.glob(data.path or "", recursive=True)]
+        paths = [Path(name) for name in glob.glob(data.path, recursive=True)]
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
     for one in paths:
         inside = list_files(one, suffixes) if one.is_dir() else [""]
@@ -100,20 +90,6 @@ def hash_files(root: Path, files: list[str]) -> str:
     return hashlib.blake2b(facts, digest_size=16).hexdigest()
 
 
-def held_out_files(files: list[str], data: DataConfig) -> frozenset[str]:
-    ranked = sorted(files, key=lambda name: share_of(os.fsencode(name)))
-    return frozenset(ranked[: held_out_count(len(files), data)])
-
-
-def held_out_count(available: int, data: DataConfig) -> int:
-    count = max(1, round(data.validation_fraction * available))
-    if count >= available:
-        raise ConfigError(
-            f"data.validation_fraction: expected some of {available} left, got {data.validation_fraction}"
-        )
-    return count
-
-
 def share_of(name: bytes, seed: int = SEED) -> float:
     """Hash a name to a uniform number in [0, 1)."""
     return (
@@ -121,28 +97,4 @@ def share_of(name: bytes, seed: int = SEED) -> float:
             hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest(), "little"
         )
         / 2**48
-    )
-
-
-def split_by_content(
-    contents: Callable[[], Iterable[Any]], fraction: float
-) -> Callable[[], Iterator[Document]]:
-    """Hold documents out by a hash of their content, so that equal ones are in one split; at least one."""
-
-    def read() -> Iterator[Document]:
-        smallest = 1.0
-        for content in contents():  # usually about 1 / fraction of them
-            smallest = min(smallest, _share(content)) if len(content) else smallest
-            if smallest < fraction:
-                break
-        limit = max(fraction, float(np.nextafter(smallest, 2)))
-        for content in contents():
-            yield Document(_share(content) < limit, content)
-
-    return read
-
-
-def _share(content: Any) -> float:
-    return share_of(
-        content.encode() if isinstance(content, str) else np.asarray(content, "<i8").tobytes()
     )

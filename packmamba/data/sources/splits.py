@@ -1,0 +1,212 @@
+"""Which documents train, which are held out for validation and which for test.
+
+Documents are split by a hash of their content, files of the sources text and stdlib by a hash of
+their name: the lowest hashes are validation, the highest are test, the rest are trained on. So the
+order of documents decides nothing, and a test split leaves the validation split as it was. A
+single document is cut instead.
+"""
+
+import functools
+import hashlib
+import itertools
+import os
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.sources.source import Document, Source, share_of
+
+Read = Callable[[], Iterator[Document]]
+ABOVE_ALL_SHARES = 2.0
+MIN_PART = 2  # characters or ids: the least that has a next token to predict
+MAX_HELD_OUT_PART = 1 << 16  # characters or ids: a document is validated in one forward pass
+
+
+def refuse_splits(data: DataConfig) -> None:
+    """Raise ConfigError for keys of a split where the documents name their splits."""
+    for name in ("validation_fraction", "test_fraction", "test_path"):
+        if getattr(data, name) != getattr(DataConfig, name):
+            raise ConfigError(f"data.{name}: expected none, since {data.path} decides the splits")
+
+
+def split_names(names: list[str], data: DataConfig) -> tuple[frozenset[str], frozenset[str]]:
+    """Rank names by a hash: return the first, for validation, and the last, for test."""
+    ranked = sorted(names, key=lambda name: share_of(os.fsencode(name)))
+    validation, test = held_out_counts(len(ranked), data)
+    return frozenset(ranked[:validation]), frozenset(ranked[len(ranked) - test :])
+
+
+def held_out_counts(available: int, data: DataConfig) -> tuple[int, int]:
+    """Return how many documents are validation and test. Raises ConfigError if they are all."""
+    validation = max(1, round(data.validation_fraction * available))
+    test = max(1, round(data.test_fraction * available)) if data.test_fraction else 0
+    if validation + test >= available:
+        asked = f"{validation} for validation" + f" and {test} for test" * bool(test)
+        raise ConfigError(
+            f"data.validation_fraction: expected at least one of {available} documents left to "
+            f"train on, got {asked}; add documents, or lower the fractions held out"
+        )
+    return validation, test
+
+
+def split_by_content(contents: Callable[[], Iterable[Any]], fraction: float) -> Read:
+    """Hold documents out by a hash of their content, so that equal ones are in one split; at least one."""
+
+    def read() -> Iterator[Document]:
+        smallest = 1.0
+        for content in contents():  # usually about 1 / fraction of them
+            smallest = min(smallest, _share(content)) if len(content) else smallest
+            if smallest < fraction:
+                break
+        limit = max(fraction, float(np.nextafter(smallest, 2)))
+        for content in contents():
+            yield Document(_share(content) < limit, content)
+
+    return read
+
+
+def test_from_path(source: Source, others: Source) -> Source:
+    """Take every document of ``others`` as a test document."""
+    sizes = [_vocab_size(source), _vocab_size(others)]
+    return replace(
+        source,
+        fingerprint=[*source.fingerprint, "test_path", *others.fingerprint],
+        read=_without_equals(source.read, others.read, "test", "trained or validated on"),
+        vocab_size=None if source.vocab_size is None else lambda: max(size() for size in sizes),
+        read_test=others.read,
+    )
+
+
+def _vocab_size(source: Source) -> Callable[[], int]:
+    size = source.vocab_size
+    return size if callable(size) else lambda: size or 0
+
+
+def test_from_fraction(source: Source, data: DataConfig) -> Source:
+    """Take ``data.test_fraction`` of the documents as test documents, at least one."""
+    if source.read_test is None:
+        read, read_test = _test_by_content(source, data.test_fraction)
+    else:  # names decided, so equal files may be in two splits
+        validation = functools.partial(_read_validation, source)
+        read_test = _without_equals(source.read_test, validation, "validation", "tested on")
+        read = _without_equals(source.read, read_test, "test", "trained on")
+    fingerprint = [*source.fingerprint, "test_fraction", float(data.test_fraction)]
+    return replace(source, fingerprint=fingerprint, read=read, read_test=read_test)
+
+
+def _read_validation(source: Source) -> Iterator[Document]:
+    return (document for document in source.read() if document.held_out)
+
+
+def _without_equals(read: Read, others: Read, split: str, use: str) -> Read:
+    """Leave out what equals a document of ``others``, which are of ``split``; warn how many."""
+
+    @functools.cache
+    def digests() -> set[bytes]:
+        return {_digest(document.content) for document in others() if len(document.content)}
+
+    def read_rest() -> Iterator[Document]:
+        left_out = 0
+        for document in read():
+            if _digest(document.content) in digests():
+                left_out += 1
+            else:
+                yield document
+        if left_out:
+            told = f"Documents that equal a {split} document are not {use}: {left_out}."
+            warnings.warn(told, stacklevel=1)
+
+    return read_rest
+
+
+def _test_by_content(source: Source, fraction: float) -> tuple[Read, Read]:
+    """Move the documents with the highest hashes to the test split: return both readers."""
+
+    @functools.cache
+    def first_test_share() -> float:
+        shares = (_share(one.content) for one in source.read() if len(one.content))
+        largest, count = 0.0, 0
+        for count, share in enumerate(shares, start=1):  # usually about 1 / fraction of them
+            largest = max(largest, share)
+            if largest >= 1 - fraction and count > 1:
+                break
+        return min(1 - fraction, largest) if count > 1 else ABOVE_ALL_SHARES
+
+    def documents(test: bool) -> Iterator[Document]:
+        for document in source.read():
+            if (_share(document.content) >= first_test_share()) == test:
+                yield document
+
+    return functools.partial(documents, test=False), functools.partial(documents, test=True)
+
+
+def cut_single_document(source: Source, data: DataConfig) -> Source:
+    """Cut a source's only document: its end is held out, in the order train, validation, test.
+
+    The parts have the configured fractions of its characters, or of its ids. A held-out part
+    longer than ``MAX_HELD_OUT_PART`` becomes several documents of at most that length.
+    """
+
+    @functools.cache
+    def parts() -> tuple[list[Document], list[Document]] | None:
+        """Return training and validation documents, and test documents; None unless single."""
+        filled = (document for document in source.read() if len(document.content))
+        first_two = list(itertools.islice(filled, 2))
+        if len(first_two) != 1 or first_two[0].targets is not None:
+            return None
+        document, content = first_two[0], first_two[0].content
+        first_test = len(content) - _part_length(content, data.test_fraction)
+        trained = first_test - _part_length(content, data.validation_fraction)
+        if trained < MIN_PART:
+            raise ConfigError(
+                f"data.path: expected documents in training and validation, got 0 and 1 in "
+                f"'{data.path}': one alone needs {least_length(data)} characters or ids and has "
+                f"{len(content)}; add documents, or lower the fractions held out"
+            )
+        train = document._replace(held_out=False, content=content[:trained])
+        validation, test = (
+            [
+                document._replace(held_out=True, content=part[first : first + MAX_HELD_OUT_PART])
+                for first in range(0, len(part), MAX_HELD_OUT_PART)
+            ]
+            for part in (content[trained:first_test], content[first_test:])
+        )
+        return [train, *validation], test
+
+    def read() -> Iterator[Document]:
+        cut = parts()
+        yield from source.read() if cut is None else cut[0]
+
+    def read_test() -> Iterator[Document]:
+        cut = parts() if data.test_fraction else None
+        if cut is not None:
+            yield from cut[1]
+        elif source.read_test is not None:
+            yield from source.read_test()
+
+    return replace(source, read=read, read_test=source.read_test and read_test)
+
+
+def _part_length(content: Any, fraction: float) -> int:
+    return max(MIN_PART, round(fraction * len(content))) if fraction else 0
+
+
+def least_length(data: DataConfig) -> int:
+    """Return the least length of a single document that can be cut into its splits."""
+    return MIN_PART * (3 if data.test_fraction else 2)
+
+
+def _share(content: Any) -> float:
+    return share_of(_bytes_of(content))
+
+
+def _digest(content: Any) -> bytes:
+    return hashlib.blake2b(_bytes_of(content), digest_size=16).digest()
+
+
+def _bytes_of(content: Any) -> bytes:
+    return content.encode() if isinstance(content, str) else np.asarray(content, "<i8").tobytes()
