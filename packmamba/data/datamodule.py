@@ -7,11 +7,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, cast
 
 import lightning
 import numpy as np
 import torch
+from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from packmamba.config import (
@@ -24,16 +25,18 @@ from packmamba.config import (
     resolve,
     validate,
 )
-from packmamba.data.batch import Rows, StepBatch
+from packmamba.data.batch import PackedBatch, Rows, StepBatch
 from packmamba.data.packing import Integers
 from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
-from packmamba.data.token_store import Corpora, evaluation_documents, load_corpora
+from packmamba.data.token_store import Corpora, Corpus, evaluation_documents, load_corpora
 
 
 class PackedDataModule(lightning.LightningDataModule):
-    """Train on a StepBatch per optimizer step; validate and test on PackedBatches of whole documents, each from zero state.
+    """Train on a StepBatch per optimizer step; validate, test and predict on PackedBatches.
 
-    Where the boundary scheme leaks or carries, a second loader has the same documents arranged as in training.
+    A PackedBatch outside training holds whole documents, each from zero state. Where the boundary
+    scheme leaks or carries, validation and test have a second loader of the same documents,
+    arranged as in training.
 
     Args:
         config: the section ``data``; None: defaults.
@@ -118,51 +121,88 @@ class PackedDataModule(lightning.LightningDataModule):
                 )
             )
         self.steps = StepDataset(self.schedule(ranks), rank)
-        self.evaluations = self._evaluations(ranks, rank)  # rows, and their numbers batch by batch
+        if stage in (None, "fit"):
+            self.steps.schedule.step(0)  # a strategy that overfills rows is refused here
+        self.ranks, self.rank = ranks, rank
+        # Rows, and their numbers batch by batch.
+        self.evaluations = self._evaluations(self.corpora.validation)
 
     def schedule(self, world_size: int = 1) -> Schedule:
         continues = getattr(self.boundary, "continues", False)
         return Schedule(self.corpora.train, self.config, self.seed, continues, world_size)
 
-    def _evaluations(self, world_size: int, rank: int) -> list[tuple[Rows, list[Integers]]]:
-        data, corpus = self.config, self.corpora.validation
-        documents = evaluation_documents(corpus, data)
-        row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
-        alone = replace(
-            data, strategy="best_fit_decreasing", row_length=row_length, streams=1, stagger=False
-        )
-        rows = arrange(corpus, Pieces.of(corpus, documents), alone)
-        groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=world_size)
-        evaluations = [(rows, groups[rank::world_size])]
+    def _evaluations(self, corpus: Corpus) -> list[tuple[Rows, list[Integers]]]:
+        """Arrange documents to evaluate: alone, and where the boundary asks for it as trained."""
+        evaluations = [self._alone(corpus, "best_fit_decreasing")]
         if getattr(self.boundary, "as_trained", False):
             # All of it on every rank: carried states must meet their rows.
-            evaluations.append(arrange_as_trained(corpus, documents, data, self.boundary.continues))
+            documents = evaluation_documents(corpus, self.config)
+            evaluations.append(
+                arrange_as_trained(corpus, documents, self.config, self.boundary.continues)
+            )
         return evaluations
 
-    def train_dataloader(self) -> DataLoader:
-        """Load steps from the Trainer's own on; an epoch is ``max_steps`` or, with ``max_epochs``, all documents."""
+    def _alone(self, corpus: Corpus, strategy: str) -> tuple[Rows, list[Integers]]:
+        """Arrange whole documents in rows; return them and the rows of this rank's batches."""
+        data = self.config
+        documents = evaluation_documents(corpus, data)
+        row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
+        alone = replace(data, strategy=strategy, row_length=row_length, streams=1, stagger=False)
+        rows = arrange(corpus, Pieces.of(corpus, documents), alone)
+        groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=self.ranks)
+        return rows, groups[self.rank :: self.ranks]
+
+    def train_dataloader(self) -> DataLoader[StepBatch]:
+        """Load a StepBatch for each of the Trainer's steps, from its own on.
+
+        An epoch is ``max_steps`` or, with ``max_epochs``, all documents.
+        """
         trainer = self.trainer
         if trainer is None:
-            return self._loader(
-                self.steps, StepSampler(lambda: 0, self.steps.schedule.epoch_steps())
-            )
-        accumulated = (
-            trainer.accumulate_grad_batches
-        )  # by a module that does not step with each StepBatch
+            sampler = StepSampler(lambda: 0, self.steps.schedule.epoch_steps())
+            return self._loader(self.steps, sampler)
+        # By a module that does not step with each StepBatch.
+        accumulated = trainer.accumulate_grad_batches
         last = trainer.max_steps * accumulated if trainer.max_steps > 0 else sys.maxsize
         whole = trainer.max_steps > 0 and trainer.max_epochs in (-1, None)
         epoch = last if whole else self.steps.schedule.epoch_steps()
-        return self._loader(
-            self.steps, StepSampler(lambda: trainer.global_step * accumulated, epoch, last)
+        sampler = StepSampler(lambda: trainer.global_step * accumulated, epoch, last)
+        return self._loader(self.steps, sampler, kind=StepLoader)
+
+    def val_dataloader(self) -> list[DataLoader[PackedBatch]]:
+        """Load the validation documents; a second loader, if any, has them as trained."""
+        return self._evaluation_loaders(self.evaluations)
+
+    def test_dataloader(self) -> list[DataLoader[PackedBatch]]:
+        """Load the test documents as ``val_dataloader`` does validation's.
+
+        Without a test split load validation's, with a warning.
+        """
+        return self._evaluation_loaders(self._evaluations(self._test_corpus("test")))
+
+    def predict_dataloader(self) -> DataLoader[PackedBatch]:
+        """Load the test documents, or as ``test_dataloader`` validation's, in the corpus's order."""
+        (loader,) = self._evaluation_loaders(
+            [self._alone(self._test_corpus("predict"), "next_fit")]
         )
+        return loader
 
-    def val_dataloader(self) -> list[DataLoader]:
+    def _test_corpus(self, action: str) -> Corpus:
+        if self.corpora.test is not None:
+            return self.corpora.test
+        rank_zero_warn(
+            f"data.test_fraction, data.test_path: expected one for trainer.{action}, got neither; "
+            f"it reads the validation documents."
+        )
+        return self.corpora.validation
+
+    def _evaluation_loaders(
+        self, evaluations: list[tuple[Rows, list[Integers]]]
+    ) -> list[DataLoader[PackedBatch]]:
         return [
-            self._loader(of, StepSampler(lambda: 0, len(of)), rows.batch)
-            for rows, of in self.evaluations
+            self._loader(groups, StepSampler(lambda: 0, len(groups)), rows.batch)
+            for rows, groups in evaluations
         ]
-
-    test_dataloader = val_dataloader
 
     def transfer_batch_to_device(
         self, batch: Any, device: torch.device, dataloader_idx: int
@@ -170,7 +210,11 @@ class PackedDataModule(lightning.LightningDataModule):
         return batch.to(device, non_blocking=True)
 
     def _loader(
-        self, dataset: Any, sampler: StepSampler, make: Callable[[Any], Any] | None = None
+        self,
+        dataset: Any,
+        sampler: StepSampler,
+        make: Callable[[Any], Any] | None = None,
+        kind: type[DataLoader] = DataLoader,
     ) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         options: dict[str, Any] = {
@@ -183,7 +227,22 @@ class PackedDataModule(lightning.LightningDataModule):
             "worker_init_fn": partial(_start_worker, self.plugins),
             "generator": torch.Generator(),
         }
-        return DataLoader(dataset, batch_size=None, sampler=sampler, **options)
+        return kind(dataset, batch_size=None, sampler=sampler, **options)
+
+
+class StepLoader(DataLoader):
+    """Tell Lightning that a resumed training goes on where it stopped.
+
+    The state is for Lightning to see: ``StepSampler`` begins at the Trainer's own step, which the
+    checkpoint restores.
+    """
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the number of the next StepBatch."""
+        return {"next_step": cast(StepSampler, self.sampler).first()}
+
+    def load_state_dict(self, state_dict: dict[str, int]) -> None:
+        """Do nothing: the Trainer's step decides."""
 
 
 @dataclass

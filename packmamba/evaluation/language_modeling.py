@@ -1,4 +1,4 @@
-"""Language-modelling evaluations on validation documents, in nats per target token."""
+"""Language-modelling evaluations on validation or test documents, in nats per target token."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from packmamba.config import need
+from packmamba.config import ConfigError, need
 from packmamba.data.token_store import Corpus, evaluation_documents, load_corpora
 from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.evaluation.packed_forward import (
@@ -96,6 +96,7 @@ OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
     "remembrance": {"length": (None, 4)},
 }
 """Integer options: default (None: the row length) and minimum."""
+SPLIT = "split"  # an option of each: "validation", the default, or "test"
 
 
 def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
@@ -103,11 +104,18 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     known, options = OPTIONS.get(name, {}), {}
     for option in context.options:
         need(
-            option in known,
+            option in known or option == SPLIT,
             f"{context.key}.{name}",
-            f"options of {', '.join(known) or 'none'}",
+            f"options of {', '.join([*known, SPLIT])}",
             f"'{option}'",
         )
+    split = context.options.get(SPLIT, "validation")
+    need(
+        split in ("validation", "test"),
+        f"{context.key}.{name}.{SPLIT}",
+        "validation or test",
+        repr(split),
+    )
     for option, (default, minimum) in known.items():
         value = context.options.get(
             option, (context.data.row_length or 1024) if default is None else default
@@ -122,7 +130,13 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
         options[option] = value
     if vocab_size is None:
         return None
-    corpus = load_corpora(context.data).validation
+    corpora = load_corpora(context.data)
+    corpus = corpora.test if split == "test" else corpora.validation
+    if corpus is None:
+        raise ConfigError(
+            f"{context.key}.{name}.{SPLIT}: expected validation, since the documents have no test "
+            "split, got 'test'; set data.test_path or data.test_fraction"
+        )
     fits = corpus.vocab_size <= vocab_size
     need(fits, "data.tokenizer", f"at most {vocab_size} tokens", corpus.vocab_size)
     numbers, groups = evaluation_documents(corpus, context.data).tolist(), corpus.groups
@@ -135,7 +149,7 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     need(
         longest >= needed,
         name,
-        f"a validation document of at least {needed} tokens",
+        f"a {split} document of at least {needed} tokens",
         f"at most {longest}",
     )
     return Validation(corpus, labels, documents, options)

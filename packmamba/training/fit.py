@@ -267,7 +267,6 @@ def make_trainer(
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for message in (
         "many workers",
-        "dataloader is not resumable",
         "litlogger",
         "LeafSpec",
         "`srun`",

@@ -1,5 +1,6 @@
 """The Lightning module: loss and optimizer step."""
 
+import inspect
 import random
 from collections.abc import Callable
 from typing import Any, cast
@@ -19,11 +20,13 @@ from packmamba.config import (
     TrainerConfig,
     need,
     resolve,
+    suggest,
     validate,
 )
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
+from packmamba.nn.mixers import MIXERS
 from packmamba.training.boundary import (
     Boundary,
     Reset,
@@ -117,6 +120,8 @@ class PackedLitModule(lightning.LightningModule):
         )
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
+        if isinstance(model, dict):
+            check_model_arguments(model)
         self.model: Any = MambaLM(**model) if isinstance(model, dict) else cast(Any, model)
         if compile:
             self.model.compile_blocks()
@@ -291,6 +296,21 @@ class PackedLitModule(lightning.LightningModule):
     test_step = validation_step
     on_test_epoch_start = on_validation_epoch_start
 
+    def predict_step(
+        self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0
+    ) -> dict[str, Tensor]:
+        """Score the S documents of a batch, each from zero state, in the batch's order.
+
+        Returns:
+            ``loss``: (S,) float64, mean nats per target, NaN for a document without a target.
+            ``num_targets``: (S,) int64. A document's log likelihood is ``-loss * num_targets``.
+        """
+        losses = self.loss(batch)[1][batch.loss_mask].double()
+        document = batch.layout.documents[batch.loss_mask]
+        num_targets = torch.bincount(document, minlength=batch.layout.num_documents)
+        sums = torch.zeros_like(num_targets, dtype=torch.float64).index_add_(0, document, losses)
+        return {"loss": sums / num_targets, "num_targets": num_targets}
+
     def on_test_epoch_end(self) -> None:
         self.on_validation_epoch_end("test")
 
@@ -335,6 +355,20 @@ class PackedLitModule(lightning.LightningModule):
         torch.set_rng_state(rng["torch"].cpu())
         if rng["cuda"]:
             torch.cuda.set_rng_state_all([state.cpu() for state in rng["cuda"]])
+
+
+def check_model_arguments(arguments: dict[str, Any]) -> None:
+    """Raise ConfigError naming an argument that neither MambaLM nor its mixer has."""
+    mixer = MIXERS.get(arguments.get("mixer", "mamba1"))
+    if mixer is None:
+        return  # MambaLM names it
+    of_mixer = inspect.signature(mixer).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in of_mixer.values()):
+        return  # it takes names that no signature says
+    known = [name for name in inspect.signature(MambaLM).parameters | of_mixer if name != "options"]
+    for name in arguments:
+        if name not in known:
+            raise ConfigError(f"unknown key 'model.{name}'{suggest(name, known)}")
 
 
 def make_model(config: Config, vocab_size: int) -> MambaLM:

@@ -2,11 +2,16 @@
 
 from collections import Counter
 from types import SimpleNamespace
+from typing import get_type_hints
 
+import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
 from packmamba.config import ConfigError
+from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.data.datamodule import PackedDataModule
+from packmamba.data.packing import STRATEGIES, Strategy
 from packmamba.data.token_store import evaluation_documents
 from runs import CARRY, SCHEMES, tiny_config
 
@@ -18,10 +23,15 @@ def module(folder, *overrides, trainer=None):
     return data
 
 
-def documents_of(rows, groups):
-    layouts = [(batch.tokens.flatten().tolist(), batch.layout) for batch in map(rows.batch, groups)]
+def documents_in(batches):
+    """The documents of batches, in order."""
+    layouts = [(batch.tokens.flatten().tolist(), batch.layout) for batch in batches]
     spans = [(tokens, span) for tokens, at in layouts for span in zip(at.starts.tolist(), at.ends.tolist())]
-    return Counter(tuple(tokens[slice(*span)]) for tokens, span in spans)
+    return [tuple(tokens[slice(*span)]) for tokens, span in spans]
+
+
+def documents_of(rows, groups):
+    return Counter(documents_in(map(rows.batch, groups)))
 
 
 def pairs_of(batch):
@@ -43,6 +53,56 @@ def test_a_part_of_the_validation_documents_is_drawn(tmp_path):
     data = module(tmp_path, "data.validation_documents=5")
     drawn = evaluation_documents(data.corpora.validation, data.config).tolist()
     assert drawn == sorted(set(drawn)) and len(drawn) == documents_of(*data.evaluations[0]).total() == 5
+
+
+@pytest.mark.parametrize("boundary", ["reset", "leak"])
+def test_the_test_loaders_hold_the_test_documents(tmp_path, boundary):
+    keys = ["data.test_fraction=0.3", "data.validation_documents=1", f"trainer.boundary={boundary}"]
+    data = module(tmp_path, *keys)
+    corpus = data.corpora.test
+    every = [tuple(corpus.document(i).tolist()) for i in range(len(corpus))]
+    loaders = data.test_dataloader()
+    assert len(loaders) == 1 + (boundary == "leak") and len(every) > 5
+    assert Counter(documents_in(loaders[0])) == Counter(every)
+    assert documents_in(data.predict_dataloader()) == every, "in the corpus's order"
+
+
+def test_one_text_file_fills_steps_and_is_validated_on(tmp_path):
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "input.txt").write_text("abcdefgh" * 100)
+    data = module(tmp_path, "data.source=text", f"data.path={tmp_path}/texts", "data.cut_at_steps=true")
+    assert data.corpora.train.num_tokens == 640
+    assert [data.steps[i].num_tokens for i in range(3)] == [96] * 3
+    assert documents_of(*data.evaluations[0]) == {tuple(b"abcdefgh" * 20): 1}
+
+
+def test_without_a_test_split_validation_is_read_and_said(tmp_path):
+    data = module(tmp_path)
+    for load in (data.test_dataloader, lambda: [data.predict_dataloader()]):
+        with pytest.warns(UserWarning, match=r"data\.test_fraction, data\.test_path") as warned:
+            (loader,) = load()
+        assert len(warned) == 1
+        assert Counter(documents_in(loader)) == documents_of(*data.evaluations[0])
+
+
+def test_loaders_say_what_they_yield():
+    of = {name: get_type_hints(getattr(PackedDataModule, f"{name}_dataloader"))["return"] for name in LOADERS}
+    assert of == LOADERS
+
+
+LOADERS = {
+    "train": DataLoader[StepBatch],
+    "val": list[DataLoader[PackedBatch]],
+    "test": list[DataLoader[PackedBatch]],
+    "predict": DataLoader[PackedBatch],
+}
+
+
+def test_a_strategy_that_overfills_rows_is_refused_before_the_first_step(tmp_path, monkeypatch):
+    all_in_one = Strategy(lambda lengths, *_: np.zeros(len(lengths), int), keeps_order=False)
+    monkeypatch.setitem(STRATEGIES, "all_in_one", all_in_one)
+    with pytest.raises(ConfigError, match=r"^data\.strategy[^\n]*all_in_one[^\n]*$"):
+        module(tmp_path, "data.strategy=all_in_one")
 
 
 def test_matched_steps_hold_the_same_documents_under_every_scheme(tmp_path):

@@ -97,6 +97,18 @@ def test_perplexity_and_positions(model, data, texts):
     assert found.metrics["loss_4"] == points[-1]["loss"]
 
 
+def test_the_test_split_is_read_where_an_option_says_so(model, data):
+    tested = replace(data, validation_fraction=0.2, test_fraction=0.3, validation_documents=1)
+    corpus = load_corpora(tested).test
+    losses = [losses_alone(model, corpus.document(i).astype(np.int64)) for i in range(len(corpus))]
+    found = evaluate("perplexity", model, EvalContext(tested, options={"split": "test"}))
+    assert found.metrics["documents"] == len(losses) > 5
+    assert found.metrics["loss"] == pytest.approx(np.concatenate(losses).mean(), abs=1e-10)
+    for wanted, options in ((data, {"split": "test"}), (tested, {"split": "tests"})):
+        with pytest.raises(ConfigError, match=r"^options\.perplexity\.split: "):
+            check("perplexity", EvalContext(wanted, options=options), 256)
+
+
 def test_remembrance_is_total_variation(model, data, texts):
     found = evaluate("remembrance", model, EvalContext(data, None, max_slots=32, options={"length": 12}))
     long = [document for document in texts if len(document) >= 12]

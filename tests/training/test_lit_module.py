@@ -122,7 +122,7 @@ def test_the_trainer_decides_the_steps_and_the_schedule(tmp_path, limits):
 
 
 @pytest.mark.parametrize("resumed", [{"max_steps": 10}, {"max_epochs": 2}])
-def test_a_resumed_training_has_the_same_bits(tmp_path, resumed):
+def test_a_resumed_training_has_the_same_bits(tmp_path, resumed, recwarn):
     """Stopped inside an epoch by its Trainer; carried states and the order of documents go on."""
     keys = {"batching": "stream", "strategy": "concat_split", "streams": 2}
 
@@ -140,6 +140,7 @@ def test_a_resumed_training_has_the_same_bits(tmp_path, resumed):
     (saved,) = (tmp_path / "checkpoints").glob("*step=3.ckpt")
     again, resumed_weights = train(ckpt_path=saved)
     assert again == steps and torch.equal(whole, resumed_weights)
+    assert not [warning for warning in recwarn if "resumable" in str(warning.message)]
 
 
 @pytest.mark.parametrize("given", ["arguments", "a model"])
@@ -210,6 +211,23 @@ def test_losses_reach_loggers_callbacks_and_results(tmp_path, boundary):
     assert stopped.global_step == 4
 
 
+def test_test_documents_are_tested_and_predicted(tmp_path):
+    data = data_module(tmp_path, test_fraction=0.1)
+    module, trainer = lit_module(data), trainer_of(tmp_path)
+    (tested, *_) = trainer.test(module, data, verbose=False)
+    corpus, losses, counts = data.corpora.test, [], []
+    for i in range(len(corpus)):
+        ids = torch.from_numpy(corpus.document(i).astype(np.int64))
+        logits = module(ids[None, :-1])[0].detach()
+        losses.append(float(torch.nn.functional.cross_entropy(logits, ids[1:])))
+        counts.append(len(ids) - 1)
+    assert len(counts) == 10
+    assert tested["test/loss"] == pytest.approx(np.average(losses, weights=counts), rel=1e-5)
+    predicted = trainer.predict(module, data)
+    assert torch.cat([one["loss"] for one in predicted]).tolist() == pytest.approx(losses, rel=1e-5)
+    assert torch.cat([one["num_targets"] for one in predicted]).tolist() == counts
+
+
 def test_the_data_module_follows_the_boundary_of_the_trained_module(tmp_path):
     data = data_module(tmp_path, strategy="concat_split", streams=2, batching="stream", tokens_per_step=128)
     trainer_of(tmp_path, max_steps=2).fit(lit_module(data, boundary="carry"), data)
@@ -231,14 +249,23 @@ def test_users_own_module_of_ten_lines(tmp_path):
                 total += torch.nn.functional.cross_entropy(logits, b.targets[b.loss_mask], reduction="sum")
             return total / step.num_targets
 
+        def validation_step(self, b, _):
+            logits = self.model(b.tokens, layout=b.layout)[b.loss_mask]
+            loss = torch.nn.functional.cross_entropy(logits, b.targets[b.loss_mask])
+            self.log("val/loss", loss, batch_size=len(logits))
+
         def configure_optimizers(self):
             return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
-    data, seen = data_module(tmp_path), Seen()
+    data, seen, best = data_module(tmp_path), Seen(), ModelCheckpoint(tmp_path, monitor="val/loss")
     data.prepare_data()
-    limits = {"max_steps": 5, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "limit_val_batches": 0}
-    trainer_of(tmp_path, callbacks=[seen], **limits).fit(Own(data.vocab_size), data)
+    limits = {"max_steps": 5, "accumulate_grad_batches": 2, "gradient_clip_val": 1.0, "num_sanity_val_steps": 0}
+    limits |= {"val_check_interval": 10, "check_val_every_n_epoch": None, "enable_checkpointing": True}
+    module = Own(data.vocab_size)
+    trainer_of(tmp_path, callbacks=[seen, best], **limits).fit(module, data)
     assert [tokens_of(step) for step in seen.steps] == [tokens_of(data.steps[i]) for i in range(10)]
+    (validated,) = trainer_of(tmp_path).validate(PackedLitModule(module.model), data, verbose=False)
+    assert float(best.best_model_score) == pytest.approx(validated["val/loss"], rel=1e-5)
 
 
 @pytest.mark.parametrize("file", ["demo.yaml", "sweeps/continuity.yaml"])
@@ -261,6 +288,7 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
         ("lr", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), lr=-1.0)),
         ("mean_over", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), mean_over="files")),
         ("model", lambda: PackedLitModule()),
+        ("'model.d_stat'.*'d_state'", lambda: PackedLitModule({"vocab_size": 9, "d_stat": 3} | SHAPE)),
         ("'boundry' in PackedLitModule", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), boundry="leak")),
         ("lr: expected a number", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), lr="fast")),
         ("config: expected DataConfig", lambda: PackedDataModule("stdlib")),
