@@ -57,15 +57,14 @@ class Mamba(PackedMamba):
             )
         self.expand, self.use_fast_path, self.layer_idx = expand, use_fast_path, layer_idx
         self.activation, self.act = "silu", nn.SiLU()  # some code reads them
-        with torch.no_grad():
-            if dt_init == "constant":
-                self.dt_proj.weight.fill_(self.dt_rank**-0.5 * dt_scale)
-            else:
-                self.dt_proj.weight.mul_(dt_scale)
-        self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]
+        self.dt_proj.set_weight_start(constant=dt_init == "constant", scale=dt_scale)
         if dtype is not None:
             for part in (self.in_proj, self.conv1d, self.x_proj, self.dt_proj, self.out_proj):
                 part.to(dtype)
+
+    def _mark_parameters(self) -> None:
+        super()._mark_parameters()
+        self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]
 
     def forward(  # type: ignore[override]
         self,

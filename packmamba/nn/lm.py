@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.nn.block import RECOMPUTE, Block, add_norm
+from packmamba.nn.init import Embedding, Head, whole_parameters
 from packmamba.nn.mixers import MIXERS, State
 from packmamba.nn.pretrained import find_folder, load_weights, read_pretrained, write_pretrained
 from packmamba.ops.checks import check_flags, check_layout, check_size
@@ -53,8 +54,7 @@ class MambaLM(nn.Module):
             vocab_size=vocab_size, d_model=d_model, n_layer=n_layer, tie_embeddings=tie_embeddings,
             norm_epsilon=norm_epsilon, mixer=mixer, **options,
         )  # fmt: skip
-        embedding = nn.Embedding(vocab_size, d_model)
-        nn.init.normal_(embedding.weight, std=0.02)
+        embedding = Embedding(vocab_size, d_model)
         mixers = [
             MIXERS[mixer](d_model, recompute=recompute == "inner", **options)
             for _ in range(n_layer)
@@ -66,11 +66,31 @@ class MambaLM(nn.Module):
         self.backbone: Any = nn.ModuleDict(
             {"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm}
         )
-        self.lm_head = nn.Linear(d_model, vocab_size, bias=False)
-        nn.init.normal_(self.lm_head.weight, std=0.02)
+        self.lm_head = Head(d_model, vocab_size, bias=False)
         if tie_embeddings:
-            self.lm_head.weight = embedding.weight
+            self.lm_head.tie(embedding)
         self._start = add_norm
+
+    def init_weights(self) -> None:
+        """Initialise every parameter as a fresh model's under the same seed, and tie the head again.
+
+        For a model that was made on the device ``meta`` and emptied (``to_empty``), whole or
+        sharded by FSDP2: there all ranks call it, and rank 0's draws count. Raises TypeError for a
+        plugin's mixer without ``reset_parameters``.
+        """
+        layers = self.backbone.layers
+        for layer in layers:
+            fits = hasattr(layer.mixer, "reset_parameters")
+            expected = "a module with reset_parameters (docs/extend.md)"
+            expect(fits, "mixer", expected, type(layer.mixer).__name__, TypeError)
+        self.backbone.embedding.reset_parameters()
+        for layer in layers:
+            with whole_parameters(layer.mixer):  # a plugin's knows of no shards
+                layer.mixer.reset_parameters()
+                layer.mixer.initialise_in_stack(len(layers))
+            layer.norm.reset_parameters()
+        self.backbone.norm_f.reset_parameters()
+        self.lm_head.reset_parameters()
 
     @classmethod
     def from_pretrained(

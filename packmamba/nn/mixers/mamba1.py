@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
+from packmamba.nn.init import DeltaProjection, Projection, on_whole_parameters
 from packmamba.ops import checks
 
 State = tuple[Tensor, Tensor]
@@ -34,25 +35,23 @@ def check_options(
     )
 
 
-def initial_dt(count: int, dt_min: float, dt_max: float, dt_init_floor: float) -> Tensor:
-    """Draw biases that softplus makes log-uniform in [dt_min, dt_max]."""
-    dt = torch.exp(torch.rand(count) * (math.log(dt_max) - math.log(dt_min)) + math.log(dt_min))
-    dt = dt.clamp(min=dt_init_floor)
-    return dt + torch.log(-torch.expm1(-dt))  # the inverse of softplus
-
-
 class Mixer(nn.Module):
     """Hold what both Mambas share: a convolution and a recurrence between ``in_proj`` and ``out_proj``."""
 
     HUGGING_FACE: dict[str, tuple[str, Any]]
     NO_WEIGHT_DECAY: tuple[str, ...]
     d_model: int
-    in_proj: nn.Linear
+    in_proj: Projection
     conv1d: nn.Conv1d
-    out_proj: nn.Linear
+    out_proj: Projection
+    D: nn.Parameter
     state_shape: tuple[int, ...]  # of one document in the recurrence
     initial_state: nn.Parameter | None
-    _mix: Any  # (in_proj's output, conv_layout, ssm_layout, state, return_state) -> (mixed, final state or None)
+    # () -> None: initialise children and the mixer's parameters, in the constructor's order.
+    _reset_in_order: Any
+    # (in_proj's output, conv_layout, ssm_layout, state, return_state)
+    # -> (mixed, final state or None).
+    _mix: Any
 
     def forward(
         self,
@@ -122,9 +121,25 @@ class Mixer(nn.Module):
         return conv_state, ssm_state
 
     def _learn_initial_state(self, learned: bool, *shape: int) -> None:
-        """Make the initial state if it is learned; mark parameters that do not decay."""
+        """Make the initial state if it is learned."""
         self.state_shape = shape
-        self.initial_state = nn.Parameter(torch.zeros(shape)) if learned else None
+        self.initial_state = nn.Parameter(torch.empty(shape)) if learned else None
+
+    @on_whole_parameters
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, those of children too, by the draws of the constructor."""
+        self._reset_in_order()
+        self._mark_parameters()  # ``to_empty`` makes new ones
+
+    @torch.no_grad()
+    def _reset_own(self) -> None:
+        """Initialise the parameters that are no child's."""
+        nn.init.ones_(self.D)
+        if self.initial_state is not None:
+            nn.init.zeros_(self.initial_state)
+
+    def _mark_parameters(self) -> None:
+        """Mark parameters that do not decay, as state-spaces' optimizers read."""
         for name in self.NO_WEIGHT_DECAY:
             if (parameter := getattr(self, name)) is not None:
                 parameter._no_weight_decay = True
@@ -135,11 +150,8 @@ class Mixer(nn.Module):
 
     def initialise_in_stack(self, n_layer: int) -> None:
         """Zero biases and divide the last projection by sqrt(n_layer) (Mamba follows GPT-2)."""
-        with torch.no_grad():
-            for projection in (self.in_proj, self.out_proj):
-                if projection.bias is not None:
-                    projection.bias.zero_()
-            self.out_proj.weight.div_(math.sqrt(n_layer))
+        self.in_proj.place_in_stack()
+        self.out_proj.place_in_stack(math.sqrt(n_layer))
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -224,19 +236,30 @@ class PackedMamba(Mixer):
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
         self.d_inner, self.dt_rank = expand * d_model, int(dt_rank)
         self.recompute, self.backend = recompute, backend
-        self.in_proj = nn.Linear(d_model, 2 * self.d_inner, bias=bias)
+        self.in_proj = Projection(d_model, 2 * self.d_inner, bias=bias)
         self.conv1d = nn.Conv1d(
             self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias
         )
         self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False)
-        self.dt_proj = nn.Linear(self.dt_rank, self.d_inner)
-        nn.init.uniform_(self.dt_proj.weight, -(self.dt_rank**-0.5), self.dt_rank**-0.5)
-        with torch.no_grad():
-            self.dt_proj.bias.copy_(initial_dt(self.d_inner, dt_min, dt_max, dt_init_floor))
-        self.A_log = nn.Parameter(torch.log(torch.arange(1.0, d_state + 1)).repeat(self.d_inner, 1))
-        self.D = nn.Parameter(torch.ones(self.d_inner))
-        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias)
+        self.dt_proj = DeltaProjection(
+            self.dt_rank, self.d_inner, dt=(dt_min, dt_max, dt_init_floor)
+        )
+        self.A_log = nn.Parameter(torch.empty(self.d_inner, d_state))
+        self.D = nn.Parameter(torch.empty(self.d_inner))
         self._learn_initial_state(learned_initial_state, self.d_inner, d_state)
+        self._reset_own()
+        self.out_proj = Projection(self.d_inner, d_model, bias=bias)
+        self._mark_parameters()
+
+    def _reset_in_order(self) -> None:
+        for part in (self.in_proj, self.conv1d, self.x_proj, self.dt_proj, self.out_proj):
+            part.reset_parameters()
+        self._reset_own()
+
+    @torch.no_grad()
+    def _reset_own(self) -> None:
+        super()._reset_own()
+        self.A_log.copy_(torch.arange(1.0, self.d_state + 1, device=self.A_log.device).log())
 
     def _mix(
         self, xz: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool

@@ -10,7 +10,8 @@ from torch.utils.checkpoint import checkpoint
 
 from packmamba import ops
 from packmamba.errors import expect
-from packmamba.nn.mixers.mamba1 import Mixer, State, check_options, initial_dt
+from packmamba.nn.init import Projection, dt_bias_
+from packmamba.nn.mixers.mamba1 import Mixer, State, check_options
 from packmamba.ops.checks import accumulation_dtype
 
 
@@ -19,8 +20,12 @@ class GatedRMSNorm(nn.Module):
 
     def __init__(self, channels: int, groups: int, epsilon: float) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(channels))
+        self.weight = nn.Parameter(torch.empty(channels))
         self.groups, self.epsilon = groups, epsilon
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         wide = accumulation_dtype(y.dtype)
@@ -102,18 +107,35 @@ class PackedMamba2(Mixer):
         )
         self.backend = backend
         self.conv_dim = d_inner + 2 * ngroups * d_state
-        self.in_proj = nn.Linear(
+        self.in_proj = Projection(
             d_model, d_inner + self.conv_dim + self.nheads, bias=bias
         )  # z, x, B, C, dt
         self.conv1d = nn.Conv1d(
             self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias
         )
-        self.dt_bias = nn.Parameter(initial_dt(self.nheads, dt_min, dt_max, dt_init_floor))
-        self.A_log = nn.Parameter(torch.empty(self.nheads).uniform_(*A_init_range).log())
-        self.D = nn.Parameter(torch.ones(d_inner if D_has_hdim else self.nheads))
-        self.norm = GatedRMSNorm(d_inner, ngroups, norm_eps)
-        self.out_proj = nn.Linear(d_inner, d_model, bias=bias)
+        self.dt_range = (dt_min, dt_max, dt_init_floor)
+        self.A_init_range = A_init_range
+        self.dt_bias = nn.Parameter(torch.empty(self.nheads))
+        self.A_log = nn.Parameter(torch.empty(self.nheads))
+        self.D = nn.Parameter(torch.empty(d_inner if D_has_hdim else self.nheads))
         self._learn_initial_state(learned_initial_state, self.nheads, headdim, d_state)
+        self._reset_own()
+        self.norm = GatedRMSNorm(d_inner, ngroups, norm_eps)
+        self.out_proj = Projection(d_inner, d_model, bias=bias)
+        self._mark_parameters()
+
+    def _reset_in_order(self) -> None:
+        self.in_proj.reset_parameters()
+        self.conv1d.reset_parameters()
+        self._reset_own()
+        self.norm.reset_parameters()
+        self.out_proj.reset_parameters()
+
+    @torch.no_grad()
+    def _reset_own(self) -> None:
+        super()._reset_own()
+        dt_bias_(self.dt_bias, *self.dt_range)
+        self.A_log.uniform_(*self.A_init_range).log_()
 
     def _mix(
         self,

@@ -1,0 +1,171 @@
+"""How parameters start: modules that know it, so that ``reset_parameters`` is right in any order of calls.
+
+Trainers make large models on the device ``meta``, empty them onto GPUs and call ``reset_parameters`` of each module, Lightning
+and FSDP1 of parents first, ``Module.apply`` of children first. A parent that corrected its children would be undone by the
+first. So a projection knows the depth of its stack, delta's projection its range, and a tied head its embedding.
+
+Draws keep their order and number, those of torch's defaults that are overwritten too: a seed gives the weights that it gave.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+STD = 0.02
+"""Standard deviation of embeddings and heads (Mamba follows GPT-2)."""
+
+
+@contextmanager
+def whole_parameters(module: nn.Module) -> Iterator[None]:
+    """Lend a module whole parameters of the default dtype; copy them to its own at the end.
+
+    A shard (DTensor) cannot draw what a whole parameter would: on a CPU all ranks draw the same
+    numbers, on a GPU others than one process. So each rank draws the whole and keeps its part of
+    what rank 0 drew, even if the ranks' seeds differ. A parameter of another dtype gets what
+    ``model.to(dtype)`` makes of a fresh one. Costs the module's whole parameters in memory.
+    """
+    lent = [
+        (part._parameters, name, parameter)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None
+        and (_is_shard(parameter) or parameter.dtype != torch.get_default_dtype())
+    ]
+    for parameters, name, parameter in lent:
+        parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=parameter.device))
+    try:
+        yield
+        for parameters, name, parameter in lent:
+            _copy(parameters[name], parameter)
+    finally:
+        for parameters, name, parameter in lent:
+            parameters[name] = parameter
+
+
+def on_whole_parameters(reset: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Run a ``reset_parameters`` inside ``whole_parameters`` and without gradients."""
+
+    @functools.wraps(reset)
+    def wrapped(module: Any) -> None:
+        with torch.no_grad(), whole_parameters(module):
+            reset(module)
+
+    return wrapped
+
+
+def _is_shard(parameter: Tensor) -> bool:
+    return hasattr(parameter, "placements")
+
+
+@torch.no_grad()
+def _copy(whole: Any, parameter: Any) -> None:
+    """Copy values, distributed from rank 0 as the parameter is, and marks such as ``_no_weight_decay``."""
+    vars(parameter).update(vars(whole))
+    if _is_shard(parameter):
+        from torch.distributed.tensor import distribute_tensor  # slow to import
+
+        whole = distribute_tensor(whole.data, parameter.device_mesh, parameter.placements)
+    parameter.copy_(whole)
+
+
+@torch.no_grad()
+def dt_bias_(bias: Tensor, dt_min: float, dt_max: float, dt_init_floor: float) -> None:
+    """Draw biases that softplus makes log-uniform in [dt_min, dt_max], and at least dt_init_floor."""
+    bias.uniform_().mul_(math.log(dt_max) - math.log(dt_min)).add_(math.log(dt_min))
+    bias.exp_().clamp_(min=dt_init_floor)
+    bias.add_(torch.log(-torch.expm1(-bias)))  # the inverse of softplus
+
+
+class Embedding(nn.Embedding):
+    """Embed tokens; start normal."""
+
+    @on_whole_parameters
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        nn.init.normal_(self.weight, std=STD)
+
+
+class Head(nn.Linear):
+    """Compute logits; start normal, or as the weight of the embedding that it is tied to."""
+
+    tied_to: tuple[nn.Embedding, ...] = ()  # in a tuple, since a module would become a child
+
+    def tie(self, embedding: nn.Embedding) -> None:
+        """Share the embedding's weight, now and at each ``reset_parameters``."""
+        self.tied_to = (embedding,)
+        self.weight = embedding.weight
+
+    def reset_parameters(self) -> None:
+        """Draw the weight; a tied one, which ``to_empty`` separates, is the embedding's again."""
+        if self.tied_to:
+            # For the draws of a head alone: a seed gives the weights that it gave.
+            Head(self.in_features, self.out_features, bias=False, device=self.weight.device)
+            self.tie(*self.tied_to)
+        else:
+            self._draw()
+
+    @on_whole_parameters
+    def _draw(self) -> None:
+        super().reset_parameters()
+        nn.init.normal_(self.weight, std=STD)
+
+
+class Projection(nn.Linear):
+    """Project between the residual stream and a mixer; alone it starts as nn.Linear."""
+
+    divisor: float | None = None  # of the weight in a stack
+
+    def place_in_stack(self, divisor: float = 1.0) -> None:
+        """Zero the bias and divide the weight, now (once) and at each ``reset_parameters``."""
+        before = self.divisor or 1.0
+        self.divisor = divisor
+        self._adapt(before)
+
+    @on_whole_parameters
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        self._adapt(before=1.0)
+
+    @torch.no_grad()
+    def _adapt(self, before: float) -> None:
+        if self.divisor is None:
+            return
+        if self.bias is not None:
+            self.bias.zero_()
+        self.weight.div_(self.divisor / before)
+
+
+class DeltaProjection(nn.Linear):
+    """Project (..., dt_rank) to delta (..., D); ``dt``: (dt_min, dt_max, dt_init_floor), where delta starts."""
+
+    constant = False  # whether the weight starts constant, not uniform
+    scale = 1.0  # of the weight, beside 1 / sqrt(dt_rank)
+
+    def __init__(self, dt_rank: int, channels: int, dt: tuple[float, float, float]) -> None:
+        self.dt = dt  # nn.Linear draws
+        super().__init__(dt_rank, channels)
+
+    def set_weight_start(self, constant: bool, scale: float) -> None:
+        """Start the weight, now and at each ``reset_parameters``, in mamba_ssm's ``dt_init`` and ``dt_scale``."""
+        self.constant, self.scale = constant, scale
+        self._adapt()
+
+    @on_whole_parameters
+    def reset_parameters(self) -> None:
+        super().reset_parameters()
+        bound = self.in_features**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+        dt_bias_(self.bias, *self.dt)
+        self._adapt()
+
+    @torch.no_grad()
+    def _adapt(self) -> None:
+        if self.constant:
+            self.weight.fill_(self.in_features**-0.5 * self.scale)
+        else:
+            self.weight.mul_(self.scale)
