@@ -44,7 +44,9 @@ def tables(records: Sequence[Record]) -> list[Table]:
             continue
         packed = arms[PACKED]
         arms = {arm: record for arm, record in arms.items() if record["commit"] == packed["commit"]}
-        single = arms.get(SINGLE) or arms["single"]
+        single = arms.get(SINGLE) or arms.get("single")
+        if single is None:
+            continue
         timed = parts.get((size, dtype, "breakdown"), {})
         pair = [timed[arm]["metrics"] for arm in (single["arm"], PACKED) if arm in timed]
         tokens = [record["metrics"]["real_tokens_per_batch"] for record in (single, packed)]
