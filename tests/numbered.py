@@ -6,7 +6,7 @@ import numpy as np
 
 from packmamba.config import DataConfig
 from packmamba.data.datamodule import StepDataset
-from packmamba.data.schedule import Schedule
+from packmamba.data.schedule import StepSchedule
 
 
 class Numbered:
@@ -24,7 +24,7 @@ def steps_of(lengths, ranks=1, carry=False, seed=0, **keys):
     data = DataConfig(
         **{"row_length": 16, "tokens_per_step": 48, "max_tokens_per_batch": 40, "cut_at_steps": False} | keys
     )
-    return [StepDataset(Schedule(Numbered(lengths), data, seed, carry, ranks), rank) for rank in range(ranks)]
+    return [StepDataset(StepSchedule(Numbered(lengths), data, seed, carry, ranks), rank) for rank in range(ranks)]
 
 
 def pieces(step):

@@ -209,7 +209,8 @@ def test_lightning_with_a_way_to_call_the_model():
 
 def test_lightning_with_our_module():
     tokens, layout = torch.arange(12).view(2, 6), SequenceLayout.from_lengths([[2, 3], [6]], 6)
-    step = StepBatch([PackedBatch(tokens, tokens.roll(-1, 1), layout.position_indices >= 0, layout)], 11, 11, 12)
+    batch = PackedBatch(tokens, tokens.roll(-1, 1), layout.position_indices >= 0, layout)
+    step = StepBatch(num_targets=11, num_tokens=11, num_slots=12, batches=[batch])
     found = []
     for boundary, callback in (("reset", None), ("reset", LightningLeakCheck()), ("leak", LightningLeakCheck())):
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from packmamba import timing
 from packmamba.config import key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
-from packmamba.data.packing import OVERLONG, STRATEGIES, PackingPlan, plan_rows
+from packmamba.data.packing import OVERLONG, STRATEGIES, RowPlan, plan_rows
 from packmamba.records import append_record, make_record, provenance
 from packmamba.reproduce import Bench
 
@@ -47,7 +47,7 @@ class Arm:
     strategy: str
     buffer: Optional[int]  # buffer of greedy alone
 
-    def plan(self, lengths: np.ndarray | list[int], row_length: int, overlong: str) -> PackingPlan:
+    def plan(self, lengths: np.ndarray | list[int], row_length: int, overlong: str) -> RowPlan:
         return plan_rows(lengths, row_length, self.strategy, overlong, 1 if self.buffer is None else self.buffer)
 
 
@@ -71,12 +71,10 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
                 append_record(records_path, record)
 
 
-def _measure(
-    c: Config, lengths: np.ndarray, row_length: int, bar: tqdm
-) -> Iterator[tuple[Arm, PackingPlan, list[float]]]:
+def _measure(c: Config, lengths: np.ndarray, row_length: int, bar: tqdm) -> Iterator[tuple[Arm, RowPlan, list[float]]]:
     """Each arm's plan, checked, and its times, arms in turns."""
     arms = {f"{arm.strategy}, {arm.buffer}": arm for arm in c.arms()}
-    plans: dict[str, PackingPlan] = {}
+    plans: dict[str, RowPlan] = {}
 
     def gate(name: str) -> None:
         arm = arms[name]
@@ -98,7 +96,7 @@ def _measure(
         yield arm, plans[name], times[name]
 
 
-def check_plan(plan: PackingPlan, lengths: np.ndarray) -> None:
+def check_plan(plan: RowPlan, lengths: np.ndarray) -> None:
     """RuntimeError unless every token of documents of these lengths is in one row once and no row is overfull."""
     by_place = np.lexsort([plan.start, plan.document])
     document, start, end = plan.document[by_place], plan.start[by_place], (plan.start + plan.length)[by_place]

@@ -19,10 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from packmamba import timing
 from packmamba.config import Config as RunConfig
 from packmamba.config import ConfigError, DataConfig, key, load_config
-from packmamba.data.batch import PackedBatch, Rows
+from packmamba.data.batch import PackedBatch, count_step, make_batch
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
-from packmamba.data.packing import STRATEGIES
-from packmamba.data.schedule import Pieces, arrange, micro_batches
+from packmamba.data.packing import STRATEGIES, RowPlan
+from packmamba.data.schedule import arrange, micro_batches, pieces_of
 from packmamba.data.token_store import Corpus
 from packmamba.nn import MambaLM
 from packmamba.ops.mamba_ssm import _peer
@@ -79,13 +79,14 @@ class Documents:
 class Feed:
     """An arm's batches of all the documents, and which documents lie in each, in order."""
 
-    rows: Rows
+    corpus: Corpus
+    rows: RowPlan
     groups: list[np.ndarray]
 
     @property
     def padding_fraction(self) -> float:
-        _, tokens, slots, *_ = self.rows.count(self.groups)
-        return 1 - tokens / slots
+        counts = count_step(self.corpus, self.rows, self.groups)
+        return 1 - counts.num_tokens / counts.num_slots
 
     @property
     def tokens_per_batch(self) -> float:
@@ -98,23 +99,26 @@ class Feed:
 
     def sample(self, count: int) -> list[PackedBatch]:
         """``count`` of the batches, evenly spread over their sizes: few that stand for all."""
-        sizes = [self.rows.count([rows])[1] for rows in self.groups]
+        sizes = [count_step(self.corpus, self.rows, [rows]).num_tokens for rows in self.groups]
         by_size = np.argsort(sizes, kind="stable")
         count = min(count, len(by_size))
-        return [self.rows.batch(self.groups[by_size[(2 * i + 1) * len(by_size) // (2 * count)]]) for i in range(count)]
+        middles = [by_size[(2 * i + 1) * len(by_size) // (2 * count)] for i in range(count)]
+        return [make_batch(self.corpus, self.rows, self.groups[middle]) for middle in middles]
 
     def all(self) -> list[tuple[PackedBatch, list[int]]]:
         """Every batch and the documents in it, in the order of its tokens."""
         of_row = np.split(self.rows.document, self.rows.row_offsets[1:-1])
-        return [(self.rows.batch(rows), [d for row in rows for d in of_row[row].tolist()]) for rows in self.groups]
+        batches = [make_batch(self.corpus, self.rows, rows) for rows in self.groups]
+        documents = [[d for row in rows for d in of_row[row].tolist()] for rows in self.groups]
+        return list(zip(batches, documents))
 
 
 def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
     """The documents as the arm arranges them, in batches of at most ``slots`` slots. ValueError if a row cannot hold one."""
     corpus, data = cast(Corpus, documents), arm.data(max_tokens_per_batch=slots)
-    rows = arrange(corpus, Pieces.of(corpus, np.arange(len(documents.lengths))), data)
+    rows = arrange(pieces_of(corpus, np.arange(len(documents.lengths))), data)
     rows = replace(rows, slots=-(-rows.slots // arm.multiple_of) * arm.multiple_of)
-    return Feed(rows, micro_batches(rows, np.arange(len(rows)), data))
+    return Feed(corpus, rows, micro_batches(rows, np.arange(len(rows)), data))
 
 
 class PeerLM(nn.Module):

@@ -1,130 +1,179 @@
-"""Rows of document pieces, and a training step's batches. B rows, L slots, P pieces."""
+"""From planned rows to tensors: the batches of a training step.
+
+A plan (``RowPlan``) says where pieces of documents lie; here their tokens are read from the corpus,
+next to the targets and the layout that tells every operator where documents begin.
+
+Shapes: B rows, L slots (the widest row of the batch).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from packmamba.data.packing import Integers
+from packmamba.data.packing import Integers, Pieces, RowPlan
 from packmamba.data.token_store import Corpus
 from packmamba.layout import SequenceLayout
 
 
 @dataclass
 class PackedBatch:
-    """Hold one forward pass; tokens, targets and loss_mask are (B, L)."""
+    """Hold one forward pass.
+
+    Attributes:
+        tokens: (B, L) int64, 0 at padding.
+        targets: (B, L) int64, each token's next token, or a task's answer; 0 where ``loss_mask``
+            is False.
+        loss_mask: (B, L) bool, whether the slot has a target: False at padding and at a document's
+            last token.
+        layout: where documents lie.
+        turn: of streams that take turns, the group of streams: the batch continues the last batch
+            of the same turn, row by row.
+    """
 
     tokens: Tensor
-    targets: Tensor  # next tokens, or a task's answers; 0 where loss_mask is False
+    targets: Tensor
     loss_mask: Tensor
     layout: SequenceLayout
-    turn: int = 0  # of streams: the batch continues the last of this number
+    turn: int = 0
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """Return a copy on a device."""
         return self._map(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
+        """Return a copy in page-locked memory."""
         return self._map(lambda part: part.pin_memory())
 
     def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
         return PackedBatch(
-            move(self.tokens),
-            move(self.targets),
-            move(self.loss_mask),
-            move(self.layout),
-            self.turn,
+            tokens=move(self.tokens),
+            targets=move(self.targets),
+            loss_mask=move(self.loss_mask),
+            layout=move(self.layout),
+            turn=self.turn,
         )
 
 
 @dataclass
-class StepBatch:
-    """Hold a rank's micro-batches of an optimizer step, and numbers over all ranks."""
+class StepCounts:
+    """Count what an optimizer step holds, over all its micro-batches and ranks.
 
-    batches: list[PackedBatch]
-    num_targets: int  # the loss's denominator
+    Attributes:
+        num_targets: tokens with a target, the loss's denominator.
+        num_tokens: slots that hold a token.
+        num_slots: slots, padding included.
+        num_behind: pieces that follow another piece in their row: where a leak would enter.
+        tokens_behind: tokens of these pieces.
+    """
+
+    num_targets: int
     num_tokens: int
     num_slots: int
-    num_behind: int = 0  # pieces that follow another in their row
+    num_behind: int = 0
     tokens_behind: int = 0
+
+
+@dataclass
+class StepBatch(StepCounts):
+    """Hold a rank's micro-batches of an optimizer step, beside the counts over all ranks."""
+
+    batches: list[PackedBatch] = field(default_factory=list)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         """Return a copy on a device."""
         return replace(self, batches=[batch.to(device, non_blocking) for batch in self.batches])
 
     def pin_memory(self) -> StepBatch:
+        """Return a copy in page-locked memory."""
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 
-@dataclass(eq=False)
-class Rows:
-    """Hold rows of pieces of documents, as PackingPlan does."""
+def count_step(corpus: Corpus, plan: RowPlan, micro_batches: Sequence[Integers]) -> StepCounts:
+    """Count a step's targets, tokens and slots.
 
-    corpus: Corpus
-    document: Integers
-    start: Integers
-    length: Integers
-    offset: Integers  # the document's tokens in earlier rows
-    end: Integers  # of the document in these rows; a token there is no target
-    row_offsets: Integers
-    slots: Integers
+    Args:
+        micro_batches: row numbers of each; one without rows costs a slot of padding.
+    """
+    rows = np.concatenate([np.asarray(numbers, np.int64) for numbers in micro_batches])
+    index = plan.pieces_of(rows)
+    pieces = plan.take(index)
+    is_behind = ~np.isin(index, plan.row_offsets)
+    widths = [int(plan.slots[numbers].max(initial=1)) for numbers in micro_batches]
+    return StepCounts(
+        num_targets=_count_targets(corpus, pieces),
+        num_tokens=pieces.num_tokens,
+        num_slots=sum(max(len(rows), 1) * width for rows, width in zip(micro_batches, widths)),
+        num_behind=int(is_behind.sum()),
+        tokens_behind=int(pieces.length[is_behind].sum()),
+    )
 
-    def __len__(self) -> int:
-        return len(self.slots)
 
-    def count(self, groups: list[Integers]) -> tuple[int, int, int, int, int]:
-        """Return StepBatch's five numbers, of batches given by row numbers."""
-        pieces = np.concatenate(
-            [np.arange(*self.row_offsets[row : row + 2]) for rows in groups for row in rows]
-        )
-        length, tokens = self.length[pieces], int(self.length[pieces].sum())
-        targets = tokens - int(np.count_nonzero(self.start[pieces] + length == self.end[pieces]))
-        if self.corpus.targets is not None:
-            spans = zip(
-                (self.corpus.offsets[self.document[pieces]] + self.start[pieces]).tolist(),
-                length.tolist(),
-            )
-            targets = sum(
-                int((self.corpus.targets[first : first + n] >= 0).sum()) for first, n in spans
-            )
-        slots = sum(max(len(rows), 1) * int(self.slots[rows].max(initial=1)) for rows in groups)
-        behind = length[self.row_offsets[np.searchsorted(self.row_offsets, pieces)] != pieces]
-        return targets, tokens, slots, len(behind), int(behind.sum())
+def _count_targets(corpus: Corpus, pieces: Pieces) -> int:
+    """Count tokens that predict their next one, or that a task asks an answer for."""
+    if corpus.targets is None:
+        return pieces.num_targets
+    total = 0
+    first_tokens = corpus.offsets[pieces.document] + pieces.start
+    for first, length in zip(first_tokens.tolist(), pieces.length.tolist()):
+        total += int((corpus.targets[first : first + length] >= 0).sum())
+    return total
 
-    def batch(self, rows: Integers, turn: int = 0) -> PackedBatch:
-        """Return the batch of these rows; of none, a slot of padding."""
-        if not len(rows):
-            nothing = torch.zeros(1, 1, dtype=torch.int64)
-            return PackedBatch(
-                nothing, nothing, nothing.bool(), SequenceLayout.from_lengths([[]], row_length=1)
-            )
-        corpus, tokens = self.corpus, np.zeros((len(rows), int(self.slots[rows].max())), np.int64)
-        targets, loss_mask = np.zeros_like(tokens), np.zeros(tokens.shape, bool)
-        lengths, offsets = [], []
-        for b, row in enumerate(rows):
-            of = slice(*self.row_offsets[row : row + 2])
-            firsts = (corpus.offsets[self.document[of]] + self.start[of]).tolist()
-            goes_on = (self.start[of] + self.length[of] < self.end[of]).tolist()
-            lengths.append(self.length[of].tolist())
-            offsets.append(self.offset[of].tolist())
-            slot = 0
-            for first, length, more in zip(firsts, lengths[-1], goes_on):
-                here, known = slice(slot, slot + length), slice(slot, slot + length - 1 + more)
-                tokens[b, here] = corpus.tokens[first : first + length]
-                if corpus.targets is None:
-                    targets[b, known], loss_mask[b, known] = (
-                        corpus.tokens[first + 1 : first + length + more],
-                        True,
-                    )
-                else:
-                    answers = corpus.targets[first : first + length]
-                    targets[b, here], loss_mask[b, here] = np.maximum(answers, 0), answers >= 0
-                slot += length
-        layout = SequenceLayout.from_lengths(lengths, row_length=tokens.shape[1], offsets=offsets)
-        of_numpy = torch.from_numpy
-        return PackedBatch(of_numpy(tokens), of_numpy(targets), of_numpy(loss_mask), layout, turn)
+
+def make_batch(corpus: Corpus, plan: RowPlan, rows: Integers, turn: int = 0) -> PackedBatch:
+    """Read the tokens and targets of some rows.
+
+    Args:
+        rows: (B,) row numbers; without any the batch is one slot of padding, since every rank
+            takes part in every micro-batch.
+    """
+    if not len(rows):
+        return _empty_batch()
+    shape = len(rows), int(plan.slots[rows].max())
+    tokens = np.zeros(shape, np.int64)
+    targets = np.zeros(shape, np.int64)
+    loss_mask = np.zeros(shape, bool)
+    lengths = []
+    offsets = []
+    for b, row in enumerate(rows):
+        span = plan.row(row)
+        pieces = plan.take(span)
+        lengths.append(pieces.length.tolist())
+        offsets.append(plan.offset[span].tolist())
+        first_tokens = (corpus.offsets[pieces.document] + pieces.start).tolist()
+        ends_document = (pieces.start + pieces.length == pieces.end).tolist()
+        slot = 0
+        for first, length, ends in zip(first_tokens, lengths[-1], ends_document):
+            tokens[b, slot : slot + length] = corpus.tokens[first : first + length]
+            if corpus.targets is None:
+                num_targets = length - 1 if ends else length
+                next_tokens = corpus.tokens[first + 1 : first + 1 + num_targets]
+                targets[b, slot : slot + num_targets] = next_tokens
+                loss_mask[b, slot : slot + num_targets] = True
+            else:
+                answers = corpus.targets[first : first + length]
+                targets[b, slot : slot + length] = np.maximum(answers, 0)
+                loss_mask[b, slot : slot + length] = answers >= 0
+            slot += length
+    return PackedBatch(
+        tokens=torch.from_numpy(tokens),
+        targets=torch.from_numpy(targets),
+        loss_mask=torch.from_numpy(loss_mask),
+        layout=SequenceLayout.from_lengths(lengths, row_length=shape[1], offsets=offsets),
+        turn=turn,
+    )
+
+
+def _empty_batch() -> PackedBatch:
+    nothing = torch.zeros(1, 1, dtype=torch.int64)
+    return PackedBatch(
+        tokens=nothing,
+        targets=nothing,
+        loss_mask=nothing.bool(),
+        layout=SequenceLayout.from_lengths([[]], row_length=1),
+    )

@@ -25,9 +25,15 @@ from packmamba.config import (
     resolve,
     validate,
 )
-from packmamba.data.batch import PackedBatch, Rows, StepBatch
-from packmamba.data.packing import Integers
-from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained, micro_batches
+from packmamba.data.batch import PackedBatch, StepBatch, count_step, make_batch
+from packmamba.data.schedule import (
+    StepPlan,
+    StepSchedule,
+    arrange,
+    arrange_as_trained,
+    micro_batches,
+    pieces_of,
+)
 from packmamba.data.token_store import Corpora, Corpus, evaluation_documents, load_corpora
 
 
@@ -124,14 +130,13 @@ class PackedDataModule(lightning.LightningDataModule):
         if stage in (None, "fit"):
             self.steps.schedule.step(0)  # a strategy that overfills rows is refused here
         self.ranks, self.rank = ranks, rank
-        # Rows, and their numbers batch by batch.
         self.evaluations = self._evaluations(self.corpora.validation)
 
-    def schedule(self, world_size: int = 1) -> Schedule:
+    def schedule(self, world_size: int = 1) -> StepSchedule:
         continues = getattr(self.boundary, "continues", False)
-        return Schedule(self.corpora.train, self.config, self.seed, continues, world_size)
+        return StepSchedule(self.corpora.train, self.config, self.seed, continues, world_size)
 
-    def _evaluations(self, corpus: Corpus) -> list[tuple[Rows, list[Integers]]]:
+    def _evaluations(self, corpus: Corpus) -> list[StepPlan]:
         """Arrange documents to evaluate: alone, and where the boundary asks for it as trained."""
         evaluations = [self._alone(corpus, "best_fit_decreasing")]
         if getattr(self.boundary, "as_trained", False):
@@ -142,15 +147,15 @@ class PackedDataModule(lightning.LightningDataModule):
             )
         return evaluations
 
-    def _alone(self, corpus: Corpus, strategy: str) -> tuple[Rows, list[Integers]]:
-        """Arrange whole documents in rows; return them and the rows of this rank's batches."""
+    def _alone(self, corpus: Corpus, strategy: str) -> StepPlan:
+        """Arrange whole documents in rows, for this rank's batches."""
         data = self.config
         documents = evaluation_documents(corpus, data)
         row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
         alone = replace(data, strategy=strategy, row_length=row_length, streams=1, stagger=False)
-        rows = arrange(corpus, Pieces.of(corpus, documents), alone)
-        groups = micro_batches(rows, np.arange(len(rows)), alone, world_size=self.ranks)
-        return rows, groups[self.rank :: self.ranks]
+        rows = arrange(pieces_of(corpus, documents), alone)
+        batches = micro_batches(rows, np.arange(len(rows)), alone, world_size=self.ranks)
+        return StepPlan(corpus, rows, batches[self.rank :: self.ranks])
 
     def train_dataloader(self) -> DataLoader[StepBatch]:
         """Load a StepBatch for each of the Trainer's steps, from its own on.
@@ -196,12 +201,14 @@ class PackedDataModule(lightning.LightningDataModule):
         )
         return self.corpora.validation
 
-    def _evaluation_loaders(
-        self, evaluations: list[tuple[Rows, list[Integers]]]
-    ) -> list[DataLoader[PackedBatch]]:
+    def _evaluation_loaders(self, evaluations: list[StepPlan]) -> list[DataLoader[PackedBatch]]:
         return [
-            self._loader(groups, StepSampler(lambda: 0, len(groups)), rows.batch)
-            for rows, groups in evaluations
+            self._loader(
+                plan.micro_batches,
+                StepSampler(lambda: 0, len(plan.micro_batches)),
+                make=partial(make_batch, plan.corpus, plan.rows),
+            )
+            for plan in evaluations
         ]
 
     def transfer_batch_to_device(
@@ -249,16 +256,17 @@ class StepLoader(DataLoader):
 class StepDataset(Dataset):
     """Hold the StepBatch of each optimizer step for one rank."""
 
-    schedule: Schedule
+    schedule: StepSchedule
     rank: int = 0
 
     def __getitem__(self, step: int) -> StepBatch:
-        rows, groups = self.schedule.step(step)
-        own = groups[self.rank :: self.schedule.world_size]
-        return StepBatch(
-            [rows.batch(numbers, self.schedule.turn(numbers)) for numbers in own],
-            *rows.count(groups),
-        )
+        schedule = self.schedule
+        plan = schedule.step(step)
+        batches = []
+        for rows in plan.micro_batches[self.rank :: schedule.world_size]:
+            batches.append(make_batch(plan.corpus, plan.rows, rows, turn=schedule.turn(rows)))
+        counts = count_step(plan.corpus, plan.rows, plan.micro_batches)
+        return StepBatch(**vars(counts), batches=batches)
 
 
 class StepSampler(DistributedSampler):

@@ -1,22 +1,46 @@
-"""Pack documents into rows, from their lengths alone."""
+"""Pack documents into rows, from their lengths alone.
+
+A *strategy* decides which row each document goes to. Five documents of 3, 5, 2, 4 and 6 tokens in
+rows of 8 (a letter is a token of a document, a dot is padding):
+
+    padded          next_fit        best_fit_decreasing   concat_split
+    aaa.....        aaabbbbb        eeeeeecc              aaabbbbb
+    bbbbb...        ccdddd..        bbbbbaaa              ccddddee
+    cc......        eeeeee..        dddd....              eeee....
+    dddd....
+    eeeeee..
+
+``padded`` keeps documents apart and pays for it in padding; ``next_fit`` keeps their order; the
+sorting strategies fill rows best; ``concat_split`` has no padding but cuts documents, so that a
+document's state is lost at a row's end unless it is carried. Nothing is ever dropped, but for the
+tails that ``overlong="truncate"`` drops on request.
+
+A plan is a function of the lengths alone (and of its arguments): no random numbers, no tokens.
+Planning costs microseconds a document, in NumPy or in one pass of Python with a heap or a tree.
+"""
+
+from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import heapreplace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from packmamba.integers import ceil_div, round_up
+
 Integers = NDArray[np.int64]
 
 LONGEST = 2**31 - 1
+"""Maximum tokens of a document and slots of a row: positions are int32 in the operators."""
 OVERLONG = ("error", "truncate", "split")
 
 
 class Piece(NamedTuple):
-    """Locate a part of a document by its first token."""
+    """Locate a part of a document: ``length`` tokens from its token ``start`` on."""
 
     document: int
     start: int
@@ -24,67 +48,167 @@ class Piece(NamedTuple):
 
 
 class Row(tuple[Piece, ...]):
-    """Hold pieces from left to right; the rest of its ``slots`` is padding."""
+    """Hold a row's pieces from left to right; the rest of its ``slots`` is padding."""
 
     slots: int
 
 
 @dataclass(frozen=True, eq=False)
-class PackingPlan:
-    """Hold pieces; row i is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``, in ``slots[i]`` slots with padding.
+class Pieces:
+    """Hold parts of documents in an order, (P,) int64 each.
 
-    int64: document, start, length (P,), row_offsets (R + 1,), slots (R,).
+    Attributes:
+        document: index of the piece's document.
+        start: the piece's first token, counted from the document's first.
+        length: tokens of the piece.
+        end: tokens of its document that are read at all. A piece that ends there has no target
+            for its last token; any other piece's last token predicts the document's next token.
     """
 
     document: Integers
     start: Integers
     length: Integers
-    row_offsets: Integers
-    slots: Integers
+    end: Integers
+
+    @classmethod
+    def whole(cls, document: Integers, lengths: Integers) -> Pieces:
+        """Take whole documents of these lengths."""
+        lengths = np.asarray(lengths, np.int64)
+        return cls(document=document, start=np.zeros_like(document), length=lengths, end=lengths)
 
     @property
     def num_tokens(self) -> int:
         return int(self.length.sum())
 
     @property
+    def num_targets(self) -> int:
+        """Count tokens that have a next token in what is read of their document."""
+        ends_document = self.start + self.length == self.end
+        return self.num_tokens - int(np.count_nonzero(ends_document))
+
+    def take(self, which: slice | Integers) -> Pieces:
+        """Select pieces by slice or index."""
+        return Pieces(self.document[which], self.start[which], self.length[which], self.end[which])
+
+    def cut(self, longest: int) -> Pieces:
+        """Cut pieces longer than ``longest`` tokens into pieces of that length and a rest."""
+        source, part = _enumerate(ceil_div(self.length, longest))
+        skipped = part * longest
+        length = np.minimum(self.length[source] - skipped, longest)
+        return replace(self.take(source), start=self.start[source] + skipped, length=length)
+
+    def truncate(self, longest: int) -> Pieces:
+        """Drop what pieces have beyond ``longest`` tokens; a document ends where it is cut."""
+        too_long = self.length > longest
+        length = np.minimum(self.length, longest)
+        return replace(self, length=length, end=np.where(too_long, self.start + length, self.end))
+
+    def between(self, first: int, last: int) -> Pieces:
+        """Return what lies in tokens ``first`` to ``last`` of all pieces; cut the outermost two."""
+        ends = np.cumsum(self.length)
+        first_piece = int(np.searchsorted(ends, first, "right"))
+        last_piece = int(np.searchsorted(ends, last, "left"))
+        inside = slice(first_piece, last_piece + 1)
+        begins = ends[inside] - self.length[inside]
+        skipped = np.maximum(first - begins, 0)
+        length = np.minimum(ends[inside], last) - begins - skipped
+        return replace(self.take(inside), start=self.start[inside] + skipped, length=length)
+
+    def stagger(self, count: int) -> Pieces:
+        """Cut the first ``count`` pieces in two, at fractions of the golden ratio.
+
+        First parts come last, so that ``count`` streams begin inside a document, each elsewhere.
+        """
+        number = np.arange(1, len(self.length) + 1)
+        fraction = number * ((5**0.5 - 1) / 2) % 1
+        cut_at = np.where(number <= count, fraction * self.length, 0).astype(np.int64)
+        tails = replace(self, start=self.start + cut_at, length=self.length - cut_at)
+        heads = replace(self, length=cut_at).take(np.flatnonzero(cut_at))
+        return join([tails, heads])
+
+
+def join(several: list[Pieces]) -> Pieces:
+    """Concatenate pieces."""
+    return Pieces(
+        document=np.concatenate([pieces.document for pieces in several]),
+        start=np.concatenate([pieces.start for pieces in several]),
+        length=np.concatenate([pieces.length for pieces in several]),
+        end=np.concatenate([pieces.end for pieces in several]),
+    )
+
+
+@dataclass(frozen=True, eq=False)
+class RowPlan(Pieces):
+    """Hold rows of pieces: the pieces of all rows in row order, and where rows begin.
+
+    Iterate over it for one ``Row`` of ``Piece`` after another.
+
+    Attributes:
+        offset: (P,) int64, the piece's tokens in earlier rows: above 0 where a row's end cut a
+            document, whose state may be carried into this row.
+        row_offsets: (R + 1,) int64; row i is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``.
+        slots: (R,) int64, each row's width, padding included.
+    """
+
+    offset: Integers
+    row_offsets: Integers
+    slots: Integers
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.slots)
+
+    @property
     def num_slots(self) -> int:
+        """Count slots of all rows, padding included."""
         return int(self.slots.sum())
 
     @property
     def padding_fraction(self) -> float:
         return 1 - self.num_tokens / self.num_slots if len(self) else 0.0
 
-    def __len__(self) -> int:
-        return len(self.slots)
+    def row(self, index: int) -> slice:
+        """Return the slice of pieces that row ``index`` holds."""
+        return slice(int(self.row_offsets[index]), int(self.row_offsets[index + 1]))
 
-    num_rows = property(__len__)
-
-    def __getitem__(self, index: int) -> Row:
-        begin, end = self.row_offsets[range(len(self))[index] :][:2]
-        row = Row(
-            map(
-                Piece,
-                *(part[begin:end].tolist() for part in (self.document, self.start, self.length)),
-            )
-        )
-        row.slots = int(self.slots[index])
-        return row
+    def pieces_of(self, rows: Integers) -> Integers:
+        """Return the indices of all pieces of these rows, row by row."""
+        counts = np.diff(self.row_offsets)[rows]
+        row, place = _enumerate(counts)
+        return self.row_offsets[np.asarray(rows)[row]] + place
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(len(self)))
+        for index in range(len(self)):
+            pieces = self.take(self.row(index))
+            columns = pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist()
+            row = Row(map(Piece, *columns))
+            row.slots = int(self.slots[index])
+            yield row
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """Assign pieces to rows: ``assign(lengths, row_length, buffer)`` -> (P,) row of each, from 0.
+    """Decide the row of each piece, and say what the decision does to documents.
 
-    With ``splits_documents``: ``assign(lengths, row_length, streams)`` -> (document, start, length, row), (P,) each.
+    Attributes:
+        assign: ``(lengths, row_length, buffer) -> rows``: (P,) tokens of pieces that each fit a
+            row, to (P,) row numbers from 0 without gaps. In rows, pieces keep their order. With
+            ``splits_documents`` it is ``(lengths, row_length, streams)`` ->
+            (document, start, length, row), (P,) each.
+        keeps_order: rows (of a stream) hold the documents in the order they came in.
+        pads: rows have ``row_length`` slots; else as many slots as tokens.
+        needs_row_length: False: without ``row_length`` a row is as long as its document.
+        splits_documents: a document may go on in the next row.
+        drops_tokens: not every token has a place.
     """
 
     assign: Callable[[Integers, int, int], Any] = lambda lengths, *_: np.arange(len(lengths))
-    keeps_order: bool = True  # rows (of a stream) hold the documents in their order
-    pads: bool = True  # rows have row_length slots; else as many as tokens
-    needs_row_length: bool = True  # else a row is as long as its document without one
+    keeps_order: bool = True
+    pads: bool = True
+    needs_row_length: bool = True
     splits_documents: bool = False
     drops_tokens: bool = False
 
@@ -96,112 +220,155 @@ def plan_rows(
     overlong: str = "error",
     buffer: int = 4096,
     streams: int = 1,
-) -> PackingPlan:
-    """Arrange documents in rows (PackMamba, arXiv 2408.03865); return their PackingPlan. Raises TypeError or ValueError.
+) -> RowPlan:
+    """Arrange documents in rows (PackMamba, arXiv 2408.03865).
 
     Args:
         lengths: (documents,) integers, tokens of each document, at least 1.
-        strategy: a key of STRATEGIES.
         row_length: slots of a row; None (single, padded): the length of the row's document.
-        overlong: ``error``, ``truncate``, or ``split`` longer documents into pieces of ``row_length`` and a rest.
+        strategy: a key of STRATEGIES.
+        overlong: ``error``, ``truncate``, or ``split`` longer documents into pieces of
+            ``row_length`` and a rest.
         buffer: documents (or pieces) that greedy sorts and packs at a time.
-        streams: of a strategy that splits documents; row t * streams + b is stream b's row t. Each document goes to the
-            stream with the fewest tokens. A stream that ends early gets padding, then empty rows.
+        streams: of a strategy that splits documents; row t * streams + b is stream b's row t. Each
+            document goes to the stream with the fewest tokens. A stream that ends early gets
+            padding, then empty rows.
+
+    Raises TypeError or ValueError that names the argument.
     """
-    for name, given, known in (
-        ("strategy", strategy, STRATEGIES),
-        ("overlong", overlong, OVERLONG),
-    ):
-        if given not in known:
-            raise ValueError(f"{name}: expected one of {', '.join(known)}, got {given!r}")
+    lengths = _check_lengths(lengths)
+    documents = Pieces.whole(np.arange(len(lengths)), lengths)
+    return plan_pieces(documents, row_length, strategy, overlong, buffer, streams)
+
+
+def plan_pieces(
+    pieces: Pieces,
+    row_length: int | None,
+    strategy: str,
+    overlong: str,
+    buffer: int,
+    streams: int,
+) -> RowPlan:
+    """Arrange pieces as ``plan_rows`` arranges documents.
+
+    ``offset`` counts from each piece's own first token: a piece starts from zero state.
+    """
+    limit = _check_arguments(row_length, strategy, overlong, buffer, streams)
+    chosen = STRATEGIES[strategy]
+    if chosen.splits_documents:
+        source, offset, length, row = chosen.assign(pieces.length.copy(), limit, streams)
+        placed = replace(pieces.take(source), start=pieces.start[source] + offset, length=length)
+    else:
+        placed, offset = _fit_to_rows(pieces, limit, overlong)
+        row = _check_assignment(
+            chosen.assign(placed.length.copy(), limit, buffer), strategy, len(placed.length)
+        )
+    num_rows = round_up(int(row.max(initial=-1)) + 1, streams)
+    row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=num_rows))])
+    by_row = np.argsort(row, kind="stable")
+    placed = placed.take(by_row)
+    tokens_before = np.concatenate([[0], np.cumsum(placed.length)])
+    filled = np.diff(tokens_before[row_offsets])
+    if filled.max(initial=0) > limit:
+        raise ValueError(
+            f"strategy '{strategy}': expected at most {limit} tokens in a row, got {filled.max()}"
+        )
+    if chosen.pads and row_length is not None:
+        slots = np.full(num_rows, row_length, np.int64)
+    else:
+        slots = filled
+    return RowPlan(**vars(placed), offset=offset[by_row], row_offsets=row_offsets, slots=slots)
+
+
+def _check_arguments(
+    row_length: int | None, strategy: str, overlong: str, buffer: int, streams: int
+) -> int:
+    """Check ``plan_rows``' arguments; return the maximum tokens of a row."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
+    if overlong not in OVERLONG:
+        raise ValueError(f"overlong: expected one of {', '.join(OVERLONG)}, got {overlong!r}")
     chosen = STRATEGIES[strategy]
     limit: Any = LONGEST if row_length is None and not chosen.needs_row_length else row_length
-    for name, value in (("row_length", limit), ("buffer", buffer), ("streams", streams)):
+    for name, value in {"row_length": limit, "buffer": buffer, "streams": streams}.items():
         if not hasattr(value, "__index__") or not 1 <= value <= LONGEST:
             raise ValueError(f"{name}: expected an integer from 1 to 2**31 - 1, got {value!r}")
     if streams > 1 and not chosen.splits_documents:
         raise ValueError(
             f"streams: expected 1 with strategy '{strategy}', which splits no documents, got {streams}"
         )
+    return int(limit)
+
+
+def _check_lengths(lengths: Any) -> Integers:
     lengths = np.asarray(lengths)
     if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and len(lengths)):
-        raise TypeError(
-            f"lengths: expected (documents,) integers, got shape {lengths.shape} of {lengths.dtype}"
-        )
-    if len(wrong := np.flatnonzero((lengths < 1) | (lengths > LONGEST))):
+        got = f"shape {lengths.shape} of {lengths.dtype}"
+        raise TypeError(f"lengths: expected (documents,) integers, got {got}")
+    wrong = np.flatnonzero((lengths < 1) | (lengths > LONGEST))
+    if len(wrong):
+        got = f"{lengths[wrong[0]]} for document {wrong[0]}"
+        raise ValueError(f"lengths: expected 1 to 2**31 - 1 tokens, got {got}")
+    return lengths.astype(np.int64)
+
+
+def _check_assignment(rows: Any, strategy: str, count: int) -> Integers:
+    """Check the rows that a strategy returned: one for each piece, from 0, none empty."""
+    row = np.asarray(rows, None if count else np.int64)
+    is_integers = row.shape == (count,) and row.dtype.kind in "iu"
+    if not (is_integers and row.min(initial=0) >= 0 and np.bincount(row).all()):
         raise ValueError(
-            f"lengths: expected 1 to 2**31 - 1 tokens, got {lengths[wrong[0]]} for document {wrong[0]}"
+            f"strategy '{strategy}': expected {count} rows from 0, no gaps, got {row!r}"
         )
-    lengths, limit = lengths.astype(np.int64), int(limit)
-    if chosen.splits_documents:
-        document, start, length, row = chosen.assign(lengths.copy(), limit, streams)
-    else:
-        if overlong == "error" and len(long := np.flatnonzero(lengths > limit)):
-            got = f"{lengths[long[0]]} in document {long[0]}, more in {len(long)} of {len(lengths)}; set overlong=split"
-            raise ValueError(f"lengths: expected at most row_length={limit} tokens, got {got}")
-        document, start, length = cut(lengths, limit)
-        if overlong == "truncate":
-            document, start, length = document[start == 0], start[start == 0], length[start == 0]
-        row = np.asarray(
-            chosen.assign(length.copy(), limit, buffer), None if len(length) else np.int64
-        )
-        fits = row.shape == length.shape and row.dtype.kind in "iu" and row.min(initial=0) >= 0
-        if not (fits and np.bincount(row).all()):
-            raise ValueError(
-                f"strategy '{strategy}': expected {len(length)} rows from 0, no gaps, got {row!r}"
-            )
-    num_rows = -(-(int(row.max(initial=-1)) + 1) // streams) * streams
-    by_row = np.argsort(row, kind="stable")
-    document, start, length = document[by_row], start[by_row], length[by_row]
-    row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=num_rows))])
-    filled = np.diff(np.concatenate([[0], np.cumsum(length)])[row_offsets])
-    if filled.max(initial=0) > limit:
-        raise ValueError(
-            f"strategy '{strategy}': expected at most {limit} tokens in a row, got {filled.max()}"
-        )
-    slots = (
-        np.full(num_rows, row_length, np.int64)
-        if chosen.pads and row_length is not None
-        else filled
-    )
-    return PackingPlan(document, start, length, row_offsets, slots)
+    return row
 
 
-def cut(lengths: Integers, longest: int) -> tuple[Integers, Integers, Integers]:
-    """Cut documents into pieces of ``longest`` tokens and a rest: (document, start, length)."""
-    document, part = _enumerate(-(-lengths // longest))
-    start = part * longest
-    return document, start, np.minimum(lengths[document] - start, longest)
+def _fit_to_rows(pieces: Pieces, limit: int, overlong: str) -> tuple[Pieces, Integers]:
+    """Truncate or cut pieces longer than a row; return them, and their tokens in earlier rows."""
+    too_long = np.flatnonzero(pieces.length > limit)
+    if overlong == "error" and len(too_long):
+        longest = f"{pieces.length[too_long[0]]} in document {too_long[0]}"
+        got = f"{longest}, more in {len(too_long)} of {len(pieces.length)}; set overlong=split"
+        raise ValueError(f"lengths: expected at most row_length={limit} tokens, got {got}")
+    if overlong == "truncate":
+        return pieces.truncate(limit), np.zeros_like(pieces.start)
+    _, part = _enumerate(ceil_div(pieces.length, limit))
+    return pieces.cut(limit), part * limit
 
 
-def _enumerate(parts: Integers) -> tuple[Integers, Integers]:
-    """Map [2, 1] to ([0, 0, 1], [0, 1, 0])."""
-    of = np.repeat(np.arange(len(parts)), parts)
-    return of, np.arange(len(of)) - (np.cumsum(parts) - parts)[of]
+def _enumerate(counts: Integers) -> tuple[Integers, Integers]:
+    """Number the members of groups: sizes [2, 1] to groups [0, 0, 1] and places [0, 1, 0]."""
+    group = np.repeat(np.arange(len(counts)), counts)
+    first = np.cumsum(counts) - counts
+    return group, np.arange(len(group)) - first[group]
 
 
 def _concat_split(
     lengths: Integers, row_length: int, streams: int
 ) -> tuple[Integers, Integers, Integers, Integers]:
     """Concatenate the documents of each stream and split them at the ends of rows."""
-    # Keys are tokens * streams + stream: fewest tokens, then the first stream.
+    # A heap of tokens * streams + stream: its least has the fewest tokens, then the first stream.
     heap = list(range(streams))
     keys = [heapreplace(heap, heap[0] + tokens) for tokens in (lengths * streams).tolist()]
     begins, stream = np.divmod(np.array(keys, np.int64), streams)
-    ends, first = begins + lengths, begins // row_length
-    of, part = _enumerate((ends - 1) // row_length - first + 1)
-    row = first[of] + part
-    begin = np.maximum(begins[of], row * row_length)
-    end = np.minimum(ends[of], (row + 1) * row_length)
-    return of, begin - begins[of], end - begin, row * streams + stream[of]
+    ends = begins + lengths
+    first_row = begins // row_length
+    document, part = _enumerate((ends - 1) // row_length - first_row + 1)
+    row = first_row[document] + part
+    begin = np.maximum(begins[document], row * row_length)
+    end = np.minimum(ends[document], (row + 1) * row_length)
+    return document, begin - begins[document], end - begin, row * streams + stream[document]
 
 
 def _next_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
     """Close a row when the next document does not fit."""
-    row_of, row, room = [], -1, 0
+    row_of = []
+    row = -1
+    room = 0
     for length in lengths.tolist():
         if length > room:
-            row, room = row + 1, row_length
+            row += 1
+            room = row_length
         room -= length
         row_of.append(row)
     return row_of
@@ -209,7 +376,7 @@ def _next_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
 
 def _first_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
     """Put each document into the first row that has room."""
-    # A binary tree of maxima, node n above 2n and 2n + 1; leaves: rows' free slots.
+    # A binary tree of maxima, node n above 2n and 2n + 1; its leaves are rows' free slots.
     leaves = 1 << max(len(lengths) - 1, 0).bit_length()
     rooms = [row_length] * (2 * leaves)
     row_of = []
@@ -231,24 +398,28 @@ def _first_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
 def _decreasing(
     lengths: Integers, row_length: int, buffer: int, emptiest: bool = False
 ) -> Integers:
-    """Place each window's longest pieces first, in the fullest or emptiest row with room; of equals the last changed."""
+    """Place each window's longest pieces first, in the fullest or emptiest row with room.
+
+    Of rows with equal room the last changed is taken.
+    """
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
     for first in range(0, len(lengths), buffer):
         order = first + np.argsort(-lengths[first : first + buffer], kind="stable")
         shortest = lengths[order[-1]]
-        rows_with: dict[int, list[int]] = {}
-        rooms: list[int] = []  # its keys, sorted: free slots
+        rows_with: dict[int, list[int]] = {}  # free slots -> rows
+        rooms: list[int] = []  # its keys, sorted
         rows = []
         for length in lengths[order].tolist():
             if rooms and rooms[-1] >= length:
-                at = len(rooms) - 1 if emptiest else bisect_left(rooms, length)
-                room = rooms[at]
+                index = len(rooms) - 1 if emptiest else bisect_left(rooms, length)
+                room = rooms[index]
                 row = rows_with[room].pop()
                 if not rows_with[room]:
-                    del rooms[at], rows_with[room]
+                    del rooms[index], rows_with[room]
             else:
-                row, room = num_rows, row_length
+                row = num_rows
+                room = row_length
                 num_rows += 1
             rows.append(row)
             room -= length
@@ -261,18 +432,32 @@ def _decreasing(
     return row_of
 
 
+def _best_fit_decreasing(lengths: Integers, row_length: int, _: int) -> Integers:
+    return _decreasing(lengths, row_length, buffer=LONGEST)
+
+
+def _shortest_pack_first(lengths: Integers, row_length: int, _: int) -> Integers:
+    """Place the longest documents first, each in the emptiest row (SPFHP, arXiv 2107.02027).
+
+    Equal documents share a new row here, where the paper's histogram opens one for each.
+    """
+    return _decreasing(lengths, row_length, buffer=LONGEST, emptiest=True)
+
+
+def _by_length(lengths: Integers, *_: int) -> Integers:
+    """Give each document a row of its own, shortest first."""
+    return np.argsort(np.argsort(lengths, kind="stable"))
+
+
 STRATEGIES = {
     "single": Strategy(pads=False, needs_row_length=False),
     "padded": Strategy(needs_row_length=False),
-    "padded_sorted": Strategy(
-        lambda n, *_: np.argsort(np.argsort(n, kind="stable")), False, needs_row_length=False
-    ),
+    "padded_sorted": Strategy(_by_length, keeps_order=False, needs_row_length=False),
     "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
-    "best_fit_decreasing": Strategy(lambda n, room, _: _decreasing(n, room, LONGEST), False),
-    # Shortest-pack-first (arXiv 2107.02027), but equal documents share a new row.
-    "spfhp": Strategy(lambda n, room, _: _decreasing(n, room, LONGEST, emptiest=True), False),
+    "best_fit_decreasing": Strategy(_best_fit_decreasing, keeps_order=False),
+    "spfhp": Strategy(_shortest_pack_first, keeps_order=False),
     "concat_split": Strategy(_concat_split, splits_documents=True),
 }
 """Values of ``data.strategy``; plugins may add to it."""

@@ -1,140 +1,193 @@
-"""Documents and rows of each optimizer step: a pure function of (corpus, configuration, step)."""
+"""Decide which documents each optimizer step holds, and in which rows.
+
+A schedule is a pure function of (corpus, configuration, step number): resuming is counting, and
+two ranks that count alike read alike. Documents are shuffled in *windows* of a million, so that
+memory stays bounded; an epoch is every window once. Nothing is dropped.
+
+Two ways to cut a window into steps (``data.batching``), here with steps of 8 tokens in rows of 8:
+
+- ``matched``: the next documents up to ``tokens_per_step`` tokens are *drawn first and then
+  arranged*. Every strategy reads the same documents in the same step, so that padded and packed
+  runs have the same gradient up to rounding. With ``cut_at_steps`` the last document is cut and
+  goes on in the next step, so that every step holds exactly ``tokens_per_step`` tokens.
+
+      drawn     aaabbbbb|ccddddee|eeeeff..      steps 0, 1, 2
+      step 1    padded: cc......  packed: ccddddee
+                        dddd....
+                        ee......
+
+- ``stream``: the window's documents are *arranged first*; a step is the next rows up to
+  ``tokens_per_step`` slots. Rows are full, streams may continue from step to step, but another
+  strategy reads other documents in a step.
+"""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Protocol
 
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.batch import Rows
-from packmamba.data.packing import LONGEST, STRATEGIES, Integers, cut, plan_rows
+from packmamba.data.packing import (
+    LONGEST,
+    STRATEGIES,
+    Integers,
+    Pieces,
+    RowPlan,
+    join,
+    plan_pieces,
+)
 from packmamba.data.token_store import Corpus
+from packmamba.integers import ceil_div
 
 WINDOW_DOCUMENTS = 1_000_000
+"""Documents that are shuffled together; their permutation is held in memory."""
 
 
-class Pieces(NamedTuple):
-    """Hold parts of documents that start from zero state, (P,) each."""
+@dataclass(frozen=True, eq=False)
+class StepPlan:
+    """Plan a step: its rows, and the row numbers of each micro-batch, of all ranks.
 
-    document: Integers
-    start: Integers
-    length: Integers
+    Micro-batch i belongs to rank i modulo the number of ranks.
+    """
 
-    @classmethod
-    def of(cls, corpus: Corpus, documents: Integers) -> Pieces:
-        return cls(documents, np.zeros_like(documents), corpus.lengths[documents].astype(np.int64))
-
-    def take(self, which: slice | Integers) -> Pieces:
-        return Pieces(*(part[which] for part in self))
-
-    def cut(self, longest: int | None) -> Pieces:
-        """Cut pieces longer than ``longest`` into pieces of that length and a rest."""
-        of, skipped, length = cut(self.length, longest or LONGEST)
-        return Pieces(self.document[of], self.start[of] + skipped, length)
-
-    def between(self, first: int, last: int) -> Pieces:
-        """Return the pieces of tokens ``first`` to ``last`` of all; cut the outermost."""
-        ends = np.cumsum(self.length)
-        here = slice(
-            int(np.searchsorted(ends, first, "right")), int(np.searchsorted(ends, last, "left")) + 1
-        )
-        begins = ends[here] - self.length[here]
-        skipped = np.maximum(first - begins, 0)
-        return Pieces(
-            self.document[here],
-            self.start[here] + skipped,
-            np.minimum(ends[here], last) - begins - skipped,
-        )
-
-    def stagger(self, count: int) -> Pieces:
-        """Cut the first ``count`` pieces in two, spread by the golden ratio; first parts come last."""
-        number = np.arange(1, len(self.length) + 1)
-        cuts = np.where(number <= count, number * ((5**0.5 - 1) / 2) % 1 * self.length, 0).astype(
-            np.int64
-        )
-        tails = Pieces(self.document, self.start + cuts, self.length - cuts)
-        return _join([tails, self._replace(length=cuts).take(np.flatnonzero(cuts))])
+    corpus: Corpus
+    rows: RowPlan
+    micro_batches: list[Integers]
 
 
-def _join(several: Sequence[Pieces]) -> Pieces:
-    return Pieces(*map(np.concatenate, zip(*several)))
+def pieces_of(corpus: Corpus, documents: Integers, longest: int | None = None) -> Pieces:
+    """Take whole documents in this order; cut those longer than ``longest`` tokens, if given."""
+    pieces = Pieces.whole(documents, corpus.lengths[documents])
+    return pieces if longest is None else pieces.cut(longest)
 
 
-def arrange(corpus: Corpus, pieces: Pieces, data: DataConfig) -> Rows:
-    """Arrange pieces in rows. Raises ConfigError if one is too long."""
-    pieces = pieces.stagger(data.streams) if data.stagger else pieces
-    end, row_length = corpus.lengths[pieces.document], data.row_length
+def arrange(pieces: Pieces, data: DataConfig) -> RowPlan:
+    """Arrange pieces in rows as the configuration says. Raises ConfigError if one is too long."""
+    if data.stagger:
+        pieces = pieces.stagger(data.streams)
     try:
-        plan = plan_rows(
-            pieces.length, row_length, data.strategy, data.overlong, data.buffer, data.streams
+        return plan_pieces(
+            pieces,
+            row_length=data.row_length,
+            strategy=data.strategy,
+            overlong=data.overlong,
+            buffer=data.buffer,
+            streams=data.streams,
         )
     except ValueError as error:
         raise ConfigError(f"data.{error}") from None
-    if (
-        data.overlong == "truncate"
-        and row_length is not None
-        and not STRATEGIES[data.strategy].splits_documents
-    ):
-        end = np.where(pieces.length > row_length, pieces.start + row_length, end)
-    of, rows = plan.document, (plan.row_offsets, plan.slots)
-    return Rows(
-        corpus,
-        pieces.document[of],
-        pieces.start[of] + plan.start,
-        plan.length,
-        plan.start,
-        end[of],
-        *rows,
-    )
 
 
 def arrange_as_trained(
     corpus: Corpus, documents: Integers, data: DataConfig, carry: bool
-) -> tuple[Rows, list[Integers]]:
-    pieces = Pieces.of(corpus, documents).cut(data.cut_documents)
+) -> StepPlan:
+    """Arrange documents for evaluation in rows and batches like a training step's."""
+    pieces = pieces_of(corpus, documents, data.cut_documents)
     streams = data.batch_rows if data.takes_turns else data.streams
     if carry:
-        # At most what tokens fill; at least two, as a state may come from another row.
-        streams = min(streams, max(2, int(pieces.length.sum()) // int(pieces.length.max())))
+        # No more streams than the tokens fill; at least two, as a state may come from another row.
+        streams = min(streams, max(2, pieces.num_tokens // int(pieces.length.max())))
     data = replace(data, streams=streams, stagger=False)
-    rows = arrange(corpus, pieces, data)
-    return rows, micro_batches(rows, np.arange(len(rows)), data, carry)
+    rows = arrange(pieces, data)
+    return StepPlan(corpus, rows, micro_batches(rows, np.arange(len(rows)), data, carry))
 
 
 def micro_batches(
-    rows: Rows, numbers: Integers, data: DataConfig, carry: bool = False, world_size: int = 1
+    rows: RowPlan, numbers: Integers, data: DataConfig, carry: bool = False, world_size: int = 1
 ) -> list[Integers]:
-    """Split rows into batches of at most ``data.max_tokens_per_batch`` slots or one row, as many a rank."""
+    """Split a step's rows into micro-batches, as many for each rank.
+
+    A micro-batch has at most ``data.max_tokens_per_batch`` slots, or is one row. With ``carry`` it
+    has one row of each of a rank's streams, so that batches continue each other row by row.
+    Batches without rows fill the last round of ranks.
+    """
     pads = STRATEGIES[data.strategy].pads
-    if not pads or (
-        carry and not data.takes_turns
-    ):  # with carry, a row of each of a rank's streams
-        rows_per_batch = data.streams // world_size if pads else 1
+    if not pads:
+        edges = list(range(1, len(numbers)))
+    elif carry and not data.takes_turns:
+        rows_per_batch = data.streams // world_size
         edges = list(range(rows_per_batch, len(numbers), rows_per_batch))
     else:
-        edges, first, longest = [], 0, 0
-        share = len(numbers) if carry else -(-len(numbers) // world_size)
-        for i, slots in enumerate(rows.slots[numbers].tolist()):
-            longest = max(longest, slots)
-            if i > first and (
-                i - first == share or longest * (i - first + 1) > data.max_tokens_per_batch
-            ):
-                edges.append(i)
-                first, longest = i, slots
+        share = len(numbers) if carry else ceil_div(len(numbers), world_size)
+        edges = _edges_by_slots(rows.slots[numbers], data.max_tokens_per_batch, share)
     batches = np.split(numbers, edges)
-    return batches + [numbers[:0]] * (-len(batches) % world_size)
+    missing = -len(batches) % world_size
+    return batches + [numbers[:0]] * missing
+
+
+def _edges_by_slots(widths: Integers, most_slots: int, most_rows: int) -> list[int]:
+    """Return where batches of consecutive rows begin, each padded to its widest row."""
+    edges = []
+    first = 0
+    widest = 0
+    for index, width in enumerate(widths.tolist()):
+        widest = max(widest, width)
+        num_rows = index - first
+        is_full = num_rows == most_rows or widest * (num_rows + 1) > most_slots
+        if num_rows and is_full:
+            edges.append(index)
+            first = index
+            widest = width
+    return edges
+
+
+class Window(Protocol):
+    """Hold the steps of a window of documents."""
+
+    @property
+    def num_steps(self) -> int:
+        """Count steps."""
+
+    def step(self, index: int) -> tuple[RowPlan, Integers]:
+        """Return a plan, and the numbers of the step's rows in it."""
 
 
 @dataclass
-class Schedule:
-    """Plan endless steps: epochs of shuffled windows of documents. Nothing is dropped.
+class MatchedWindow:
+    """Draw documents first: a step is the next pieces of a shuffled window, arranged by itself."""
 
-    Matched: a step is the next documents up to ``data.tokens_per_step`` tokens, then arranged. Stream: documents are arranged by
-    window; a step is the next rows up to so many slots. With ``carry`` batches continue each other by row.
+    pieces: Pieces
+    edges: list[int]  # first piece of each step, and the number of pieces
+    data: DataConfig
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.edges) - 1
+
+    def step(self, index: int) -> tuple[RowPlan, Integers]:
+        drawn = self.pieces.take(slice(self.edges[index], self.edges[index + 1]))
+        rows = arrange(drawn, self.data)
+        return rows, np.arange(len(rows))
+
+
+@dataclass
+class StreamWindow:
+    """Fill rows first: a step is the next rows of a window that was arranged as a whole."""
+
+    rows: RowPlan
+    order: Integers  # row numbers as they are trained on
+    edges: list[int]  # first place in ``order`` of each step, and the number of rows
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.edges) - 1
+
+    def step(self, index: int) -> tuple[RowPlan, Integers]:
+        return self.rows, self.order[self.edges[index] : self.edges[index + 1]]
+
+
+@dataclass
+class StepSchedule:
+    """Plan endless steps: epochs of shuffled windows of documents.
+
+    Args:
+        carry: batches continue each other row by row (the boundary scheme passes states on).
+        world_size: ranks that share each step's micro-batches.
+
+    Raises ConfigError where a document fits no row.
     """
 
     corpus: Corpus
@@ -144,59 +197,61 @@ class Schedule:
     world_size: int = 1
 
     def __post_init__(self) -> None:
+        self._check_row_length()
+        self.exact = self.data.batching == "matched" and self.data.cut_at_steps
+        self.tokens = int(self.corpus.lengths.sum(dtype=np.int64))
+        self.budget = min(self.data.tokens_per_step, self.tokens)
+        self.windows_per_epoch = ceil_div(self.corpus.num_documents, WINDOW_DOCUMENTS)
+        # First step of each window, or its first token where steps are exact.
+        self._firsts = [0]
+        self._shuffled: dict[int, Pieces] = {}
+        self._planned: dict[int, Window] = {}
+
+    def _check_row_length(self) -> None:
         data = self.data
-        longest = min(int(self.corpus.lengths.max()), data.cut_documents or 2**31)
-        fits = data.overlong != "error" or STRATEGIES[data.strategy].splits_documents
-        if longest > (data.row_length or longest) and not fits:
+        if data.row_length is None or data.overlong != "error":
+            return
+        longest = min(int(self.corpus.lengths.max()), data.cut_documents or LONGEST)
+        if longest > data.row_length and not STRATEGIES[data.strategy].splits_documents:
             got = f"{data.row_length}; set data.overlong=split"
             raise ConfigError(
                 f"data.row_length: expected at least {longest}, the longest document, got {got}"
             )
-        self.exact = data.batching == "matched" and data.cut_at_steps
-        self.tokens = int(self.corpus.lengths.sum(dtype=np.int64))
-        self.budget = min(data.tokens_per_step, self.tokens)
-        self.windows_per_epoch = -(-self.corpus.num_documents // WINDOW_DOCUMENTS)
-        self._firsts = [0]  # first step of each window, or its first token where steps are exact
-        self._cached: tuple[int, Any] = -1, None
 
-    def step(self, step: int) -> tuple[Rows, list[Integers]]:
-        """Return a step's rows, and their numbers by batch, of all ranks."""
+    def step(self, step: int) -> StepPlan:
+        """Plan optimizer step ``step``, counted from 0 over all epochs."""
         if self.exact:
-            rows = arrange(
-                self.corpus, self._tokens(step * self.budget, (step + 1) * self.budget), self.data
-            )
+            drawn = self._tokens(step * self.budget, (step + 1) * self.budget)
+            rows = arrange(drawn, self.data)
             numbers = np.arange(len(rows))
         else:
-            number = self._locate(step)
-            edges, held, order = self._window(number)
-            here = slice(*edges[step - self._firsts[number] :][:2])
-            rows = (
-                held if isinstance(held, Rows) else arrange(self.corpus, held.take(here), self.data)
-            )
-            numbers = np.arange(len(rows)) if order is None else order[here]
-        return rows, micro_batches(rows, numbers, self.data, self.carry, self.world_size)
+            window = self._locate(step)
+            rows, numbers = self._window(window).step(step - self._firsts[window])
+        batches = micro_batches(rows, numbers, self.data, self.carry, self.world_size)
+        return StepPlan(self.corpus, rows, batches)
 
     def epoch_steps(self) -> int:
-        return (
-            -(-self.tokens // self.budget)
-            if self.exact
-            else sum(map(self._size, range(self.windows_per_epoch)))
-        )
+        """Count the steps of the first epoch."""
+        if self.exact:
+            return ceil_div(self.tokens, self.budget)
+        return sum(self._size(window) for window in range(self.windows_per_epoch))
 
     def turn(self, numbers: Integers) -> int:
-        """Return a batch's number in its rank's round; 0 unless streams go round-robin."""
+        """Return a batch's number in its rank's round; 0 unless streams take turns."""
         if not (self.carry and self.data.takes_turns and len(numbers)):
             return 0
         return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size
 
     def _tokens(self, first: int, last: int) -> Pieces:
-        pieces = []
+        """Take tokens ``first`` to ``last``, counted over all windows."""
+        drawn = []
         while first < last:
-            number = self._locate(first)
-            begin, end = self._firsts[number : number + 2]
-            pieces.append(self._window(number)[1].between(first - begin, min(last, end) - begin))
+            window = self._locate(first)
+            begin = self._firsts[window]
+            end = self._firsts[window + 1]
+            drawn.append(self._pieces(window).between(first - begin, min(last, end) - begin))
             first = end
-        return _join(pieces)
+        return join(drawn)
 
     def _locate(self, place: int) -> int:
         """Return the window of a step, or of a token where steps are exact."""
@@ -204,58 +259,75 @@ class Schedule:
             self._firsts.append(self._firsts[-1] + self._size(len(self._firsts) - 1))
         return bisect.bisect_right(self._firsts, place) - 1
 
-    def _size(self, number: int) -> int:
+    def _size(self, window: int) -> int:
+        """Count the steps of a window, or its tokens where steps are exact."""
         if self.exact:
-            return int(self.corpus.lengths[self._documents(number)[1]].sum(dtype=np.int64))
-        return len(self._window(number)[0]) - 1
+            _, documents = self._documents(window)
+            return int(self.corpus.lengths[documents].sum(dtype=np.int64))
+        return self._window(window).num_steps
 
-    def _documents(self, number: int) -> tuple[list[int], Integers]:
-        epoch, place = divmod(number, self.windows_per_epoch)
-        part = int(
-            np.random.default_rng([self.seed, epoch]).permutation(self.windows_per_epoch)[place]
-        )
-        documents = np.arange(
-            part * WINDOW_DOCUMENTS, min((part + 1) * WINDOW_DOCUMENTS, self.corpus.num_documents)
-        )
-        return [self.seed, epoch, part], documents
+    def _documents(self, window: int) -> tuple[np.random.Generator, Integers]:
+        """Return a window's documents in the corpus's order, and what shuffles them."""
+        epoch, place = divmod(window, self.windows_per_epoch)
+        shuffle_windows = np.random.default_rng([self.seed, epoch])
+        part = int(shuffle_windows.permutation(self.windows_per_epoch)[place])
+        first = part * WINDOW_DOCUMENTS
+        last = min(first + WINDOW_DOCUMENTS, self.corpus.num_documents)
+        return np.random.default_rng([self.seed, epoch, part]), np.arange(first, last)
 
-    def _window(self, number: int) -> tuple[list[int], Any, Integers | None]:
-        """Return edges of steps, the pieces or rows between them, and the rows' order."""
-        if self._cached[0] != number:
-            self._cached = number, self._plan(number)
-        return self._cached[1]
+    def _pieces(self, window: int) -> Pieces:
+        """Shuffle a window of a schedule whose steps are exact; the last one is kept."""
+        if window not in self._shuffled:
+            pieces, _ = self._shuffle(window)
+            self._shuffled = {window: pieces}
+        return self._shuffled[window]
 
-    def _plan(self, number: int) -> tuple[list[int], Any, Integers | None]:
-        data, (seed, documents) = self.data, self._documents(number)
-        rng = np.random.default_rng(seed)
-        pieces = Pieces.of(self.corpus, rng.permutation(documents)).cut(data.cut_documents)
-        if data.cut_documents is not None:
-            pieces = pieces.take(
-                rng.permutation(len(pieces.length))
-            )  # else one document would fill steps
-        if data.batching == "matched":
-            return _edges(pieces.length, data.tokens_per_step), pieces, None
-        rows = arrange(self.corpus, pieces, data)
-        numbers = np.arange(len(rows))
-        strategy = STRATEGIES[data.strategy]
-        if not strategy.keeps_order and strategy.needs_row_length:
-            numbers = rng.permutation(numbers)  # sorting by length must not impose a curriculum
-        edges = _edges(rows.slots[numbers], data.tokens_per_step)
-        if (
-            not strategy.keeps_order and not strategy.needs_row_length
-        ):  # a step's rows are padded to its longest
-            steps = np.split(numbers, edges[1:-1])
-            steps = [steps[i] for i in rng.permutation(len(steps))]
-            numbers, edges = (
-                np.concatenate(steps),
-                [0, *np.cumsum([len(step) for step in steps]).tolist()],
-            )
-        if data.shuffle_steps is not None:
-            blocks = np.split(numbers, edges[: -1 : data.shuffle_steps][1:])
-            numbers = np.concatenate([rng.permutation(block) for block in blocks])
-        return edges, rows, numbers
+    def _window(self, window: int) -> Window:
+        """Plan a window of steps that begin with whole documents; the last one is kept."""
+        if window not in self._planned:
+            self._planned = {window: self._plan(window)}
+        return self._planned[window]
+
+    def _plan(self, window: int) -> Window:
+        pieces, generator = self._shuffle(window)
+        if self.data.batching == "stream":
+            return _stream_window(arrange(pieces, self.data), self.data, generator)
+        edges = _edges(pieces.length, self.data.tokens_per_step)
+        return MatchedWindow(pieces, edges, self.data)
+
+    def _shuffle(self, window: int) -> tuple[Pieces, np.random.Generator]:
+        """Shuffle a window's documents, cut to ``cut_documents``."""
+        generator, documents = self._documents(window)
+        longest = self.data.cut_documents
+        pieces = pieces_of(self.corpus, generator.permutation(documents), longest)
+        if longest is not None:
+            # Shuffled again, else the pieces of one long document would fill whole steps.
+            pieces = pieces.take(generator.permutation(len(pieces.length)))
+        return pieces, generator
+
+
+def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generator) -> StreamWindow:
+    """Order the rows of a window, and cut the order into steps."""
+    strategy = STRATEGIES[data.strategy]
+    order = np.arange(len(rows))
+    if not strategy.keeps_order and strategy.needs_row_length:
+        # A strategy that sorts by length must not impose a curriculum.
+        order = generator.permutation(order)
+    edges = _edges(rows.slots[order], data.tokens_per_step)
+    if not strategy.keeps_order and not strategy.needs_row_length:
+        # Rows are padded to a step's longest: whole steps of like lengths are shuffled.
+        steps = np.split(order, edges[1:-1])
+        steps = [steps[i] for i in generator.permutation(len(steps))]
+        order = np.concatenate(steps)
+        edges = [0, *np.cumsum([len(step) for step in steps]).tolist()]
+    if data.shuffle_steps is not None:
+        blocks = np.split(order, edges[: -1 : data.shuffle_steps][1:])
+        order = np.concatenate([generator.permutation(block) for block in blocks])
+    return StreamWindow(rows, order, edges)
 
 
 def _edges(sizes: Integers, budget: int) -> list[int]:
+    """Return where steps begin: with the first item past each multiple of ``budget``."""
     before = np.cumsum(sizes, dtype=np.int64) - sizes
-    return [0, *(np.flatnonzero(np.diff(before // budget)) + 1).tolist(), len(sizes)]
+    begins_step = np.diff(before // budget) != 0
+    return [0, *(np.flatnonzero(begins_step) + 1).tolist(), len(sizes)]

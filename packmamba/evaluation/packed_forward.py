@@ -14,6 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from packmamba.config import DataConfig
+from packmamba.data.batch import make_batch
 from packmamba.data.packing import STRATEGIES
 from packmamba.data.schedule import arrange_as_trained
 from packmamba.layout import SequenceLayout
@@ -180,24 +181,22 @@ class TrainingLayoutReader:
         if not splits and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(lengths.max())))
         self.boundary = boundary
-        self.plan, self.batches = arrange_as_trained(
-            corpus, np.arange(len(lengths)), data, boundary.continues
-        )
+        self.plan = arrange_as_trained(corpus, np.arange(len(lengths)), data, boundary.continues)
 
     def read(self, model: MambaLM) -> Iterator[Pass]:
-        device, plan = next(model.parameters()).device, self.plan
+        device = next(model.parameters()).device
+        plan = self.plan.rows
         self.boundary.reset()
-        for rows in self.batches:
-            batch = plan.batch(rows).to(device)
+        for rows in self.plan.micro_batches:
+            batch = make_batch(self.plan.corpus, plan, rows).to(device)
             with torch.inference_mode():
                 hidden = self.boundary.hidden(model, batch)
             pieces: Pass = []
             for row, activations in zip(rows, hidden):
-                of = slice(*plan.row_offsets[row : row + 2])
-                documents, starts, lengths = (
-                    column[of].tolist() for column in (plan.document, plan.start, plan.length)
-                )
-                pieces += zip(documents, starts, activations[: sum(lengths)].split(lengths))
+                held = plan.take(plan.row(row))
+                lengths = held.length.tolist()
+                of_pieces = activations[: sum(lengths)].split(lengths)
+                pieces += zip(held.document.tolist(), held.start.tolist(), of_pieces)
             yield pieces
 
 

@@ -6,7 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from packmamba.data.lengths import draw_lengths
-from packmamba.data.packing import STRATEGIES, PackingPlan, Strategy, plan_rows
+from packmamba.data.packing import STRATEGIES, RowPlan, Strategy, plan_rows
 
 every_strategy = pytest.mark.parametrize("strategy", STRATEGIES)
 
@@ -22,7 +22,7 @@ def fitting(draw):
     return n, draw(st.lists(length, max_size=80))
 
 
-def tokens_of(plan: PackingPlan) -> list[tuple[int, int]]:
+def tokens_of(plan: RowPlan) -> list[tuple[int, int]]:
     """(document, place) of every token, row by row."""
     return [(p.document, p.start + i) for row in plan for p in row for i in range(p.length)]
 

@@ -14,7 +14,7 @@ from packmamba.config import ConfigError, DataConfig
 from packmamba.data import schedule
 from packmamba.data.datamodule import StepSampler
 from packmamba.data.packing import STRATEGIES
-from packmamba.data.schedule import Pieces, Schedule, arrange, arrange_as_trained
+from packmamba.data.schedule import StepSchedule, arrange, arrange_as_trained, pieces_of
 
 WINDOW = 17
 """Documents of a window, in place of a million."""
@@ -47,7 +47,7 @@ def add(of_ranks, step, trained, targets):
     behind = [tokens for batch in batches for tokens in behind_of(batch.layout)]
     totals += [sum(here.size for here in real), len(behind), sum(behind)]
     for share in shares:  # every rank divides by the targets of all, and has as many batches
-        assert [*vars(share).values()][1:] == totals and len(share.batches) * len(shares) == len(batches)
+        assert [*vars(share).values()][:-1] == totals and len(share.batches) * len(shares) == len(batches)
     for batch, here in zip(batches, real):
         tokens, wanted, mask = (part.numpy() for part in (batch.tokens, batch.targets, batch.loss_mask))
         assert not mask[~here].any() and not tokens[~here].any() and not wanted[~mask].any()
@@ -196,7 +196,7 @@ def test_stagger_begins_each_stream_inside_its_first_document():
         first = [row[0][0][0] for rows in pieces(step) for row in rows]
         starts[stagger] = [token - offsets[np.searchsorted(offsets, token, "right") - 1] for token in first]
     assert not any(starts[False]) and len({start % 16 for start in starts[True]}) > 2
-    cut = Pieces.of(Numbered([10, 20, 30]), np.arange(3)).stagger(2)
+    cut = pieces_of(Numbered([10, 20, 30]), np.arange(3)).stagger(2)
     assert list(zip(cut.document.tolist(), cut.start.tolist(), cut.length.tolist())) == [
         (0, 6, 4), (1, 4, 16), (2, 0, 30), (0, 0, 6), (1, 0, 4),
     ]  # fmt: skip
@@ -206,17 +206,17 @@ def test_stagger_begins_each_stream_inside_its_first_document():
 def test_evaluation_as_trained_has_few_empty_rows(lengths, streams):
     data = DataConfig(strategy="concat_split", streams=3, row_length=8, max_tokens_per_batch=24)
     for order in (lengths, lengths[::-1]):
-        rows, batches = arrange_as_trained(Numbered(order), np.arange(len(order)), data, carry=True)
-        assert {len(batch) for batch in batches} == {streams}
-        assert len(rows) * 8 < 2 * sum(lengths) + streams * 8
-        assert sorted(itertools.chain(*batches)) == list(range(len(rows)))
+        plan = arrange_as_trained(Numbered(order), np.arange(len(order)), data, carry=True)
+        assert {len(batch) for batch in plan.micro_batches} == {streams}
+        assert plan.rows.num_slots < 2 * sum(lengths) + streams * 8
+        assert sorted(itertools.chain(*plan.micro_batches)) == list(range(plan.rows.num_rows))
 
 
 def test_errors_name_the_key():
     with pytest.raises(ConfigError, match="data.row_length"):
-        Schedule(Numbered([30]), DataConfig(row_length=8), 0)
+        StepSchedule(Numbered([30]), DataConfig(row_length=8), 0)
     with pytest.raises(ConfigError, match="data.lengths"):
-        arrange(Numbered([30]), Pieces.of(Numbered([30]), np.arange(1)), DataConfig(row_length=8))
+        arrange(pieces_of(Numbered([30]), np.arange(1)), DataConfig(row_length=8))
 
 
 @pytest.mark.parametrize("strategy", ["greedy", "padded", "padded_sorted"])
