@@ -15,6 +15,7 @@ from typing import Any
 from filelock import FileLock
 
 import packmamba
+from packmamba.config.schema import RENAMED_KEYS, RENAMED_VALUES
 from packmamba.errors import ConfigError
 
 SWEEPS = "sweep.json"
@@ -37,24 +38,11 @@ LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.s
     optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
     trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
     trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
-STRATEGIES = {
-    "in_order": "next_fit",
-    "best_fit": "best_fit_decreasing",
-    "histogram": "spfhp",
-    "split": "concat_split",
-}
-# Old keys of configurations, and values: today's.
-RENAMED: dict[str, dict[str, str]] = {
-    "data": {"mode": "batching", "slots_per_batch": "max_tokens_per_batch"},
-    "strategy": STRATEGIES,
-    "overlong": {"pieces": "split"},
-    "boundary": {
-        "foreign": "state_passing",
-        "noise": "fitted_noise",
-        "foreign_heads": "state_passing_within_row",
-    },
-    "precision": {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"},
-}
+LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
+    data.task_options model.mixer model.mixer_options optimizer.name optimizer.options
+    optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
+    trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
+    trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
 
 
 def make_record(
@@ -121,17 +109,19 @@ def has_records(folder: str | Path) -> bool:
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
+    """Give a record of an earlier version today's keys and values."""
     record.pop("checksum", None)
     if record["kind"] == "packing":  # whose arms are strategies
-        record["arm"] = STRATEGIES.get(record["arm"], record["arm"])
+        record["arm"] = RENAMED_VALUES["strategy"].get(record["arm"], record["arm"])
     config = record["config"]
     if "data" in config:
         config["data"] = {
-            RENAMED["data"].get(key, key): value for key, value in config["data"].items()
+            RENAMED_KEYS.get(f"data.{key}", f"data.{key}").removeprefix("data."): value
+            for key, value in config["data"].items()
         }
     for section in (config, config.get("data", {}), config.get("trainer", {})):
         for key in section.keys() & {"strategy", "overlong", "boundary"}:
-            section[key] = RENAMED[key].get(str(section[key]), section[key])
+            section[key] = RENAMED_VALUES[key].get(str(section[key]), section[key])
     return record
 
 

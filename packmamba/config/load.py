@@ -1,4 +1,11 @@
-"""Read and validate configurations."""
+"""Read configurations from YAML files and ``key=value``, and validate them once.
+
+A configuration is layers over the defaults of a dataclass: a file, then one layer for each override.
+OmegaConf merges them and checks types; ``validate`` checks what types cannot say: each key's limits
+(``schema.key``), then the rules between keys. Everything is checked here, before a document is
+read, so that a typo costs no time; every error is one line that names the key, what was expected,
+what came and what to do.
+"""
 
 import copy
 import dataclasses
@@ -8,7 +15,7 @@ import importlib
 import json
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from operator import attrgetter, ge, gt, le
 from pathlib import Path
@@ -23,31 +30,39 @@ from packmamba.config.schema import (
     MIXER_KEYS,
     MIXERS,
     OPTIMIZERS,
+    RENAMED_KEYS,
+    RENAMED_VALUES,
     STRATEGIES,
     Config,
     options,
     registry,
 )
 from packmamba.errors import COMMAND, ConfigError, expect
-from packmamba.records import RENAMED
 
 PACKAGE = Path(__file__).resolve().parents[1]
-CONFIGS = next(
-    filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs"))
-)  # a wheel's, a checkout's
+# Of a wheel, or of a checkout.
+CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs")))
 CONFIGURATION = "configuration.yaml"
-OLD_KEYS = {f"data.{old}": f"data.{new}" for old, new in RENAMED["data"].items()}
-OLD_KEYS |= {"experiment": "output", "only": "arms=[...] and grid.seed=[...]"}
-TYPES = {
+"""A run's whole configuration, in its folder."""
+
+# Words of OmegaConf's error messages, and what was expected where they occur.
+EXPECTED_BY_WORD = {
     "Integer": "an integer",
     "Float": "a number",
     "bool": "true or false",
     "to string": "text",
     "None": "a value",
+    "List": "a list such as [a,b]",
+    "": "keys and values, as in the defaults",
 }
-TYPES |= {"List": "a list such as [a,b]", "": "keys and values, as in the defaults"}
-BOUNDS = {"low": ("at least", ge), "above": ("above", gt), "high": ("at most", le)}
+BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
+    "low": ("at least", ge),
+    "above": ("above", gt),
+    "high": ("at most", le),
+}
 ON_GPU = ("auto", "gpu", "cuda")
+"""Values of ``trainer.accelerator`` that may take a GPU."""
+
 Schema = TypeVar("Schema")
 to_dict = dataclasses.asdict
 need = functools.partial(expect, kind=ConfigError)
@@ -60,6 +75,10 @@ def load(
     overrides: Iterable[str] = (),
     command: str | None = None,
 ) -> Schema:
+    """Build ``schema`` from its defaults, a YAML file for ``command`` and ``key=value`` overrides.
+
+    Raises ConfigError.
+    """
     return resolve(schema, read_layers(path, overrides, command))
 
 
@@ -69,266 +88,302 @@ load_config = functools.partial(load, Config, command="train")
 def read_layers(
     path: Any, overrides: Iterable[str], command: str | None = None
 ) -> list[tuple[DictConfig, str]]:
-    """Read a file and overrides; ``arms=[single,padded]`` selects entries of a mapping."""
+    """Read a file and overrides, each with its name in errors.
+
+    An override that lists names of a mapping's entries selects them: ``arms=[single,padded]``.
+    """
     file = OmegaConf.create() if path is None else read_yaml(path, command)
     layers = [(parse_override(override), f"'{override}'") for override in overrides]
     for layer, origin in layers:
         for key in map(str, list(layer)):
-            known, names = file.get(key), layer.get(key)
-            if isinstance(known, DictConfig) and isinstance(names, ListConfig):
+            entries = file.get(key)
+            names = layer.get(key)
+            if isinstance(entries, DictConfig) and isinstance(names, ListConfig):
                 for name in names:
-                    need(
-                        name in known,
-                        key,
-                        f"some of {', '.join(map(str, known))}",
-                        f"'{name}' in {origin}",
-                    )
-                layer[key] = {name: known[name] for name in names}
+                    choices = f"some of {', '.join(map(str, entries))}"
+                    need(name in entries, key, choices, f"'{name}' in {origin}")
+                layer[key] = {name: entries[name] for name in names}
                 file.pop(key)
     return [(file, str(path)), *layers]
 
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
-    """Merge layers and their origins over the defaults of ``schema``; validate."""
-    config, named = copy.deepcopy(structured(schema)), False
+    """Merge layers, each with its name in errors, over the defaults of ``schema``; validate.
+
+    Layers are mappings or dataclasses; NumPy's scalars count as Python's. Raises ConfigError.
+    """
+    config = copy.deepcopy(structured(schema))
+    asks_for_16_states = False
     for layer, origin in layers:
-        plain = tree_map(lambda one: one.tolist() if hasattr(one, "tolist") else one, layer)
+        plain = tree_map(_without_numpy, layer)
         update: Any = OmegaConf.create(plain, flags={"allow_objects": True})
-        named |= OmegaConf.select(update, "model.d_state") == 16 and not origin.endswith(
-            CONFIGURATION
-        )
-        if isinstance(name := update.get("model"), str) and isinstance(
-            config.get("model"), DictConfig
-        ):
-            sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
-            need(name in sizes, "model", "a size", f"'{name}' in {origin}{suggest(name, sizes)}")
-            update = OmegaConf.merge(update, {"model": read_yaml(sizes[name])})
+        is_saved = origin.endswith(CONFIGURATION)
+        asks_for_16_states |= OmegaConf.select(update, "model.d_state") == 16 and not is_saved
+        if isinstance(update.get("model"), str) and isinstance(config.get("model"), DictConfig):
+            update = OmegaConf.merge(update, {"model": _model_size(update.model, origin)})
         try:
             config = OmegaConf.unsafe_merge(config, update)
         except ConfigKeyError as error:
-            key = str(error.full_key)
-            old = origin.endswith(CONFIGURATION) and key not in OLD_KEYS
-            hint = "; an older version's key: remove it" if old else _instead(key, schema())
-            raise ConfigError(f"unknown key '{key}' in {origin}{hint}") from None
+            raise _unknown_key(str(error.full_key), origin, schema) from None
         except (OmegaConfBaseException, TypeError) as error:
-            lists = [one for one in update if isinstance(update._get_node(one), ListConfig)]
-            key = getattr(error, "full_key", None) or [*lists, *update][0]
-            expected = next(
-                kind for word, kind in TYPES.items() if word in str(error).splitlines()[0]
-            )
-            got = OmegaConf.select(update, key)
-            whole = expected == "an integer" and isinstance(got, float) and got.is_integer()
-            hint = f"; write {int(got)}" if whole else ""
-            raise ConfigError(
-                f"{key}: expected {expected}, got {shown(got)} in {origin}{hint}"
-            ) from None
-    own = named and config.model.mixer != "mamba1"
-    need(
-        not own, "model.d_state", "another number than 16, which stands for the mixer's default", 16
-    )
+            raise _wrong_type(error, update, origin) from None
+    if asks_for_16_states and config.model.mixer != "mamba1":
+        expected = "another number than 16, which stands for the mixer's default"
+        raise ConfigError(f"model.d_state: expected {expected}, got 16")
     try:
         return validate(OmegaConf.to_object(config))  # type: ignore[return-value]
     except OmegaConfBaseException as error:  # an interpolation ${...}
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
 
 
-def _instead(key: str, config: Any) -> str:
-    """Return a hint at a key's new name, other section, or nearest name."""
-    if key in OLD_KEYS:
-        return f"; rename it to {OLD_KEYS[key]}"
+def _without_numpy(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _model_size(name: str, origin: str) -> DictConfig:
+    """Read the keys of a named size, as in ``model=130m``."""
+    sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
+    need(name in sizes, "model", "a size", f"'{name}' in {origin}{suggest(name, sizes)}")
+    return read_yaml(sizes[name])
+
+
+def _unknown_key(key: str, origin: str, schema: type) -> ConfigError:
+    """Explain an unknown key by its new name, its other section or the nearest name."""
+    if key in RENAMED_KEYS:
+        hint = f"; rename it to {RENAMED_KEYS[key]}"
+    elif origin.endswith(CONFIGURATION):
+        hint = "; an older version's key: remove it"
+    else:
+        hint = _nearest_key(key, schema())
+    return ConfigError(f"unknown key '{key}' in {origin}{hint}")
+
+
+def _nearest_key(key: str, config: Any) -> str:
     section, _, name = key.rpartition(".")
-    known = [
-        (prefix, field.name)
-        for prefix, one in sections_of(config)
-        for field in dataclasses.fields(one)
-    ]
-    same = [prefix + other for prefix, other in known if other == name]
-    near = [prefix + other for prefix, other in known if prefix.rstrip(".") == section]
-    return suggest(key, same or near, 0 if same else 0.6)
+    same_name = []
+    same_section = []
+    for prefix, part in sections_of(config):
+        for field in dataclasses.fields(part):
+            if field.name == name:
+                same_name.append(prefix + field.name)
+            if prefix.rstrip(".") == section:
+                same_section.append(prefix + field.name)
+    if same_name:
+        return suggest(key, same_name, cutoff=0)
+    return suggest(key, same_section)
+
+
+def _wrong_type(error: Exception, update: DictConfig, origin: str) -> ConfigError:
+    """Explain a value of a wrong type, in words of ours."""
+    key = getattr(error, "full_key", None)
+    if not key:  # OmegaConf does not say which: a list where keys belong, most often
+        lists = [name for name in update if isinstance(update._get_node(name), ListConfig)]
+        key = [*lists, *update][0]
+    message = str(error).splitlines()[0]
+    expected = next(kind for word, kind in EXPECTED_BY_WORD.items() if word in message)
+    value = OmegaConf.select(update, key)
+    is_whole = isinstance(value, float) and value.is_integer()
+    hint = f"; write {int(value)}" if expected == "an integer" and is_whole else ""
+    return ConfigError(f"{key}: expected {expected}, got {shown(value)} in {origin}{hint}")
 
 
 def validate(config: Schema) -> Schema:
+    """Import plugins, check each key's limits, then rules between keys; return the configuration.
+
+    Raises ConfigError.
+    """
     import_plugins(getattr(config, "plugins", ()))
     for prefix, section in sections_of(config):
-        for key in dataclasses.fields(section):
-            _, null, meaning = key.metadata.get("help", "").rstrip(".").partition("; null")
-            remedy = f"; set null{meaning}" if null else ""
-            _check(
-                prefix + key.name,
-                getattr(section, key.name),
-                remedy,
-                **key.metadata.get("limits", {}),
-            )
+        for field in dataclasses.fields(section):
+            limits = field.metadata.get("limits", {})
+            _check(prefix + field.name, getattr(section, field.name), **limits)
     if isinstance(config, Config):
         _check_rules(config)
     return config
 
 
 def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dataclasses inside with their prefix, the outermost last."""
-    for key in dataclasses.fields(config):
-        value = getattr(config, key.name)
+    """Yield the dataclasses inside with the prefix of their keys, the outermost last."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
         for name, section in value.items() if isinstance(value, dict) else [("", value)]:
             if dataclasses.is_dataclass(section):
-                yield from sections_of(section, prefix + key.name + (name and f".{name}") + ".")
+                inner = f"{prefix}{field.name}.{name}." if name else f"{prefix}{field.name}."
+                yield from sections_of(section, inner)
     yield prefix, config
 
 
 def _check(
-    name: str, value: Any, remedy: str, choices: Any = (), check: Any = None, **bounds: Any
+    name: str,
+    value: Any,
+    choices: Any = (),
+    check: Any = None,
+    null: str | None = None,
+    **bounds: Any,
 ) -> None:
-    expected = " and ".join(f"{BOUNDS[bound][0]} {limit}" for bound, limit in bounds.items())
-    for one in [] if value is None else value if isinstance(value, list) else [value]:
-        if choices and one not in (names := registry(choices)):
-            renamed = RENAMED.get(name.rpartition(".")[2], {}).get(one)
-            hint = f"; write {renamed}" if renamed else suggest(one, names).partition("; known")[0]
-            raise ConfigError(
-                f"{name}: expected one of {', '.join(map(str, names))}, got {shown(one)}{hint}"
-            )
-        for bound, limit in bounds.items():
-            need(
-                one < float("inf") and BOUNDS[bound][1](one, limit),
-                name,
-                expected,
-                shown(one) + remedy,
-            )
-    if value is not None and check is not None:
-        need(check[1](value), name, check[0], shown(value))
+    """Check a key's value against its limits; ``schema.key`` explains them."""
+    if value is None:
+        return
+    for element in value if isinstance(value, list) else [value]:
+        if choices:
+            _check_choice(name, element, registry(choices))
+        if bounds:
+            within = all(BOUNDS[bound][1](element, limit) for bound, limit in bounds.items())
+            expected = " and ".join(f"{BOUNDS[bound][0]} {bounds[bound]}" for bound in bounds)
+            remedy = f"; set null: {null}" if null else ""
+            need(within and element < float("inf"), name, expected, shown(element) + remedy)
+    if check is not None:
+        description, holds = check
+        need(holds(value), name, description, shown(value))
+
+
+def _check_choice(name: str, value: Any, choices: Any) -> None:
+    if value in choices:
+        return
+    key = name.rpartition(".")[2]
+    renamed = RENAMED_VALUES.get(key, {}).get(value)
+    if renamed:
+        hint = f"; write {renamed}"
+    else:
+        hint = suggest(value, choices).partition("; known")[0]
+    names = ", ".join(map(str, choices))
+    raise ConfigError(f"{name}: expected one of {names}, got {shown(value)}{hint}")
 
 
 def _check_rules(config: Config) -> None:
-    data, model, trainer, evaluations = (
-        config.data,
-        config.model,
-        config.trainer,
-        config.evaluations,
-    )
-    strategy, boundary = registry(STRATEGIES)[data.strategy], registry(BOUNDARIES)[trainer.boundary]
-    need(hasattr(strategy, "pads"), "data.strategy", "a packing.Strategy(function)", repr(strategy))
-    of_mixer = options(registry(MIXERS)[model.mixer])
-    stream, splits = data.batching == "stream", strategy.splits_documents
-
-    def rule(holds: Any, name: str, expected: str) -> None:
-        need(holds, name, expected, shown(attrgetter(name)(config)))
-
-    for key, given, known in (
-        (
-            "model.mixer_options",
-            model.mixer_options,
-            {*of_mixer} - {*MIXER_KEYS, "recompute", "backend"},
-        ),
-        (
-            "optimizer.options",
-            config.optimizer.options,
-            options(registry(OPTIMIZERS)[config.optimizer.name]),
-        ),
-        ("trainer.boundary_options", trainer.boundary_options, options(boundary)),
-        ("evaluation_options", config.evaluation_options, evaluations),
-    ):
-        for name in [name for name in given if name not in known]:
-            raise ConfigError(f"unknown key '{key}.{name}'{suggest(name, sorted(known))}")
-    mappings = all(isinstance(given, dict) for given in config.evaluation_options.values())
-    rule(mappings, "evaluation_options", "keys and values of each evaluation")
-    rule(
-        data.row_length or not strategy.needs_row_length,
-        "data.row_length",
-        f"an integer with {data.strategy}",
-    )
-    precision, sharded = trainer.precision, trainer.strategy == "fsdp2"
-    one = (
-        trainer.devices * trainer.num_nodes == 1
-        and trainer.strategy == "auto"
-        and trainer.accelerator in ON_GPU
-    )
-    graphs = (
-        one
-        and precision in ("32-true", "bf16-mixed", "bf16-true")
-        and config.ops.backend in ("auto", "cuda")
-    )
-    shuffles = stream and strategy.pads and data.row_length and not boundary.continues
-    only: dict[str, tuple[Any, str]] = {  # keys at their defaults, unless
-        "data.unit": (data.source == "packages", "data.source=packages"),
-        "data.streams": (splits, "data.strategy=concat_split"),
-        "data.stagger": (stream and splits, "in streams of concat_split"),
-        "data.shuffle_steps": (shuffles, "batching=stream without carry"),
-        "trainer.evaluate_every": (evaluations and not sharded, "with evaluations, without fsdp2"),
-        "trainer.average_snapshots": (not sharded, "without fsdp2"),
-        "trainer.cuda_graphs": (
-            graphs,
-            "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda",
-        ),
-        **{f"model.{name}": (name in of_mixer, "with another mixer") for name in MIXER_KEYS},
-    }
-    for name, (allowed, where) in only.items():
-        default = attrgetter(name)(Config())
-        rule(
-            allowed or attrgetter(name)(config) == default,
-            name,
-            f"{shown(default)}, unless {where}",
-        )
+    """Check rules between keys, of a configuration whose single keys are right."""
+    data = config.data
+    strategy = registry(STRATEGIES)[data.strategy]
+    is_strategy = hasattr(strategy, "splits_documents")
+    need(is_strategy, "data.strategy", "a packing.Strategy(function)", repr(strategy))
+    boundary = registry(BOUNDARIES)[config.trainer.boundary]
+    rule = _Rules(config)
+    _check_option_names(config, boundary)
+    _check_keys_in_use(config, strategy, boundary)
+    row_length_is_known = data.row_length or not strategy.needs_row_length
+    rule(row_length_is_known, "data.row_length", f"an integer with {data.strategy}")
     if boundary.continues:
-        devices, turns, carries = (
-            trainer.devices * trainer.num_nodes,
-            data.takes_turns,
-            f"with {trainer.boundary}",
-        )
-        rows = data.batch_rows if turns else data.streams // devices
-        tokens = (data.row_length or 1) * (1 if turns else data.streams)
-        rule(splits, "data.strategy", f"concat_split {carries}")
-        rule(
-            data.streams % devices == 0,
-            "data.streams",
-            f"a multiple of the {devices} devices {carries}",
-        )
-        rule(
-            rows >= boundary.least_rows,
-            "data.streams",
-            f"at least {boundary.least_rows} rows a batch {carries}",
-        )
-        rule(
-            not stream or data.tokens_per_step % tokens == 0,
-            "data.tokens_per_step",
-            f"a multiple of {tokens}",
-        )
-        if turns:
-            rule(
-                data.streams % data.step_rows == 0,
-                "data.streams",
-                f"a multiple of a step's {data.step_rows} rows",
-            )
-            alike = data.step_rows % (data.batch_rows * devices) == 0
-            rule(
-                alike,
-                "data.max_tokens_per_batch",
-                f"equal batches of a step's {data.step_rows} rows",
-            )
-    rule(
-        not sharded or boundary.sharded,
-        "trainer.strategy",
-        f"ddp with trainer.boundary={trainer.boundary}",
-    )
-    rule(
-        not sharded or precision in ("32-true", "bf16-mixed"),
-        "trainer.precision",
-        "32-true or bf16-mixed with fsdp2",
-    )
+        _check_carry(config, strategy, boundary)
+    if config.trainer.strategy == "fsdp2":
+        scheme = f"ddp with trainer.boundary={config.trainer.boundary}"
+        rule(boundary.sharded, "trainer.strategy", scheme)
+        is_float32 = config.trainer.precision in ("32-true", "bf16-mixed")
+        rule(is_float32, "trainer.precision", "32-true or bf16-mixed with fsdp2")
 
 
-def suggest(name: str, known: Iterable[Any], cutoff: float = 0.6) -> str:
-    names = [str(one) for one in known]
-    close = difflib.get_close_matches(str(name), names, 1, cutoff)
-    return f"; did you mean '{close[0]}'?" if close else f"; known: {', '.join(names) or 'none'}"
+class _Rules:
+    """Raise ConfigError where a key of a configuration breaks a rule."""
+
+    def __init__(self, config: Config) -> None:
+        self.config = config
+
+    def __call__(self, holds: object, name: str, expected: str) -> None:
+        need(holds, name, expected, shown(attrgetter(name)(self.config)))
+
+
+def _check_option_names(config: Config, boundary: Any) -> None:
+    """Check names in keys that hold arguments of a function or class."""
+    mixer = options(registry(MIXERS)[config.model.mixer])
+    optimizer = options(registry(OPTIMIZERS)[config.optimizer.name])
+    own_keys = {*MIXER_KEYS, "recompute", "backend"}  # of the sections model and ops
+    allowed_names: dict[str, Iterable[str]] = {
+        "model.mixer_options": {*mixer} - own_keys,
+        "optimizer.options": optimizer,
+        "trainer.boundary_options": options(boundary),
+        "evaluation_options": config.evaluations,
+    }
+    for key, allowed in allowed_names.items():
+        for name in attrgetter(key)(config):
+            if name not in allowed:
+                raise ConfigError(f"unknown key '{key}.{name}'{suggest(name, sorted(allowed))}")
+    are_mappings = all(isinstance(value, dict) for value in config.evaluation_options.values())
+    _Rules(config)(are_mappings, "evaluation_options", "keys and values of each evaluation")
+
+
+def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
+    """Refuse keys that are not at their default where they have no effect."""
+    data = config.data
+    trainer = config.trainer
+    streams = data.batching == "stream"
+    sharded = trainer.strategy == "fsdp2"
+    shuffles = streams and strategy.pads and data.row_length and not boundary.continues
+    mixer = options(registry(MIXERS)[config.model.mixer])
+    graphs = "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
+    used: dict[str, tuple[Any, str]] = {
+        "data.unit": (data.source == "packages", "data.source=packages"),
+        "data.streams": (strategy.splits_documents, "data.strategy=concat_split"),
+        "data.stagger": (streams and strategy.splits_documents, "in streams of concat_split"),
+        "data.shuffle_steps": (shuffles, "batching=stream without carry"),
+        "trainer.evaluate_every": (
+            config.evaluations and not sharded,
+            "with evaluations, without fsdp2",
+        ),
+        "trainer.average_snapshots": (not sharded, "without fsdp2"),
+        "trainer.cuda_graphs": (_allows_cuda_graphs(config), graphs),
+        **{f"model.{name}": (name in mixer, "with another mixer") for name in MIXER_KEYS},
+    }
+    defaults = Config()
+    for name, (is_used, where) in used.items():
+        default = attrgetter(name)(defaults)
+        at_default = attrgetter(name)(config) == default
+        _Rules(config)(is_used or at_default, name, f"{shown(default)}, unless {where}")
+
+
+def _allows_cuda_graphs(config: Config) -> bool:
+    trainer = config.trainer
+    one_device = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto"
+    without_loss_scale = trainer.precision in ("32-true", "bf16-mixed", "bf16-true")
+    kernels = config.ops.backend in ("auto", "cuda")
+    return one_device and trainer.accelerator in ON_GPU and without_loss_scale and kernels
+
+
+def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
+    """Check that every row of a batch can continue the row of the batch before it."""
+    data = config.data
+    devices = config.trainer.devices * config.trainer.num_nodes
+    rule = _Rules(config)
+    scheme = f"with {config.trainer.boundary}"
+    rule(strategy.splits_documents, "data.strategy", f"concat_split {scheme}")
+    rule(
+        data.streams % devices == 0,
+        "data.streams",
+        f"a multiple of the {devices} devices {scheme}",
+    )
+    rows = data.batch_rows if data.takes_turns else data.streams // devices
+    enough_rows = f"at least {boundary.least_rows} rows a batch {scheme}"
+    rule(rows >= boundary.least_rows, "data.streams", enough_rows)
+    if data.batching == "stream":
+        tokens = (data.row_length or 1) * (1 if data.takes_turns else data.streams)
+        whole_rows = data.tokens_per_step % tokens == 0
+        rule(whole_rows, "data.tokens_per_step", f"a multiple of {tokens}")
+    if data.takes_turns:
+        whole_steps = data.streams % data.step_rows == 0
+        rule(whole_steps, "data.streams", f"a multiple of a step's {data.step_rows} rows")
+        equal_batches = data.step_rows % (data.batch_rows * devices) == 0
+        expected = f"equal batches of a step's {data.step_rows} rows"
+        rule(equal_batches, "data.max_tokens_per_batch", expected)
+
+
+def suggest(name: str, names: Iterable[Any], cutoff: float = 0.6) -> str:
+    """Return ``; did you mean 'nearest'?``, or ``; known: ...`` if no name is near."""
+    texts = [str(text) for text in names]
+    close = difflib.get_close_matches(str(name), texts, 1, cutoff)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; known: {', '.join(texts) or 'none'}"
 
 
 def shown(value: Any) -> str:
-    return json.dumps(
-        OmegaConf.to_container(value) if OmegaConf.is_config(value) else value, default=str
-    )
+    """Write a value as YAML and JSON do: null, true, quoted text."""
+    plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    return json.dumps(plain, default=str)
 
 
 def import_plugins(plugins: Iterable[str]) -> None:
+    """Import modules, found in the current folder too. Raises ConfigError."""
     for plugin in plugins:
-        sys.path += {os.getcwd()}.difference(sys.path)
+        if os.getcwd() not in sys.path:
+            sys.path.append(os.getcwd())
         try:
             importlib.import_module(plugin)
         except (ImportError, SyntaxError) as error:
@@ -336,30 +391,37 @@ def import_plugins(plugins: Iterable[str]) -> None:
 
 
 def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
-    """Read a YAML file for a command; a shipped one from any folder."""
+    """Read a YAML file for a command; a shipped one (``configs/...``) from any folder.
+
+    Raises ConfigError that names the file.
+    """
     file = Path(path) if Path(path).exists() else CONFIGS.parent / path
-    need(
-        file.is_file(),
-        str(path),
-        "a YAML file",
-        "a folder" if file.is_dir() else "none; see configs/",
-    )
+    missing = "a folder" if file.is_dir() else "none; see configs/"
+    need(file.is_file(), str(path), "a YAML file", missing)
     try:
         loaded: Any = OmegaConf.load(file)
     except Exception as error:
-        tabs = hasattr(error, "problem_mark") and "\n\t" in "\n" + file.read_text(errors="replace")
-        hint = "; indent by spaces, not tabs" if tabs else ""
+        begins_with_tab = "\n\t" in "\n" + file.read_text(errors="replace")
+        hint = ""
+        if hasattr(error, "problem_mark") and begins_with_tab:
+            hint = "; indent by spaces, not tabs"
         raise ConfigError(f"{path}: expected a YAML file, got {error}{hint}") from None
-    holds = loaded and isinstance(loaded, DictConfig)
-    need(holds, str(path), "keys and values", "a list" if loaded else "an empty file")
-    kind = "bench" if "bench" in loaded else "sweep" if "arms" in loaded else "train"
+    if not loaded or not isinstance(loaded, DictConfig):
+        got = "a list" if loaded else "an empty file"
+        raise ConfigError(f"{path}: expected keys and values, got {got}")
+    if "bench" in loaded:
+        kind = "bench"
+    else:
+        kind = "sweep" if "arms" in loaded else "train"
     got = f"one for {kind}; run {COMMAND} {kind} {path}"
     need(command in (None, kind), str(path), f"a file for {command}", got)
     return loaded
 
 
 def parse_override(override: str) -> DictConfig:
-    with suppress(Exception):
-        if override.partition("=")[0].strip(" .") and "=" in override:
+    """Parse ``key=value``, with a YAML value. Raises ConfigError."""
+    key = override.partition("=")[0].strip(" .")
+    if key and "=" in override:
+        with suppress(Exception):
             return OmegaConf.from_dotlist([override])
     raise ConfigError(f"expected key=value with a YAML value, got '{override}'")

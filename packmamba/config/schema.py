@@ -35,12 +35,44 @@ TWO_RATES = (
 )
 
 
+RENAMED_KEYS = {
+    "data.mode": "data.batching",
+    "data.slots_per_batch": "data.max_tokens_per_batch",
+    "experiment": "output",
+    "only": "arms=[...] and grid.seed=[...]",
+}
+"""Keys of earlier versions, and today's; a configuration with one is told the new name."""
+RENAMED_VALUES: dict[str, dict[str, str]] = {
+    "strategy": {
+        "in_order": "next_fit",
+        "best_fit": "best_fit_decreasing",
+        "histogram": "spfhp",
+        "split": "concat_split",
+    },
+    "overlong": {"pieces": "split"},
+    "boundary": {
+        "foreign": "state_passing",
+        "noise": "fitted_noise",
+        "foreign_heads": "state_passing_within_row",
+    },
+    "precision": {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"},
+}
+"""Values of earlier versions by their key, and today's; records of then are read by it."""
+
+
 def key(default: Any, help: str, **limits: Any) -> Any:
     """Declare a key of a configuration dataclass.
 
-    ``limits`` unless null: ``low``, ``high``, ``above`` (exclusive) and ``choices`` (names, or ``module:REGISTRY``), for each
-    element of a list; ``check`` (a description of valid values, and a predicate).
+    Args:
+        default: its value where nothing is given; a list or mapping is copied.
+        help: a sentence for ``--help``.
+        limits: what is checked unless the value is null: ``low``, ``high`` and ``above``
+            (exclusive) and ``choices`` (names, or ``module:REGISTRY``), of each element of a list;
+            ``check``: a description of valid values, and a predicate of the whole value.
+            ``null``: what null stands for, in ``--help`` and as a remedy in errors.
     """
+    if "null" in limits:
+        help = f"{help.rstrip('.')}; null: {limits['null']}."
     metadata = {"help": help, "limits": limits}
     if isinstance(default, (list, dict)):
         return field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
@@ -69,14 +101,14 @@ class DataConfig:
         None, "Folder, file or pattern; dataset (huggingface); prefix (megatron)."
     )
     unit: Optional[str] = key(
-        None, "Documents of packages; null: files.", choices=("files", "functions", "mixture")
+        None, "Documents of packages.", null="files", choices=("files", "functions", "mixture")
     )
     text_key: str = key("text", "Field or column of the document (jsonl, parquet, huggingface).")
     subset: Optional[str] = key(None, "Configuration of the dataset (huggingface).")
     split: str = key("train", "Split, such as train[:10%] (huggingface).")
     tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json.")
-    begin_token: Optional[str] = key("<s>", "Token before every document; null: none.")
-    end_token: Optional[str] = key("</s>", "Token after every document; null: none.")
+    begin_token: Optional[str] = key("<s>", "Token before every document.", null="none")
+    end_token: Optional[str] = key("</s>", "Token after every document.", null="none")
     validation_fraction: float = key(
         0.05, "Fraction of files (text) or documents held out.", above=0, high=0.99
     )
@@ -97,7 +129,7 @@ class DataConfig:
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
     num_proc: Optional[int] = key(
-        None, "Threads that tokenize; null: a core each, at most 16.", low=1
+        None, "Threads that tokenize.", null="a core each, at most 16", low=1
     )
     batching: str = key(
         "matched",
@@ -106,7 +138,7 @@ class DataConfig:
     )
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
     row_length: Optional[int] = key(
-        1024, "Tokens of a row; null (single, padded): the longest.", low=1
+        1024, "Tokens of a row.", null="the longest (single, padded)", low=1
     )
     overlong: str = key(
         "error", "For documents longer than a row.", choices=("error", "truncate", "split")
@@ -122,7 +154,7 @@ class DataConfig:
         4096, "Maximum tokens (padding included) of a micro-batch.", low=1
     )
     validation_documents: Optional[int] = key(
-        None, "Documents to validate on; null: all held out.", low=1
+        None, "Documents to validate on.", null="all held out", low=1
     )
     num_workers: int = key(0, "Workers of the DataLoader.", low=0)
 
@@ -142,7 +174,7 @@ class DataConfig:
 @dataclass
 class ModelConfig:
     vocab_size: Optional[int] = key(
-        None, "Rows of the embedding; null: the corpus's vocabulary.", low=1
+        None, "Rows of the embedding.", null="the corpus's vocabulary", low=1
     )
     d_model: int = key(128, "Width of the residual stream.", low=1)
     n_layer: int = key(2, "Blocks.", low=1)
@@ -180,9 +212,9 @@ class OptimizerConfig:
     betas: list[float] = key([0.9, 0.95], "Decay rates of AdamW's moments.", check=TWO_RATES)
     weight_decay: float = key(0.1, "Only matrices decay.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
-    schedule_steps: Optional[int] = key(None, "Steps of the schedule; null: max_steps.", low=1)
+    schedule_steps: Optional[int] = key(None, "Steps of the schedule.", null="max_steps", low=1)
     final_lr_fraction: float = key(0.1, "Of the peak, at the cosine's end.", low=0, high=1)
-    grad_clip: Optional[float] = key(1.0, "Maximum gradient norm; null: no clipping.", above=0)
+    grad_clip: Optional[float] = key(1.0, "Maximum gradient norm.", null="no clipping", above=0)
 
 
 @dataclass
@@ -196,13 +228,15 @@ class TrainerConfig:
     validate_every: int = key(50, "Steps between validations.", low=1)
     average_snapshots: int = key(1, "Average the weights of this many steps.", low=1)
     average_share: float = key(0.1, "Last fraction of the steps, which has these.", low=0, high=1)
-    evaluate_every: Optional[int] = key(None, "Steps between evaluations; null: at the end.", low=1)
+    evaluate_every: Optional[int] = key(
+        None, "Steps between evaluations.", null="at the end", low=1
+    )
     checkpoint_every: int = key(50, "Steps between checkpoints.", low=1)
     log_every: int = key(10, "Steps between logged points.", low=1)
     loggers: list[Any] = key(["csv", "tensorboard"], f"{LOGGERS[0]}.", check=LOGGERS)
     callbacks: list[Any] = key([], "Class paths, or {class_path: ..., init_args: {...}}.")
     leakcheck_every: Optional[int] = key(
-        0, "Steps between leakchecks; 0: only the first batch; null: none.", low=0
+        0, "Steps between leakchecks; 0: only the first batch.", null="none", low=0
     )
     precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
     accelerator: str = key(
@@ -219,7 +253,7 @@ class TrainerConfig:
         None, "Initial weights: folder of a run or checkpoint, or <sweep>:<arm>."
     )
     threads: Optional[int] = key(
-        None, "CPU threads; null: PyTorch's default, or 1 if deterministic.", low=1, high=1024
+        None, "CPU threads.", null="PyTorch's default, or 1 if deterministic", low=1, high=1024
     )
 
     def scheme(self) -> Any:
@@ -234,7 +268,7 @@ class OpsConfig:
 @dataclass
 class Config:
     name: str = key("train", "Name of the run and of its arm in tables.")
-    output: Optional[str] = key(None, "Folder of the record; null: the run's own.")
+    output: Optional[str] = key(None, "Folder of the record.", null="the run's own")
     plugins: list[str] = key([], "Modules to import first.")
     evaluations: list[str] = key(
         [], "Run them after training.", choices="packmamba.evaluation.registry:EVALUATIONS"
