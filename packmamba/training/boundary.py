@@ -1,9 +1,27 @@
-"""Boundary schemes: what crosses from one document to the next. B rows, S documents.
+"""Boundary schemes: what crosses from one document to the next.
 
-Constructors' arguments, all with defaults, are the keys of ``trainer.boundary_options``.
+A scheme is two choices, and no kernel knows of it: the layout that each operator is given, and the
+state that each document starts from. Documents a and b share a row, b goes on in the next batch:
+
+                     batch 1    batch 2     convolution and recurrence of the second b start from
+    reset            aaabbbbb | bbbcccc.    zero: a piece is a document of its own (the paper)
+    leak             aaabbbbb | bbbcccc.    zero, but b reads a's end and c reads b's end
+    carry            aaabbbbb | bbbcccc.    the state of b's own first part, without gradient
+    state_passing    aaabbbbb | bbbcccc.    another stream's state (arXiv 2507.02782)
+    fitted_noise     aaabbbbb | bbbcccc.    noise with the mean and variance of such states
+
+``leak_conv``, ``leak_scan`` and ``carry_scan`` do so in one of the two operators alone.
+``state_passing_within_row`` starts every document but its row's first from a state of the previous
+batch: what a leak brings in, without its being the neighbour's.
+
+States cost memory for each row and layer; only the last batch's are kept, and no gradient flows
+into them (truncated backpropagation through time).
+
+A constructor's arguments, all with defaults, are the keys of ``trainer.boundary_options``.
+Shapes: B rows, S documents.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -18,51 +36,65 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 from packmamba.nn.mixers import State
 
-States = list[State]  # by layer, tensors of documents (S, ...) or rows (B, ...)
+States = list[State]
+"""By layer, a tuple of tensors whose first dimension counts documents (S, ...) or rows (B, ...)."""
 
 
 class Boundary:
-    """Start every document from zero, or from the learned states."""
+    """Start every document from zero, or from the learned states. A scheme overrides what differs.
 
-    continues = False  # rows of a batch continue those of the one before
-    as_trained = True  # validate a second time, as in training
+    Attributes:
+        continues: row b of a batch continues row b of the batch before; needs
+            ``data.strategy=concat_split``.
+        as_trained: validate a second time, with documents arranged and read as in training.
+        stateful: the scheme keeps states between batches; see StatefulBoundary.
+        sharded: the scheme works with ``trainer.strategy=fsdp2``.
+        least_rows: minimum rows of a batch.
+        step: number of the optimizer step, from 0, that the next batches belong to.
+    """
+
+    continues = False
+    as_trained = True
     stateful = False
-    sharded = True  # works with trainer.strategy=fsdp2
+    sharded = True
     least_rows = 1
-    step = 0  # of the next batches, from 0
+    step = 0
 
     @property
     def name(self) -> str:
-        return next(
-            (name for name, scheme in BOUNDARIES.items() if type(self) is scheme),
-            type(self).__name__,
-        )
+        """Return the scheme's key in BOUNDARIES, or the class's name."""
+        for name, scheme in BOUNDARIES.items():
+            if type(self) is scheme:
+                return name
+        return type(self).__name__
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
-        """Return the layouts of convolutions and of recurrences."""
+        """Return where documents start for convolutions, and for recurrences."""
         return layout, layout
 
     def hidden(self, model: MambaLM, batch: PackedBatch, **states: Any) -> Any:
         """Compute the head's input (B, L, d_model)."""
-        conv, ssm = self.layouts(batch.layout)
+        conv_layout, ssm_layout = self.layouts(batch.layout)
         return model(
             batch.tokens,
             layout=batch.layout,
-            conv_layout=conv,
-            ssm_layout=ssm,
+            conv_layout=conv_layout,
+            ssm_layout=ssm_layout,
             return_hidden=True,
             **states,
         )
 
     def logits(self, model: MambaLM, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
-        """Compute logits (1, L, V) of one row."""
+        """Compute logits (1, L, V) of one row of documents of these lengths."""
         layout = SequenceLayout.from_lengths([list(lengths)], tokens.shape[1]).to(tokens.device)
-        return model.lm_head(self.hidden(model, PackedBatch(tokens, tokens, tokens >= 0, layout)))
+        batch = PackedBatch(tokens=tokens, targets=tokens, loss_mask=tokens >= 0, layout=layout)
+        return model.lm_head(self.hidden(model, batch))
 
     def reset(self) -> None:
-        """Forget all batches."""
+        """Forget all batches, before a validation."""
 
     def measures(self) -> dict[str, float]:
+        """Return numbers to log and record."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -70,62 +102,71 @@ class Boundary:
         return {}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        pass
+        """Restore ``state_dict``'s result on a device."""
 
 
 class Reset(Boundary):
-    """Start every document from zero (the paper)."""
+    """Start every document, or piece of one, from zero (the paper)."""
 
-    as_trained = False
+    as_trained = False  # every run is validated so
 
 
 class Leak(Boundary):
     """Read each row as one document (naive packing)."""
 
-    convolution = recurrence = True
+    leaks_in_convolution = True
+    leaks_in_recurrence = True
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
-        return (
-            layout.flow() if self.convolution else layout,
-            layout.flow() if self.recurrence else layout,
-        )
+        conv_layout = layout.flow() if self.leaks_in_convolution else layout
+        ssm_layout = layout.flow() if self.leaks_in_recurrence else layout
+        return conv_layout, ssm_layout
 
 
 class LeakConv(Leak):
     """Leak in convolutions alone."""
 
-    recurrence = False
+    leaks_in_recurrence = False
 
 
 class LeakScan(Leak):
     """Leak in recurrences alone."""
 
-    convolution = False
+    leaks_in_convolution = False
 
 
 class StatefulBoundary(Boundary):
-    """Start documents from detached final states of earlier batches' rows (truncated backpropagation through time).
+    """Start documents from detached final states of earlier batches' rows.
 
-    CUDA graphs replay ``forward``, which reads ``shape``, ``starts`` and ``offsets`` of a layout alone.
+    CUDA graphs replay ``forward`` between ``incoming`` and ``store``: it and ``initial_states`` do
+    tensor operations alone, and read of a layout only ``shape``, ``starts`` and ``offsets``.
     """
 
     stateful = True
     sharded = False
-    # Return a state for each row (B, ...), detached; from those, for each document (S, ...).
-    incoming: Callable[[MambaLM, PackedBatch], States]
-    initial_states: Callable[[MambaLM, SequenceLayout, States], States]
-    # Take the final state of each row's last document (B, ...), any for an empty row.
-    store: Callable[[PackedBatch, States], None]
+
+    def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
+        """Return a state for each row (B, ...), detached."""
+        raise NotImplementedError
+
+    def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
+        """Return the state that each document starts from (S, ...)."""
+        raise NotImplementedError
+
+    def store(self, batch: PackedBatch, final: States) -> None:
+        """Take the final state of each row's last document (B, ...), any for an empty row."""
+        raise NotImplementedError
 
     def forward(
         self, model: MambaLM, batch: PackedBatch, incoming: States
     ) -> tuple[Tensor, States]:
+        """Compute the head's input, and the final state of each row's last document, detached."""
         states = self.initial_states(model, batch.layout, incoming)
         hidden, final = super().hidden(model, batch, states=states, return_states=True)
         final = map_states(Tensor.detach, final)
-        return hidden, index_states(
-            final, last_documents(batch.layout)
-        ) if batch.layout.num_documents else final
+        if batch.layout.num_documents:
+            final = index_states(final, last_documents(batch.layout))
+        return hidden, final
 
     def hidden(self, model: MambaLM, batch: PackedBatch, **_: Any) -> Tensor:
         hidden, final = self.forward(model, batch, self.incoming(model, batch))
@@ -134,39 +175,43 @@ class StatefulBoundary(Boundary):
 
 
 class RowStates(NamedTuple):
+    """Hold the final states of a batch's rows (B, ...), where and when they ended."""
+
     states: States
-    positions: Tensor  # (B,) int32 on the CPU, where it ended; -1 without a document
+    positions: Tensor  # (B,) int32 on the CPU, where the last document ended; -1 without a document
     step: int
 
 
 class Carry(StatefulBoundary):
-    """Continue a document that a row cut from its own state."""
+    """Continue a document that a row's end cut from its own state."""
 
     continues = True
 
     def __init__(self) -> None:
-        self.stored: dict[int, RowStates] = {}
-        self.age: int | None = None
+        self.stored: dict[int, RowStates] = {}  # by turn
+        self.age: int | None = None  # steps since the states that were last used ended
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
-        fresh, layout = (
-            map_states(Tensor.detach, model.start_states(batch.layout.shape[0])),
-            on_host(batch.layout),
-        )
-        rows, offsets = layout.rows[layout.continues], layout.offsets[layout.continues]
-        if not len(rows):
+        fresh = map_states(Tensor.detach, model.start_states(batch.layout.shape[0]))
+        layout = on_host(batch.layout)
+        continuing = layout.continues
+        if not continuing.any():
             return fresh
-        stored = self.stored.get(batch.turn)
-        if (
-            stored is None
-            or len(stored.positions) != layout.shape[0]
-            or (stored.positions[rows] != offsets).any()
-        ):
-            expected = [] if stored is None else stored.positions.tolist()
-            given = dict(zip(rows.tolist(), offsets.tolist()))
-            raise ValueError(f"layout: expected documents to continue at {expected}, got {given}")
+        stored = self._stored_for(batch.turn, layout)
         self.age = self.step - stored.step
         return self.exchange(stored, fresh)
+
+    def _stored_for(self, turn: int, layout: SequenceLayout) -> RowStates:
+        """Return the states that the layout continues. Raises ValueError if others are stored."""
+        rows = layout.rows[layout.continues]
+        offsets = layout.offsets[layout.continues]
+        stored = self.stored.get(turn)
+        if stored is not None and len(stored.positions) == layout.shape[0]:
+            if torch.equal(stored.positions[rows], offsets):
+                return stored
+        expected = [] if stored is None else stored.positions.tolist()
+        got = dict(zip(rows.tolist(), offsets.tolist()))
+        raise ValueError(f"layout: expected documents to continue at {expected}, got {got}")
 
     def exchange(self, stored: RowStates, fresh: States) -> States:
         """Return what each row's continuing document starts from (B, ...)."""
@@ -174,9 +219,8 @@ class Carry(StatefulBoundary):
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         fresh = model.start_states(layout.num_documents)
-        return select_states(
-            layout.continues, self.continued(index_states(incoming, row_of(layout)), fresh), fresh
-        )
+        continued = self.continued(index_states(incoming, row_of(layout)), fresh)
+        return select_states(layout.continues, continued, fresh)
 
     def continued(self, incoming: States, fresh: States) -> States:
         """Return what continuing documents start from (S, ...)."""
@@ -189,36 +233,45 @@ class Carry(StatefulBoundary):
             self.stored[batch.turn] = RowStates(final, end_positions(layout), self.step)
 
     def measures(self) -> dict[str, float]:
-        parts = (part for stored in self.stored.values() for part in flatten_states(stored.states))
-        age = {} if self.age is None else {"state_age_steps": self.age}
-        return {"state_bytes": sum(part.nbytes for part in parts), **age}
+        tensors = [
+            tensor for stored in self.stored.values() for tensor in flatten_states(stored.states)
+        ]
+        measures: dict[str, float] = {"state_bytes": sum(tensor.nbytes for tensor in tensors)}
+        if self.age is not None:
+            measures["state_age_steps"] = self.age
+        return measures
 
     def reset(self) -> None:
         self.stored.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        stored = {
-            turn: (move_states(row.states, "cpu"), *row[1:]) for turn, row in self.stored.items()
-        }
+        stored = {}
+        for turn, row in self.stored.items():
+            stored[turn] = (move_states(row.states, "cpu"), row.positions, row.step)
         return {"stored": stored, "age": self.age}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         self.age = state_dict["age"]
-        stored = state_dict["stored"].items()
-        self.stored = {
-            turn: RowStates(move_states(states, device), *rest) for turn, (states, *rest) in stored
-        }
+        self.stored = {}
+        for turn, (states, positions, step) in state_dict["stored"].items():
+            self.stored[turn] = RowStates(move_states(states, device), positions, step)
 
 
 class CarryScan(Carry):
     """Continue the state of the recurrence; start the convolution fresh."""
 
     def continued(self, incoming: States, fresh: States) -> States:
-        return [(*new[:-1], old[-1]) for old, new in zip(incoming, fresh)]
+        return [
+            (*fresh_layer[:-1], incoming_layer[-1])
+            for incoming_layer, fresh_layer in zip(incoming, fresh)
+        ]
 
 
 class StatePassing(Carry):
-    """Start a continuing document from another stream's state (arXiv 2507.02782), in a ring sorted by position."""
+    """Start a continuing document from another stream's state (arXiv 2507.02782).
+
+    Streams form a ring, sorted by position, so that a state comes from a document of like length.
+    """
 
     least_rows = 2
 
@@ -228,19 +281,20 @@ class StatePassing(Carry):
             return fresh
         rows = rows[stored.positions[rows].argsort(stable=True)]
         ring = torch.cat([rows[::2], rows[1::2].flip(0)])
-        return index_states(
-            stored.states, torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1))
-        )
+        source = torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1))
+        return index_states(stored.states, source)
 
 
 class FittedNoise(Carry):
-    """Start a continuing document from noise with the states' mean and variance (arXiv 2507.02782).
+    """Start a continuing document from noise with the states' moments (arXiv 2507.02782).
 
-    ``memory``: decay of the moments' exponential average.
+    Args:
+        memory: decay of the exponential average of mean and mean square, by batch.
     """
 
+    means: list[Tensor]
+    squares: list[Tensor]
     generator: torch.Generator | None
-    moments: list[Tensor]
 
     def __init__(self, memory: float = 0.99) -> None:
         super().__init__()
@@ -250,16 +304,15 @@ class FittedNoise(Carry):
 
     def exchange(self, stored: RowStates, fresh: States) -> States:
         generator = self._generator(stored.states[0][-1].device)
-        debias, drawn = 1 - self.memory**self.batches, []
-        parts = flatten_states(stored.states)
-        for part, first, second in zip(parts, self.moments, self.moments[len(parts) :]):
-            mean, square = first / debias, second / debias
+        debias = 1 - self.memory**self.batches
+        drawn = []
+        for tensor, mean, square in zip(flatten_states(stored.states), self.means, self.squares):
+            mean = mean / debias
+            variance = (square / debias - mean.square()).clamp(min=0)
             noise = torch.randn(
-                part.shape, dtype=mean.dtype, device=part.device, generator=generator
+                tensor.shape, dtype=mean.dtype, device=tensor.device, generator=generator
             )
-            drawn.append(
-                (mean + (square - mean.square()).clamp(min=0).sqrt() * noise).to(part.dtype)
-            )
+            drawn.append((mean + variance.sqrt() * noise).to(tensor.dtype))
         return unflatten_states(drawn, stored.states)
 
     def _generator(self, device: torch.device) -> torch.Generator:
@@ -272,29 +325,39 @@ class FittedNoise(Carry):
         super().store(batch, final)
         if batch.turn not in self.stored:
             return
-        parts = flatten_states(
-            index_states(final, torch.where(self.stored[batch.turn].positions >= 0)[0])
-        )
-        parts = [part.to(torch.promote_types(part.dtype, torch.float32)) for part in parts]
-        moments = [part.mean(0) for part in parts] + [part.square().mean(0) for part in parts]
-        self.moments = self.moments or [torch.zeros_like(moment) for moment in moments]
-        torch._foreach_lerp_(self.moments, moments, 1 - self.memory)
+        (rows,) = torch.where(self.stored[batch.turn].positions >= 0)
+        states = [
+            state.to(torch.promote_types(state.dtype, torch.float32))
+            for state in flatten_states(index_states(final, rows))
+        ]
+        if not self.means:
+            self.means = [torch.zeros_like(state[0]) for state in states]
+            self.squares = [torch.zeros_like(state[0]) for state in states]
+        weight = 1 - self.memory
+        torch._foreach_lerp_(self.means, [state.mean(0) for state in states], weight)
+        torch._foreach_lerp_(self.squares, [state.square().mean(0) for state in states], weight)
         self.batches += 1
 
     def reset(self) -> None:
         super().reset()
-        self.batches, self.moments, self.generator = 0, [], None
+        self.batches = 0
+        self.means = []
+        self.squares = []
+        self.generator = None
 
     def state_dict(self) -> dict[str, Any]:
-        moments, half = [moment.cpu() for moment in self.moments], len(self.moments) // 2
-        generator = None if self.generator is None else self.generator.get_state()
-        saved = {"moments": (self.batches, moments[:half], moments[half:]), "generator": generator}
-        return super().state_dict() | saved
+        means = [mean.cpu() for mean in self.means]
+        squares = [square.cpu() for square in self.squares]
+        return super().state_dict() | {
+            "moments": (self.batches, means, squares),
+            "generator": None if self.generator is None else self.generator.get_state(),
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         super().load_state_dict(state_dict, device)
-        self.batches, first, second = state_dict["moments"]
-        self.moments = [moment.to(device) for moment in first + second]
+        self.batches, means, squares = state_dict["moments"]
+        self.means = [mean.to(device) for mean in means]
+        self.squares = [square.to(device) for square in squares]
         if state_dict["generator"] is not None:
             self._generator(device).set_state(state_dict["generator"].cpu())
 
@@ -302,35 +365,37 @@ class FittedNoise(Carry):
 class StatePassingWithinRow(StatefulBoundary):
     """Start each document but its row's first from a row's final state in the previous batch."""
 
-    stored: States | None = None
+    def __init__(self) -> None:
+        self.stored: States | None = None  # (rows that held a document, ...)
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         rows = batch.layout.shape[0]
         if self.stored is None:
             return map_states(Tensor.detach, model.start_states(rows))
-        return index_states(self.stored, torch.arange(rows) % len(self.stored[0][-1]))
+        num_stored = len(self.stored[0][-1])
+        return index_states(self.stored, torch.arange(rows) % num_stored)
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
-        rows, row_length = row_of(layout), layout.shape[1]
-        first = torch.searchsorted(layout.starts, rows * row_length)
-        place = torch.arange(layout.num_documents, device=layout.device) - first
+        rows = row_of(layout)
+        first_document = torch.searchsorted(layout.starts, rows * layout.shape[1])
+        place = torch.arange(layout.num_documents, device=layout.device) - first_document
         passed = index_states(incoming, (rows + place) % layout.shape[0])
         return select_states(place > 0, passed, model.start_states(layout.num_documents))
 
     def store(self, batch: PackedBatch, final: States) -> None:
         if batch.layout.num_documents:
-            self.stored = index_states(
-                final, torch.where(end_positions(on_host(batch.layout)) >= 0)[0]
-            )
+            (rows,) = torch.where(end_positions(on_host(batch.layout)) >= 0)
+            self.stored = index_states(final, rows)
 
     def reset(self) -> None:
         self.stored = None
 
     def state_dict(self) -> dict[str, Any]:
-        return {"stored": self.stored and move_states(self.stored, "cpu")}
+        return {"stored": None if self.stored is None else move_states(self.stored, "cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        self.stored = state_dict["stored"] and move_states(state_dict["stored"], device)
+        stored = state_dict["stored"]
+        self.stored = None if stored is None else move_states(stored, device)
 
 
 def on_host(layout: SequenceLayout) -> SequenceLayout:
@@ -350,8 +415,9 @@ def last_documents(layout: SequenceLayout) -> Tensor:
 def end_positions(layout: SequenceLayout) -> Tensor:
     """Return where each row's last document ends (B,), -1 for an empty row."""
     last = last_documents(layout)
-    here = layout.rows[last] == torch.arange(layout.shape[0], device=layout.device)
-    return torch.where(here, (layout.offsets + layout.lengths)[last], -1).to(torch.int32)
+    holds_document = layout.rows[last] == torch.arange(layout.shape[0], device=layout.device)
+    end = (layout.offsets + layout.lengths)[last]
+    return torch.where(holds_document, end, -1).to(torch.int32)
 
 
 def row_of(layout: SequenceLayout) -> Tensor:
@@ -360,22 +426,28 @@ def row_of(layout: SequenceLayout) -> Tensor:
 
 
 def index_states(states: States, index: Tensor) -> States:
+    """Select documents or rows of every tensor; ``index`` may lie on the CPU."""
     return map_states(lambda part: part[index.to(part.device, non_blocking=True)], states)
 
 
 def move_states(states: States, device: torch.device | str) -> States:
+    """Copy states to a device."""
     return map_states(lambda part: part.to(device), states)
 
 
 def unflatten_states(parts: Iterable[Tensor], like: States) -> States:
+    """Build states of the structure of ``like`` from ``flatten_states``' tensors."""
     return tree_unflatten(parts, tree_structure(like))
 
 
 def select_states(documents: Tensor, states: States, others: States) -> States:
-    """Select ``states`` where documents (S,) is true, else ``others``."""
-    return map_states(
-        lambda a, b: torch.where(documents.view(-1, *(1,) * (a.dim() - 1)), a, b), states, others
-    )
+    """Select ``states`` where ``documents`` (S,) is True, else ``others``."""
+
+    def select(state: Tensor, other: Tensor) -> Tensor:
+        condition = documents.view(-1, *(1,) * (state.dim() - 1))
+        return torch.where(condition, state, other)
+
+    return map_states(select, states, others)
 
 
 BOUNDARIES: dict[str, type[Boundary]] = {
@@ -389,3 +461,4 @@ BOUNDARIES: dict[str, type[Boundary]] = {
     "fitted_noise": FittedNoise,
     "state_passing_within_row": StatePassingWithinRow,
 }
+"""Values of ``trainer.boundary``; plugins may add to it."""
