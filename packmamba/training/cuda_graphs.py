@@ -1,4 +1,11 @@
-"""CUDA graphs of forward and backward passes."""
+"""Replay a batch's forward and backward pass as a CUDA graph.
+
+For models whose kernels are computed faster than they are launched: a graph is launched as one.
+A graph has fixed shapes and addresses, so a batch is copied into a ``StaticBatch`` that is at least
+as large: rows are padded to a multiple of 128 slots and absent documents lie behind every slot.
+Each shape is captured once (two warm-up passes and the capture, a second or so) and holds its
+activations' memory; few shapes therefore pay, and ``Shape`` rounds up coarsely.
+"""
 
 import gc
 from collections.abc import Callable, Sequence
@@ -8,76 +15,116 @@ import torch
 from torch import Tensor, nn
 
 from packmamba.data.batch import PackedBatch
+from packmamba.integers import round_up
 from packmamba.layout import SequenceLayout
 from packmamba.ops.cuda import one_capture
 
-ROW_MULTIPLE = 128  # to which rows are padded, for fewer shapes
-MAX_GRAPHS = 64  # further shapes are computed eagerly
-ABSENT = 2**31 - 1  # start and end of absent documents
+ROW_MULTIPLE = 128
+"""Rows are padded to a multiple of this many slots, for fewer shapes."""
+MAX_GRAPHS = 64
+"""Further shapes are computed eagerly."""
+ABSENT = 2**31 - 1
+"""Start and end of documents that a static batch has room for and a batch does not have."""
 
 Loss = Callable[..., tuple[Tensor, ...]]
 
 
+def next_power(base: int, number: int) -> int:
+    """Return the smallest power of ``base`` that is at least ``number``."""
+    power = 1
+    while power < number:
+        power *= base
+    return power
+
+
 class Shape(NamedTuple):
-    """Hold slots, maximum number of documents, and their maximum length, offset included."""
+    """Say what a graph is captured for.
+
+    Attributes:
+        rows, row_length: the static batch's slots.
+        documents: maximum number of documents, a power of four: kernels' absent documents return
+            at once, so that room for more costs little and another capture costs a second.
+        longest: maximum length of a document, offset included, a power of two; ABSENT if it may
+            exceed a row.
+        accumulates: gradients are added to existing ones.
+    """
 
     rows: int
     row_length: int
     documents: int
     longest: int
-    accumulates: bool  # gradients are added to existing ones
+    accumulates: bool
 
     @classmethod
     def of(cls, batch: PackedBatch, accumulates: bool) -> "Shape":
+        """Return the shape of a batch, rounded up."""
         rows, row_length = batch.layout.shape
-        row_length = -(-row_length // ROW_MULTIPLE) * ROW_MULTIPLE
-        longest = 1 << ((batch.layout.longest or ABSENT) - 1).bit_length()
-        longest = longest if longest <= row_length else ABSENT  # that of continued documents grows
-        documents = 4 ** -(-max(0, batch.layout.num_documents - 1).bit_length() // 2)
-        return cls(rows, row_length, documents, longest, accumulates)
+        row_length = round_up(row_length, ROW_MULTIPLE)
+        longest = next_power(2, batch.layout.longest or ABSENT)
+        if longest > row_length:
+            longest = ABSENT  # that of continued documents grows from batch to batch
+        return cls(
+            rows=rows,
+            row_length=row_length,
+            documents=next_power(4, batch.layout.num_documents),
+            longest=longest,
+            accumulates=accumulates,
+        )
 
     @property
     def slots(self) -> tuple[int, int, bool]:
+        """Return the key of a graph: one is kept for each, with the largest maxima so far."""
         return self.rows, self.row_length, self.accumulates
 
 
 class StaticBatch:
+    """Hold a batch at fixed addresses, into which every batch of a shape is copied."""
+
     def __init__(self, shape: Shape, device: torch.device) -> None:
         slots = (shape.rows, shape.row_length)
-        starts, ends, offsets = (
-            torch.zeros(shape.documents, dtype=torch.int32, device=device) for _ in range(3)
-        )
-        # All slots are computed, whatever holds tokens.
         layout = SequenceLayout(
-            slots, starts, ends, offsets, shape.rows * shape.row_length, shape.longest
+            shape=slots,
+            starts=torch.zeros(shape.documents, dtype=torch.int32, device=device),
+            ends=torch.zeros(shape.documents, dtype=torch.int32, device=device),
+            offsets=torch.zeros(shape.documents, dtype=torch.int32, device=device),
+            # All slots are computed: how many hold tokens is not part of the shape.
+            num_tokens=shape.rows * shape.row_length,
+            longest=shape.longest,
         )
+        # A leak flows through padding too, which nothing reads: merging the documents as
+        # layout.flow() does would wait for the GPU.
         layout.flowing = SequenceLayout.from_rows(*slots, device=device)
-        tokens, targets = (torch.zeros(slots, dtype=torch.int64, device=device) for _ in range(2))
         self.batch = PackedBatch(
-            tokens, targets, torch.zeros(slots, dtype=torch.bool, device=device), layout
+            tokens=torch.zeros(slots, dtype=torch.int64, device=device),
+            targets=torch.zeros(slots, dtype=torch.int64, device=device),
+            loss_mask=torch.zeros(slots, dtype=torch.bool, device=device),
+            layout=layout,
         )
         self.num_targets = torch.ones((), device=device)
 
     def fill(self, batch: PackedBatch, num_targets: int) -> None:
-        """Copy a batch without waiting for the GPU."""
-        static, row_length = self.batch, batch.layout.shape[1]
+        """Copy a batch, rows padded, without waiting for the GPU."""
+        row_length = batch.layout.shape[1]
         for name in ("tokens", "targets", "loss_mask"):
-            to, of = getattr(static, name), getattr(batch, name)
-            to[:, row_length:] = 0
-            to[:, :row_length].copy_(of)
-        shift = batch.layout.rows * (static.layout.shape[1] - row_length)
-        for name, absent, more in (
-            ("starts", ABSENT, shift),
-            ("ends", ABSENT, shift),
-            ("offsets", 0, 0),
-        ):
-            to, of = getattr(static.layout, name), getattr(batch.layout, name)
-            to[len(of) :] = absent
-            to[: len(of)].copy_(of + more)
+            static = getattr(self.batch, name)
+            static[:, row_length:] = 0
+            static[:, :row_length].copy_(getattr(batch, name))
+        layout = self.batch.layout
+        # Rows are longer here: documents of row b start b times the difference later.
+        shift = batch.layout.rows * (layout.shape[1] - row_length)
+        num_documents = batch.layout.num_documents
+        layout.starts[num_documents:] = ABSENT
+        layout.starts[:num_documents].copy_(batch.layout.starts + shift)
+        layout.ends[num_documents:] = ABSENT
+        layout.ends[:num_documents].copy_(batch.layout.ends + shift)
+        layout.offsets[num_documents:] = 0
+        layout.offsets[:num_documents].copy_(batch.layout.offsets)
         self.num_targets.fill_(num_targets)
 
 
 class Captured(NamedTuple):
+    """Hold a graph, and the tensors at the addresses that it reads and writes."""
+
     shape: Shape
     graph: torch.cuda.CUDAGraph
     static: StaticBatch
@@ -89,8 +136,13 @@ class Captured(NamedTuple):
 class BatchGraphs:
     """Replay forward and backward passes of batches, captured at a shape's first batch.
 
-    Meanwhile nothing may hold a loss of an earlier batch with its graph. ``loss``, of a batch and further tensors, returns the
-    sum over its targets, (B, L) that of each slot, and further tensors without gradient.
+    While a shape is captured, nothing may hold a loss of an earlier batch with its autograd graph.
+
+    Args:
+        loss: a function of a batch and further tensors that returns the sum of losses over the
+            batch's targets, each slot's loss (B, L), and further tensors without gradient.
+        parameters: what gradients are taken of. Graphs of steps of one batch have gradients of
+            their own; graphs of steps of several batches add to one set.
     """
 
     def __init__(self, loss: Loss, parameters: list[nn.Parameter]) -> None:
@@ -108,9 +160,13 @@ class BatchGraphs:
         last: bool = True,
         inputs: Sequence[Tensor] = (),
     ) -> tuple[Tensor, ...]:
-        """Set the parameters' ``grad``, to which a step's batches add from ``first`` to ``last``.
+        """Put gradients into the parameters' ``grad``; return ``loss``'s results.
 
-        Return ``loss`` over ``num_targets``; later calls overwrite its results.
+        The loss is divided by ``num_targets``. Later calls overwrite gradients and results.
+
+        Args:
+            first, last: the batch is its step's first and last one; a step of several adds up.
+            inputs: ``loss``'s further tensors.
         """
         shape = Shape.of(batch, accumulates=not (first and last))
         if shape.accumulates:
@@ -122,7 +178,10 @@ class BatchGraphs:
         if captured is None and len(self.captured) == MAX_GRAPHS:
             return self._run(batch, num_targets, *inputs)
         if captured is not None:
-            shape = Shape._make(map(max, shape, captured.shape))
+            shape = shape._replace(
+                documents=max(shape.documents, captured.shape.documents),
+                longest=max(shape.longest, captured.shape.longest),
+            )
         if captured is None or captured.shape != shape:
             captured = self.captured[shape.slots] = self._capture(shape, batch, num_targets, inputs)
         captured.static.fill(batch, num_targets)
@@ -140,30 +199,38 @@ class BatchGraphs:
         return total.detach(), losses, *others
 
     def _capture(
-        self, shape: Shape, batch: PackedBatch, num_targets: int, given: Sequence[Tensor]
+        self, shape: Shape, batch: PackedBatch, num_targets: int, inputs: Sequence[Tensor]
     ) -> Captured:
+        """Warm up on a side stream, as PyTorch asks for, then capture."""
         static = StaticBatch(shape, batch.tokens.device)
         static.fill(batch, num_targets)
-        inputs = [part.clone() for part in given]
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        static_inputs = [tensor.clone() for tensor in inputs]
+        stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            for _ in range(2):
+            for _ in range(2):  # compiles kernels, and lets libraries allocate
                 self._set_gradients(None)
-                self._run(static.batch, static.num_targets, *inputs)
+                self._run(static.batch, static.num_targets, *static_inputs)
         current.wait_stream(stream)
         self._set_gradients(self.sums if shape.accumulates else None)
-        torch.clear_autocast_cache()  # else weights that were cast before stay
+        torch.clear_autocast_cache()  # else the graph would read weights that were cast before
         gc.collect()  # autograd's leftovers of other streams
         graph = torch.cuda.CUDAGraph()
+        # thread_local: other threads pin the next batches' memory meanwhile.
         with (
             torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
             one_capture(),
         ):
-            results = self._run(static.batch, static.num_targets, *inputs)
+            results = self._run(static.batch, static.num_targets, *static_inputs)
         torch.clear_autocast_cache()
         return Captured(
-            shape, graph, static, inputs, results, [parameter.grad for parameter in self.parameters]
+            shape=shape,
+            graph=graph,
+            static=static,
+            inputs=static_inputs,
+            results=results,
+            gradients=[parameter.grad for parameter in self.parameters],
         )
 
     def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:

@@ -1,4 +1,8 @@
-"""Optimizers, gradient clipping and the learning rate."""
+"""Optimizers by name, gradient clipping and the learning rate of a step.
+
+Clipping happens inside ``optimizer.step`` (a hook), so that a loss scale is removed first and a
+fused optimizer divides while it reads the gradients, instead of writing them once more.
+"""
 
 import math
 from collections.abc import Callable
@@ -13,12 +17,17 @@ from packmamba.nn import MambaLM
 
 def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     """Make AdamW (arXiv 1711.05101)."""
-    groups, (first, second) = model.weight_decay_groups(config.weight_decay), config.betas
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), fused=fused)
+    groups = model.weight_decay_groups(config.weight_decay)
+    first_decay, second_decay = config.betas
+    betas = (first_decay, second_decay)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=fused)
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw}
-"""Functions (model, config, fused, **optimizer.options) -> optimizer; fused: a step may take ``grad_scale``."""
+"""Values of ``optimizer.name``: functions (model, config, fused, **optimizer.options) -> optimizer.
+
+``fused``: the optimizer may divide gradients by its attribute ``grad_scale`` while it steps.
+"""
 
 
 def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
@@ -50,5 +59,6 @@ def learning_rate(config: OptimizerConfig, step: int, steps: float) -> float:
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
-    cosine, last = (1 + math.cos(math.pi * min(progress, 1.0))) / 2, config.final_lr_fraction
+    cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    last = config.final_lr_fraction
     return config.lr * (last + (1 - last) * cosine)
