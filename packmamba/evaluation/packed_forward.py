@@ -1,4 +1,10 @@
-"""Packed forward passes of one batch shape: results do not depend on other documents in the batch."""
+"""Read documents in packed passes of one batch shape, for scoring and generation.
+
+Every pass has one row of ``max_slots`` slots. A document that is longer, or that others continue
+(the context of several answers), is read in segments that start from the final state of the
+segment before. One shape means one choice of kernels, so that a document's results do not depend,
+by one bit, on the documents beside it.
+"""
 
 import bisect
 import functools
@@ -23,16 +29,26 @@ from packmamba.nn import MambaLM
 DocumentState = tuple[list[tuple[Tensor, ...]], int]
 """Layers' states of several documents, and the index of one."""
 Pass = list[tuple[Any, int, Tensor]]
-"""Pieces that a pass read: owner, first position, activations (n, d_model)."""
+"""Pieces that a pass read: owner, position of the first token, activations (n, d_model)."""
 
-SLOTS_PER_STATE = 64  # of a pass, for each final state that it keeps
-HEAD_ROWS = 512  # of logits at a time, at least
-GPU_LOGITS = 1 << 25  # at a time
+SLOTS_PER_STATE = 64
+"""Slots of a pass for each final state that it keeps: bounds the memory of states."""
+HEAD_ROWS = 512
+"""Minimum rows of logits at a time."""
+GPU_LOGITS = 1 << 25
+"""Logits at a time on a GPU."""
 
 
 @dataclass
 class Segment:
-    """Hold a document's tokens from ``first`` on, read from ``start`` (None: zero); ``finish`` takes the final state."""
+    """Hold a document's tokens from ``first`` on.
+
+    Attributes:
+        owner: what pieces of a pass name the document by.
+        tokens: ids of the whole document.
+        start: the state before token ``first``; None: zero.
+        finish: takes the final state, and may return segments that start from it.
+    """
 
     owner: Any
     tokens: Any
@@ -41,9 +57,11 @@ class Segment:
     first: int = 0
 
     def length(self, max_slots: int) -> int:
+        """Count the tokens of the next pass."""
         return min(max_slots, len(self.tokens) - self.first)
 
     def keeps(self, max_slots: int) -> bool:
+        """Tell whether the state after the next pass is needed."""
         return self.finish is not None or len(self.tokens) - self.first > max_slots
 
 
@@ -51,6 +69,7 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
     """Compute all segments and those that follow from them, pass by pass.
 
     Segments with an initial state go first, so that few states are held; then the longest that fit.
+    Shows a progress bar where there is a terminal.
     """
     if max_slots < 1:
         raise ValueError(f"max_slots: expected at least 1, got {max_slots}")
@@ -65,7 +84,8 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
         if length(segment) > free or segment.keeps(max_slots) > states:
             return True
         chosen.append(segment)
-        free, states = free - length(segment), states - segment.keeps(max_slots)
+        free -= length(segment)
+        states -= segment.keeps(max_slots)
         return False
 
     total = sum(len(segment.tokens) for segment in segments)
@@ -74,18 +94,16 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
     ) as bar:
         while waiting or following:
             chosen.clear()
-            free, states = max_slots, max(1, max_slots // SLOTS_PER_STATE)
+            free = max_slots
+            states = max(1, max_slots // SLOTS_PER_STATE)
             following = list(filter(rejects, following))
-            while (
-                waiting
-                and not following
-                and (place := bisect.bisect_right(waiting, free, key=length))
-            ):
-                if rejects(waiting[place - 1]):
+            while waiting and not following:
+                longest_fitting = bisect.bisect_right(waiting, free, key=length) - 1
+                if longest_fitting < 0 or rejects(waiting[longest_fitting]):
                     break
-                del waiting[place - 1]
-            pieces, more = _one_pass(model, chosen, max_slots)
-            following += more
+                del waiting[longest_fitting]
+            pieces, continued = _one_pass(model, chosen, max_slots)
+            following += continued
             bar.update(max_slots - free)
             yield pieces
 
@@ -96,7 +114,10 @@ def read_to_the_end(
     max_slots: int,
     finals: dict[int, DocumentState] | None = None,
 ) -> Tensor:
-    """Return (documents, d_model), activations of last tokens; ``finals`` receives final states."""
+    """Return activations of documents' last tokens (documents, d_model).
+
+    ``finals`` receives documents' final states by their index.
+    """
     last: dict[int, Tensor] = {}
     segments = [Segment(i, document) for i, document in enumerate(documents)]
     for i, segment in enumerate(segments):
@@ -109,12 +130,16 @@ def read_to_the_end(
 def _one_pass(
     model: MambaLM, segments: list[Segment], max_slots: int
 ) -> tuple[Pass, list[Segment]]:
+    """Compute one pass; return its pieces, and the segments that continue from its final states."""
     device = next(model.parameters()).device
     lengths = [segment.length(max_slots) for segment in segments]
     layout = to_device(SequenceLayout.from_lengths([lengths], row_length=max_slots), device)
     tokens = torch.zeros(1, max_slots, dtype=torch.int64)
     ids = np.concatenate(
-        [s.tokens[s.first : s.first + length] for s, length in zip(segments, lengths)]
+        [
+            segment.tokens[segment.first : segment.first + length]
+            for segment, length in zip(segments, lengths)
+        ]
     )
     tokens[0, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
     starts = [segment.start for segment in segments]
@@ -126,7 +151,8 @@ def _one_pass(
         hidden, finals = out if carried else (out, [])
         index = to_device(torch.tensor(carried, dtype=torch.int64), device)
         pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
-    pieces, following = [], []
+    pieces = []
+    following = []
     for number, (segment, part) in enumerate(zip(segments, hidden[0, : len(ids)].split(lengths))):
         pieces.append((segment.owner, segment.first, part))
         end = segment.first + len(part)
@@ -138,11 +164,10 @@ def _one_pass(
 
 
 def to_device(part: Any, device: torch.device) -> Any:
-    return (
-        part.pin_memory().to(device, non_blocking=True)
-        if device.type == "cuda"
-        else part.to(device)
-    )
+    """Copy a tensor or layout to a device, without waiting for a GPU."""
+    if device.type == "cuda":
+        return part.pin_memory().to(device, non_blocking=True)
+    return part.to(device)
 
 
 class InitialStates(Sequence):
@@ -150,33 +175,46 @@ class InitialStates(Sequence):
 
     def __init__(self, model: MambaLM, starts: Sequence[DocumentState | None]) -> None:
         self.mixers = [layer.mixer for layer in model.backbone.layers]
-        self.documents, self.pools = len(starts), list[Any]()
-        for pool in {id(start[0]): start[0] for start in starts if start}.values():
-            places = [(start[1], i) for i, start in enumerate(starts) if start and start[0] is pool]
-            self.pools.append(
-                (pool, *to_device(torch.tensor(places), model.lm_head.weight.device).unbind(1))
-            )
+        self.documents = len(starts)
+        device = model.lm_head.weight.device
+        # States of earlier passes, and of each: which of its states go to which documents.
+        self.pools: list[tuple[Any, Tensor, Tensor]] = []
+        by_pool: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
+        for document, start in enumerate(starts):
+            if start is not None:
+                pool, row = start
+                by_pool.setdefault(id(pool), (pool, []))[1].append((row, document))
+        for pool, places in by_pool.values():
+            rows, documents = to_device(torch.tensor(places), device).unbind(1)
+            self.pools.append((pool, rows, documents))
 
     def __len__(self) -> int:
         return len(self.mixers)
 
     def __getitem__(self, layer: Any) -> Any:
-        parts = list(self.mixers[layer].start_state(self.documents))
-        for pool, rows, places in self.pools:
-            parts = [
-                part.index_copy(0, places, held.index_select(0, rows).to(part.dtype))
-                for part, held in zip(parts, pool[layer])
+        states = list(self.mixers[layer].start_state(self.documents))
+        for pool, rows, documents in self.pools:
+            states = [
+                state.index_copy(0, documents, stored.index_select(0, rows).to(state.dtype))
+                for state, stored in zip(states, pool[layer])
             ]
-        return tuple(parts)
+        return tuple(states)
 
 
 class TrainingLayoutReader:
-    """Read documents in rows of a run's strategy, under its boundary scheme."""
+    """Read documents in rows of a run's strategy, under its boundary scheme.
+
+    A row is at least as long as the longest document, unless the strategy splits documents.
+    """
 
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
         lengths = np.array([len(document) for document in documents])
-        tokens, offsets = np.concatenate(documents), np.cumsum([0, *lengths])
-        corpus: Any = SimpleNamespace(tokens=tokens, offsets=offsets, lengths=lengths, targets=None)
+        corpus: Any = SimpleNamespace(
+            tokens=np.concatenate(documents),
+            offsets=np.cumsum([0, *lengths]),
+            lengths=lengths,
+            targets=None,
+        )
         splits = data.overlong == "split" or STRATEGIES[data.strategy].splits_documents
         if not splits and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(lengths.max())))
@@ -184,6 +222,7 @@ class TrainingLayoutReader:
         self.plan = arrange_as_trained(corpus, np.arange(len(lengths)), data, boundary.continues)
 
     def read(self, model: MambaLM) -> Iterator[Pass]:
+        """Yield a pass for each batch; a piece's owner is the document's index."""
         device = next(model.parameters()).device
         plan = self.plan.rows
         self.boundary.reset()
@@ -201,9 +240,10 @@ class TrainingLayoutReader:
 
 
 def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yield float32 (float64 of float64) log-probabilities (rows, vocabulary) of hidden (T, d_model), some rows at a time.
+    """Yield slices of hidden (T, d_model) and their log-probabilities (rows, vocabulary).
 
-    The product has one shape and its weights' dtype, under autocast too.
+    In float32 (float64 of float64 weights), some rows at a time. The product always has one shape,
+    and its weights' dtype, under autocast too: a row's bits do not depend on the others.
     """
     weight = model.lm_head.weight
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
@@ -225,20 +265,18 @@ Predictions = list[tuple[Tensor, Tensor]]
 def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any]]]) -> None:
     """Append predictions to each pass's (predictions, activations, targets)."""
     for pieces in filter(None, passes):
-        owners, parts, wanted = zip(*pieces)
-        hidden = torch.cat(parts)
-        targets = to_device(
-            torch.from_numpy(np.concatenate(wanted).astype(np.int64)), hidden.device
-        )
-        values, best = [hidden.new_zeros(0, dtype=torch.float64)], [targets[:0]]
+        hidden = torch.cat([activations for _, activations, _ in pieces])
+        ids = np.concatenate([targets for _, _, targets in pieces]).astype(np.int64)
+        targets = to_device(torch.from_numpy(ids), hidden.device)
+        values = [hidden.new_zeros(0, dtype=torch.float64)]
+        most_likely = [targets[:0]]
         for rows, log_p in log_probabilities(model, hidden):
             values.append(log_p.gather(1, targets[rows, None]).squeeze(1).double())
-            best.append(log_p.argmax(dim=1))
-        sizes = list(map(len, wanted))
-        for owner, *part in zip(
-            owners, torch.cat(values).split(sizes), torch.cat(best).split(sizes)
-        ):
-            owner.append(tuple(part))
+            most_likely.append(log_p.argmax(dim=1))
+        sizes = [len(targets) for _, _, targets in pieces]
+        by_piece = zip(torch.cat(values).split(sizes), torch.cat(most_likely).split(sizes))
+        for (predictions, _, _), prediction in zip(pieces, by_piece):
+            predictions.append(prediction)
 
 
 def predict_documents(
@@ -252,17 +290,23 @@ def predict_documents(
 
     ``targets(document, start, end)`` -> index of the activations that count, and the ids after them.
     """
-    empty = (torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
     results: list[Predictions] = [[] for _ in documents]
-    alone = [Segment(i, document) for i, document in enumerate(documents) if len(document)]
-    passes = passes or packed_forward(model, alone, max_slots)
+    if passes is None:
+        alone = [Segment(i, document) for i, document in enumerate(documents) if len(document)]
+        passes = packed_forward(model, alone, max_slots)
 
-    def piece(i: int, first: int, hidden: Tensor) -> tuple[Predictions, Tensor, Any]:
-        places, wanted = targets(i, first, first + len(hidden))
-        return results[i], hidden[places], wanted
+    def with_targets(pieces: Pass) -> list[tuple[Predictions, Tensor, Any]]:
+        selected = []
+        for document, first, hidden in pieces:
+            places, ids = targets(document, first, first + len(hidden))
+            selected.append((results[document], hidden[places], ids))
+        return selected
 
-    predict(model, ([piece(*one) for one in pieces] for pieces in passes))
-    both = [
-        [torch.cat(parts).cpu().numpy() for parts in zip(*(some or [empty]))] for some in results
-    ]
-    return [(-values, best) for values, best in both]
+    predict(model, map(with_targets, passes))
+    empty = (torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
+    predicted = []
+    for predictions in results:
+        values, most_likely = zip(*(predictions or [empty]))
+        losses = -torch.cat(values).cpu().numpy()
+        predicted.append((losses, torch.cat(most_likely).cpu().numpy()))
+    return predicted
