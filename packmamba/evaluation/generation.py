@@ -1,4 +1,8 @@
-"""Batched generation: prompts are read packed, then continue together from their states."""
+"""Generate from several prompts at once: they are read packed, then go on from their states.
+
+A step reads one token of each prompt that goes on, as documents of one token in one row, so that a
+prompt's text does not depend on the other prompts; a prompt draws from random numbers of its own.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -18,6 +22,7 @@ from packmamba.evaluation.packed_forward import (
 from packmamba.evaluation.scoring import check_ids
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
+from packmamba.nn.mixers import State
 
 
 def generate(
@@ -44,15 +49,11 @@ def generate(
     texts = [check_ids(prompt, f"prompts[{i}]", model, least=1) for i, prompt in enumerate(prompts)]
     check_ids([] if stop_token is None else [stop_token], "stop_token", model)
     for name, count, minimum in (("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0)):
-        whole = isinstance(count, Integral) and count >= minimum
-        expect(whole, name, f"an integer of at least {minimum}", repr(count))
+        is_enough = isinstance(count, Integral) and count >= minimum
+        expect(is_enough, name, f"an integer of at least {minimum}", repr(count))
     expect(0 <= temperature < math.inf, "temperature", "at least 0", temperature)
-    expect(
-        top_p == 1 or 0 < top_p < 1 and temperature,
-        "top_p",
-        "above 0 to 1 (1 with temperature=0)",
-        top_p,
-    )
+    is_share = top_p == 1 or (0 < top_p < 1 and temperature > 0)
+    expect(is_share, "top_p", "above 0 to 1 (1 with temperature=0)", top_p)
     if not texts:
         return []
     finals: dict[int, DocumentState] = {}
@@ -60,54 +61,64 @@ def generate(
     with torch.inference_mode():
         states = list(InitialStates(model, [finals[i] for i in range(len(texts))]))
     draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]
-    new, active = [list[int]() for _ in texts], list(range(len(texts)))
+    new_tokens: list[list[int]] = [[] for _ in texts]
+    active = list(range(len(texts)))  # prompts that go on; row r of hidden and states is active[r]
     while active:
         uniform = torch.tensor([draws[i].random() for i in active], dtype=torch.float64)
         sampled = _sample(model, hidden, temperature, top_p, uniform).tolist()
         rows = []
-        for row, (i, token) in enumerate(zip(active, sampled)):
-            if token != stop_token:
-                new[i].append(token)
-                if len(new[i]) < max_new_tokens and not (stop and stop(new[i])):
-                    rows.append(row)
+        for row, (prompt, token) in enumerate(zip(active, sampled)):
+            if token == stop_token:
+                continue
+            continuation = new_tokens[prompt]
+            continuation.append(token)
+            if len(continuation) < max_new_tokens and not (stop and stop(continuation)):
+                rows.append(row)
         if len(rows) < len(active):
             index = torch.tensor(rows, dtype=torch.int64, device=hidden.device)
-            states = [tuple(part.index_select(0, index) for part in layer) for layer in states]
+            states = [tuple(state.index_select(0, index) for state in layer) for layer in states]
             active = [active[row] for row in rows]
         if active:
-            tokens = torch.tensor([[sampled[row] for row in rows]], device=hidden.device)
-            layout = SequenceLayout.from_lengths([[1] * len(rows)], row_length=len(rows)).to(
-                hidden.device
-            )
-            with torch.inference_mode():
-                out, states = model(
-                    tokens, layout=layout, states=states, return_states=True, return_hidden=True
-                )
-            hidden = out[0]
-    return new
+            hidden, states = _step(model, [sampled[row] for row in rows], states)
+    return new_tokens
+
+
+def _step(model: MambaLM, tokens: list[int], states: list[State]) -> tuple[Tensor, list[State]]:
+    """Read a token of each document; return activations (documents, d_model) and states."""
+    device = model.lm_head.weight.device
+    layout = SequenceLayout.from_lengths([[1] * len(tokens)], row_length=len(tokens)).to(device)
+    row = torch.tensor([tokens], device=device)
+    with torch.inference_mode():
+        hidden, states = model(
+            row, layout=layout, states=states, return_states=True, return_hidden=True
+        )
+    return hidden[0], states
 
 
 def _sample(
     model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor
 ) -> Tensor:
+    """Draw a token for each row of hidden (documents, d_model) by its number in [0, 1)."""
     sampled = []
     for rows, log_p in log_probabilities(model, hidden):
         if temperature == 0:
             sampled.append(log_p.argmax(dim=1))
-            continue
-        below = log_p.double() - log_p.double().amax(
-            dim=1, keepdim=True
-        )  # else a tiny temperature overflows
-        p, order = torch.softmax(below / temperature, dim=1).sort(
-            dim=1, descending=True, stable=True
-        )
-        before = p.cumsum(dim=1) - p
-        p = torch.where(before < top_p, p, 0)
-        upto = p.cumsum(dim=1)
-        place = torch.searchsorted(
-            upto, uniform[rows, None].to(upto.device) * upto[:, -1:], right=True
-        )
-        sampled.append(
-            order.gather(1, place.clamp(max=(p > 0).sum(dim=1, keepdim=True) - 1)).squeeze(1)
-        )
+        else:
+            sampled.append(_draw(log_p.double(), temperature, top_p, uniform[rows]))
     return torch.cat(sampled)
+
+
+def _draw(log_p: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:
+    """Draw by inverting the cumulative distribution of the most likely tokens (nucleus sampling)."""
+    # Relative to the largest, else a tiny temperature overflows.
+    relative = log_p - log_p.amax(dim=1, keepdim=True)
+    p, order = torch.softmax(relative / temperature, dim=1).sort(
+        dim=1, descending=True, stable=True
+    )
+    more_likely = p.cumsum(dim=1) - p
+    p = torch.where(more_likely < top_p, p, 0)
+    cumulative = p.cumsum(dim=1)
+    threshold = uniform[:, None].to(cumulative.device) * cumulative[:, -1:]
+    place = torch.searchsorted(cumulative, threshold, right=True)
+    last = (p > 0).sum(dim=1, keepdim=True) - 1  # where rounding would go past it
+    return order.gather(1, place.clamp(max=last)).squeeze(1)

@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations, which share the pass over their context."""
+"""Score continuations by their log-likelihood; those of one context share the pass over it."""
 
 import operator
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,57 +42,77 @@ def score(
     Raises:
         TypeError, ValueError: naming the request that is empty or has an id outside of the vocabulary.
     """
-    begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
-    by_context: dict[Ids, dict[Ids, Predictions]] = {}
-    checked: list[tuple[Ids, Ids]] = []
-    for i, request in enumerate(requests):
-        if not isinstance(request, (tuple, list)) or len(request) != 2:
-            raise TypeError(
-                f"requests[{i}]: expected a pair (context, continuation), got {request!r:.60}"
-            )
-        context = check_ids(
-            request[0] if len(request[0]) else begin, f"requests[{i}]: context", model, least=1
-        )
-        continuation = check_ids(request[1], f"requests[{i}]: continuation", model, least=1)
-        checked.append((context, continuation))
-        by_context.setdefault(context, {})[continuation] = []
-
-    def segment(context: Ids, continuations: list[Ids]) -> Segment:
-        owner = (context, continuations, len(context) - 1)
-        if len(continuations) == 1:
-            return Segment(owner, context + continuations[0][:-1])
-        longer = [c for c in continuations if len(c) > 1]
-
-        def branch(final: DocumentState) -> list[Segment]:
-            return [Segment((context, [c], -1), c[:-1], final) for c in longer]
-
-        return Segment(owner, context, finish=branch if longer else None)
-
-    def with_targets(pieces: Pass) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
-        for (context, continuations, offset), first, hidden in pieces:
-            start = max(offset, first)
-            for c in continuations:
-                end = min(first + len(hidden), offset + len(c))
-                if end > start:
-                    part = hidden[start - first : end - first]
-                    yield by_context[context][c], part, c[start - offset : end - offset]
-
-    segments = [
-        segment(context, list(continuations)) for context, continuations in by_context.items()
-    ]
-    predict(
-        model, (list(with_targets(pieces)) for pieces in packed_forward(model, segments, max_slots))
-    )
+    checked = _check_requests(model, requests, begin_token)
+    predictions: dict[Ids, dict[Ids, Predictions]] = {}
+    for context, continuation in checked:
+        predictions.setdefault(context, {})[continuation] = []
+    segments = [_segment(context, list(others)) for context, others in predictions.items()]
+    passes = packed_forward(model, segments, max_slots)
+    predict(model, (list(_with_targets(pieces, predictions)) for pieces in passes))
     scores = []
     for context, continuation in checked:
-        values, best = (
-            torch.cat(parts).tolist() for parts in zip(*by_context[context][continuation])
-        )
-        scores.append(Score(sum(values), best == list(continuation)))
+        values, most_likely = zip(*predictions[context][continuation])
+        is_greedy = torch.cat(most_likely).tolist() == list(continuation)
+        scores.append(Score(sum(torch.cat(values).tolist()), is_greedy))
     return scores
 
 
+def _check_requests(
+    model: MambaLM,
+    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
+    begin_token: int | None,
+) -> list[tuple[Ids, Ids]]:
+    begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
+    checked = []
+    for i, request in enumerate(requests):
+        if not isinstance(request, (tuple, list)) or len(request) != 2:
+            got = f"{request!r:.60}"
+            raise TypeError(f"requests[{i}]: expected a pair (context, continuation), got {got}")
+        context = request[0] if len(request[0]) else begin
+        checked.append(
+            (
+                check_ids(context, f"requests[{i}]: context", model, least=1),
+                check_ids(request[1], f"requests[{i}]: continuation", model, least=1),
+            )
+        )
+    return checked
+
+
+def _segment(context: Ids, continuations: list[Ids]) -> Segment:
+    """Read a context, and from its end each continuation but for its last token.
+
+    A piece's owner is (context, continuations, position of the token before the continuation).
+    """
+    owner = (context, continuations, len(context) - 1)
+    if len(continuations) == 1:
+        return Segment(owner, context + continuations[0][:-1])
+    longer = [continuation for continuation in continuations if len(continuation) > 1]
+
+    def branch(final: DocumentState) -> list[Segment]:
+        return [
+            Segment((context, [continuation], -1), continuation[:-1], start=final)
+            for continuation in longer
+        ]
+
+    return Segment(owner, context, finish=branch if longer else None)
+
+
+def _with_targets(
+    pieces: Pass, predictions: dict[Ids, dict[Ids, Predictions]]
+) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
+    """Yield the activations of a pass that predict continuations, and what they should predict."""
+    for (context, continuations, offset), first, hidden in pieces:
+        start = max(offset, first)
+        for continuation in continuations:
+            end = min(first + len(hidden), offset + len(continuation))
+            if end > start:
+                activations = hidden[start - first : end - first]
+                targets = continuation[start - offset : end - offset]
+                yield predictions[context][continuation], activations, targets
+
+
 def check_ids(tokens: Iterable[int], name: str, model: MambaLM, least: int = 0) -> Ids:
+    """Return token ids as integers. Raises TypeError or ValueError that names ``name``."""
     try:
         ids = tuple(map(operator.index, tokens))
     except TypeError:
