@@ -1,4 +1,10 @@
-"""Train every run of a grid of arms, keys and seeds."""
+"""Train every run of a grid of arms, keys and seeds.
+
+A sweep is a file: what all runs share, the arms that are compared, a grid of further values, perhaps
+keys that each arm tunes on seeds of their own. It is checked whole before the first run. A run is
+identified by its configuration, so that the same command skips what has a record and resumes the
+rest; nothing else remembers where a sweep stands.
+"""
 
 import copy
 import itertools
@@ -7,7 +13,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -38,6 +44,8 @@ from packmamba.training.run_id import find_records, flatten, id_of, records_of, 
 
 @dataclass
 class TableConfig:
+    """Say what the report's table shows."""
+
     metrics: list[str] = key([], "Metrics, such as [val_loss, mqar.accuracy]; []: val_loss.")
     columns: Optional[list[str]] = key(
         None, "Further metrics and keys, such as optimizer.lr; null: the usual ones."
@@ -46,6 +54,8 @@ class TableConfig:
 
 @dataclass
 class TuneConfig:
+    """Say which keys each arm tunes, before the runs that are reported."""
+
     grid: dict[str, list[Any]] = key(
         {}, "Keys of which each arm takes its best value, as optimizer.lr: [1e-3, 3e-3]."
     )
@@ -56,6 +66,8 @@ class TuneConfig:
 
 @dataclass
 class SweepConfig:
+    """Declare the keys of a sweep's file."""
+
     output: str = key("runs/sweep", "Folder of records, tables and report.")
     name: Optional[str] = key(None, "Name in sweep.json; null for the file's.")
     base: Optional[str] = key(None, "Configuration that runs start from, relative to this file.")
@@ -92,128 +104,157 @@ class SweepConfig:
     )
 
     def check(self) -> None:
+        """Check rules between a sweep's own keys. Raises ConfigError."""
+        does_something = self.train or self.throughput_rounds
+        need(does_something, "train", "true without throughput_rounds", "false")
+        only_local = self.throughput_rounds > 0 or self.deadline is not None
+        runs_where_it_can = self.launcher == "local" or not only_local
         need(
-            self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false"
+            runs_where_it_can, "launcher", "local with throughput_rounds or deadline", self.launcher
         )
-        here = self.launcher == "local" or not self.throughput_rounds and self.deadline is None
-        need(here, "launcher", "local with throughput_rounds or deadline", self.launcher)
         for arm in self.arms:
-            need(not re.search(r" \S+=", arm), "arms", "names without ' key='", f"'{arm}'")
-        need(
-            bool(self.tune.grid) == bool(self.tune.seeds),
-            "tune",
-            "both grid and seeds, or neither",
-            "one",
-        )
-        both = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
-        need(not both, "tune.seeds", "none of grid.seed", ", ".join(map(str, both)))
-        for where, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
+            looks_like_a_point = re.search(r" \S+=", arm)
+            need(not looks_like_a_point, "arms", "names without ' key='", f"'{arm}'")
+        is_whole = bool(self.tune.grid) == bool(self.tune.seeds)
+        need(is_whole, "tune", "both grid and seeds, or neither", "one")
+        shared_seeds = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
+        seeds = ", ".join(map(str, shared_seeds))
+        need(not shared_seeds, "tune.seeds", "none of grid.seed", seeds)
+        for place, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
             for name, values in grid.items():
-                once = values and len(values) == len(set(map(str, values)))
-                need(once, f"{where}.{name}", "at least one value and none twice", values)
+                distinct = values and len(values) == len(set(map(str, values)))
+                need(distinct, f"{place}.{name}", "at least one value and none twice", values)
+
+    def check_contrasts(self, arms: Collection[str]) -> None:
+        """Check names of arms in ``baseline`` and ``primary``. Raises ConfigError.
+
+        arms: all of the file, also those that an override leaves out.
+        """
+        names = ", ".join(arms)
+        is_arm = self.baseline is None or self.baseline in arms
+        need(is_arm, "baseline", f"one of {names} or null", f"'{self.baseline}'")
+        for contrast in self.primary:
+            sides = str(contrast).split(" - ", 1)
+            are_arms = all(side in arms for side in sides)
+            are_different = len(set(sides)) == len(sides)
+            is_baseline = sides == [self.baseline]  # minus itself
+            expected = f"arms ({names}), not the baseline, or '<arm> - <arm>'"
+            valid = are_arms and are_different and not is_baseline
+            need(valid, "primary", expected, f"'{contrast}'")
+
+    def check_metrics(self, evaluations: Iterable[str]) -> None:
+        """Check names of metrics; an evaluation's are ``<name>.<metric>``. Raises ConfigError."""
+        prefixes = tuple(f"{name}." for name in evaluations)
+        choices = f"one of {', '.join((*METRICS, *prefixes))}"
+        places = {"table.metrics": self.table.metrics, "tune.metric": [self.tune.metric]}
+        for place, names in places.items():
+            for name in names:
+                exists = name in (*METRICS, "val_loss_last_weights") or name.startswith(prefixes)
+                need(exists, place, choices, f"'{name}'")
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
+    """Load a sweep and its runs; overrides are of its own keys, or of every run's.
+
+    Raises ConfigError.
+    """
+    run_keys = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
+    of_runs = []
+    of_sweep = []
+    for override in overrides:
+        first_key = re.split(r"[.=]", override)[0]
+        if first_key in run_keys:
+            of_runs.append(override)
+        else:
+            of_sweep.append(_grid_as_mapping(override))
+    sweep = load(SweepConfig, path, of_sweep, "sweep")
+    sweep.check()
+    without_selection = [text for text in of_sweep if not text.startswith("arms=[")]
+    sweep.check_contrasts(load(SweepConfig, path, without_selection, "sweep").arms)
+    sweep.name = sweep.name or Path(path).stem
+
+    base = []
+    if sweep.base is not None:
+        base = [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
+    last = [(parse_override(override), f"'{override}'") for override in of_runs]
+    overridden = {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last}
+    _check_places(sweep, overridden)
+    configs = []
+    for keys in _runs(sweep):
+        layers = copy.deepcopy([*base, (_layer(keys), str(path)), *last])
+        configs.append(resolve(Config, layers))
+    for config in _one_per_seed(configs):
+        check_run(config)
+        devices = config.trainer.devices * config.trainer.num_nodes
+        need(devices == 1, "trainer.devices", "1 in a sweep", devices)
+    sweep.check_metrics(configs[0].evaluations)
+    return sweep, configs
+
+
+def _grid_as_mapping(override: str) -> str:
+    """Rewrite grid.optimizer.lr=[1], whose key has dots, as grid={optimizer.lr: [1]}."""
+    dotted = r"((?:tune\.)?grid)\.([\w.-]+)=(.*)"
+    return re.sub(dotted, r"\1={\2: \3}", override, flags=re.DOTALL)
+
+
+def _one_per_seed(configs: list[Config]) -> Iterable[Config]:
+    """Return a run of each configuration that differs in more than its seed."""
+    return {repr(replace(config, seed=0)): config for config in configs}.values()
 
 
 def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
     """Refuse a grid's key that is set elsewhere too, and overrides of keys in which arms differ."""
     arms = {f"arms.{arm}": flatten(keys) for arm, keys in sweep.arms.items()}
-    others = arms | overrides
-    for where, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
-        for name, (other, keys) in itertools.product(grid, others.items()):
-            place, alone = f"{where}.{name}", not _overlapping(name, keys)
-            need(alone, place, f"a key that {other} does not set", f"one; give {place}=[...]")
-        others["grid"] = sweep.grid
-    for origin, name in [(origin, name) for origin, keys in overrides.items() for name in keys]:
-        values = [[keys[one] for one in _overlapping(name, keys)] for keys in arms.values()]
-        alike = not all(values) or all(value == values[0] for value in values)
-        need(alike, origin, "a key in which arms do not differ", f"one; set arms.<name>.{name}")
+    set_elsewhere = arms | overrides
+    for place, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
+        for name in grid:
+            for origin, keys in set_elsewhere.items():
+                is_alone = not _overlapping(name, keys)
+                expected = f"a key that {origin} does not set"
+                need(is_alone, f"{place}.{name}", expected, f"one; give {place}.{name}=[...]")
+        set_elsewhere["grid"] = sweep.grid
+    for origin, keys in overrides.items():
+        for name in keys:
+            values = [[arm[place] for place in _overlapping(name, arm)] for arm in arms.values()]
+            alike = not all(values) or all(value == values[0] for value in values)
+            remedy = f"one; set arms.<name>.{name}"
+            need(alike, origin, "a key in which arms do not differ", remedy)
 
 
 def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
-    return [
-        key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")
-    ]
-
-
-def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
-    """Load a sweep and its runs; overrides are of its own keys, or of every run's."""
-    of_runs = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
-    own = [override for override in overrides if re.split(r"[.=]", override)[0] not in of_runs]
-    # grid.optimizer.lr=[1] is grid={optimizer.lr: [1]}.
-    dotted = r"((?:tune\.)?grid)\.([\w.-]+)=(.*)"
-    given = [re.sub(dotted, r"\1={\2: \3}", each, flags=re.DOTALL) for each in own]
-    sweep = load(SweepConfig, path, given, "sweep")
-    sweep.check()
-    every = load(
-        SweepConfig, path, [each for each in given if not each.startswith("arms=[")], "sweep"
-    ).arms
-    arms = ", ".join(every)
-    need(
-        sweep.baseline in (None, *every),
-        "baseline",
-        f"one of {arms} or null",
-        f"'{sweep.baseline}'",
-    )
-    for contrast in sweep.primary:
-        names = str(contrast).split(" - ", 1)
-        known = {sweep.baseline} != {*names} <= every.keys() and len({*names}) == len(names)
-        need(
-            known,
-            "primary",
-            f"arms ({arms}), not the baseline, or '<arm> - <arm>'",
-            f"'{contrast}'",
-        )
-    sweep.name = sweep.name or Path(path).stem
-    base = (
-        []
-        if sweep.base is None
-        else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
-    )
-    last = [
-        (parse_override(override), f"'{override}'") for override in overrides if override not in own
-    ]
-    _check_places(sweep, {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last})
-    configs = [
-        resolve(Config, copy.deepcopy([*base, (_layer(keys), str(path)), *last]))
-        for keys in _runs(sweep)
-    ]
-    for config in {repr(replace(config, seed=0)): config for config in configs}.values():
-        check_run(config)
-        devices = config.trainer.devices * config.trainer.num_nodes
-        need(devices == 1, "trainer.devices", "1 in a sweep", devices)
-    evaluations = tuple(f"{name}." for name in configs[0].evaluations)
-    for where, names in {
-        "table.metrics": sweep.table.metrics,
-        "tune.metric": [sweep.tune.metric],
-    }.items():
-        for name in names:
-            known = name in (*METRICS, "val_loss_last_weights") or name.startswith(evaluations)
-            need(known, where, f"one of {', '.join((*METRICS, *evaluations))}", f"'{name}'")
-    return sweep, configs
+    """Return the keys that are ``name``, inside of it or around it."""
+    overlapping = []
+    for other in keys:
+        if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
+            overlapping.append(other)
+    return overlapping
 
 
 def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Return all combinations of a grid's values."""
     return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
 
 
 def _suffix(point: dict[str, Any]) -> str:
-    return "".join(
-        f" {name.rpartition('.')[2]}={value}" for name, value in point.items() if name != "seed"
-    )
+    """Name a point of a grid, as in `` lr=0.1 d_state=4``, without its seed."""
+    names = {place.rpartition(".")[2]: value for place, value in point.items() if place != "seed"}
+    return "".join(f" {name}={value}" for name, value in names.items())
 
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
-    own = {
-        name: it
-        for name in ("plugins", "evaluations", "evaluation_options")
-        if (it := getattr(sweep, name))
-    }
-    for point, (arm, keys) in itertools.product(_points(sweep.grid), sweep.arms.items()):
-        place = {
-            "name": arm + _suffix(point),
-            "output": sweep.output,
-            "runs_dir": f"{sweep.output}/runs",
-        }
-        yield {**own, **flatten(sweep.common), **flatten(keys), **point, **place}
+    """Yield the keys of each run: each arm at each point of the grid."""
+    shared = {}
+    for name in ("plugins", "evaluations", "evaluation_options"):
+        if getattr(sweep, name):
+            shared[name] = getattr(sweep, name)
+    for point in _points(sweep.grid):
+        for arm, keys in sweep.arms.items():
+            place = {
+                "name": arm + _suffix(point),
+                "output": sweep.output,
+                "runs_dir": f"{sweep.output}/runs",
+            }
+            yield {**shared, **flatten(sweep.common), **flatten(keys), **point, **place}
 
 
 def _layer(keys: dict[str, Any]) -> DictConfig:
@@ -225,9 +266,13 @@ def _layer(keys: dict[str, Any]) -> DictConfig:
 
 def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
     """Return the runs that choose an arm's values, by combination and seed."""
-    output, points = f"{config.output}/tuning", _points(tune.grid) if tune.grid else []
-    keys = [{"name": config.name + _suffix(point), "output": output, **point} for point in points]
-    return [[_with(config, **each, seed=seed) for seed in tune.seeds] for each in keys]
+    if not tune.grid:
+        return []
+    combinations = []
+    for point in _points(tune.grid):
+        keys = {"name": config.name + _suffix(point), "output": f"{config.output}/tuning", **point}
+        combinations.append([_with(config, **keys, seed=seed) for seed in tune.seeds])
+    return combinations
 
 
 def _with(config: Config, **keys: Any) -> Config:
@@ -235,26 +280,26 @@ def _with(config: Config, **keys: Any) -> Config:
 
 
 def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config | None:
-    """Return a run with its arm's best values, None while trials are not done. Raises Unfinished if all diverged."""
+    """Return a run with its arm's best values in the mean over seeds, None while trials run.
+
+    Raises Unfinished if some seed diverged with every combination.
+    """
     means: dict[int, float] = {}
     for number, runs in enumerate(tried):
         records: list[Any] = find_records(runs)
         if None in records:
             return None
         metrics = [record["metrics"] for record in records]
-        if not any("diverged_at_step" in each for each in metrics):
-            values: list[Any] = [each.get(tune.metric) for each in metrics]
-            need(
-                None not in values,
-                "tune.metric",
-                f"one of {', '.join(metrics[0])}",
-                f"'{tune.metric}': null",
-            )
-            means[number] = statistics.fmean(values)
+        if any("diverged_at_step" in run_metrics for run_metrics in metrics):
+            continue
+        values: list[Any] = [run_metrics.get(tune.metric) for run_metrics in metrics]
+        choices = f"one of {', '.join(metrics[0])}"
+        need(None not in values, "tune.metric", choices, f"'{tune.metric}': null")
+        means[number] = statistics.fmean(values)
     if not means:
         raise Unfinished(f"no {' and '.join(tune.grid)} has a finite {tune.metric} with every seed")
-    best = (min if tune.best == "least" else max)(means, key=means.__getitem__)
-    return _with(config, **_points(tune.grid)[best])
+    choose = min if tune.best == "least" else max
+    return _with(config, **_points(tune.grid)[choose(means, key=means.__getitem__)])
 
 
 def run_sweep(
@@ -262,103 +307,146 @@ def run_sweep(
 ) -> Path:
     """Time a sweep's arms and train its runs; return the folder of records.
 
-    The deadline counts from ``begun``, of ``time.monotonic``. Raises Unfinished.
+    The same call goes on where the last one stopped: runs with a record are skipped. The deadline
+    counts from ``begun``, of ``time.monotonic``. Raises ConfigError; Unfinished where runs failed
+    or are left.
     """
-    runs, arms = configs if sweep.train else [], configs[: len(sweep.arms)]
+    runs = configs if sweep.train else []
+    arms = configs[: len(sweep.arms)]
     tried = {config.name: trials(sweep.tune, config) for config in runs}
-    trial_runs = [run for arm in tried.values() for point in arm for run in point]
+    trial_runs = [run for combinations in tried.values() for seeds in combinations for run in seeds]
     check_writable(sweep.output, "output")
-    start: Any
-    if sweep.launcher == "slurm":
-        launch.check_slurm()
-        start = partial(launch.run_as_jobs, slurm=sweep.slurm, jobs=sweep.jobs, output=sweep.output)
-    else:
-        for config in [*runs, *arms]:
-            check_accelerator(config)
-        start = partial(launch.run_here, progress=progress)
-        if sweep.jobs != 1 or sweep.deadline is not None:
-            on_gpu = any(config.trainer.accelerator in ON_GPU for config in runs)
-            deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
-            start = partial(
-                launch.run_in_slots,
-                slots=launch.device_slots(sweep.jobs, on_gpu),
-                deadline=deadline,
-            )
+    start = _launcher(sweep, runs, arms, progress, begun)
     _check_corpora([*trial_runs, *runs], progress)
-    states: Counter[str] = Counter()
+    progress_of_runs = _Progress(progress)
 
-    def report(config: Config, status: launch.Status = launch.BEGINS, place: str = "") -> None:
-        states[status.state] += 1
-        if progress:
-            line = f"{status.state}{place and f' on {place}'}{status.why and f': {status.why}'}"
-            print(f"{config.name}, seed {config.seed}: {line}", flush=True)
-
-    def train(wanted: list[Config]) -> None:
-        """Train runs without a record, last those that start from others' weights."""
-        waves: tuple[list[Config], list[Config]] = [], []
-        names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
-        for run, record in zip(wanted, find_records(wanted)):
-            folder, _, arm = str(run.trainer.init_from).rpartition(":")
-            if record is None:
-                waves[(os.path.realpath(folder), arm) in names].append(run)
-            else:
-                report(run, launch.Status("done", "before"))
-        for wave in filter(None, waves):
-            start(wave, report=report)
-
-    timed = {
-        id_of(record["arm"], record["config"]) for record in records_of(sweep.output, "throughput")
-    }
-    if sweep.throughput_rounds and not timed.issuperset(map(run_id, arms)):
-        for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
-            append_record(Path(sweep.output) / "records.jsonl", record)
+    _time_arms(sweep, arms, progress)
     if sweep.train:
-        tune, seeds = (
-            sweep.tune,
-            {c.name: [one.seed for one in configs if one.name == c.name] for c in configs},
-        )
-        more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
-        if tune.grid:
-            more["tuned"] = {
-                "keys": [*tune.grid],
-                "tried": [*tune.grid.values()],
-                "seeds": tune.seeds,
-            }
-        if sweep.table != TableConfig():
-            more["table"] = vars(sweep.table)
-        write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)
-    train(trial_runs)
+        _write_sweep_entry(sweep, configs)
+    _train(trial_runs, start, progress_of_runs)
     final = []
     for config in runs:
         try:
-            final.append(
-                tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config
-            )
+            chosen = tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config
         except Unfinished as error:
-            report(config, launch.Status("failed", str(error)))
-    train([config for config in final if config is not None])
-    done, failed, total = states["done"], states["failed"], len(trial_runs) + len(runs)
-    if failed:
-        raise Unfinished(
-            f"{failed} of {total} runs failed, {done} are done; the same command tries again"
-        )
-    if done < total:
-        elsewhere = f", other processes train {states['locked']}" if states["locked"] else ""
-        raise Unfinished(
-            f"{done} of {total} runs are done{elsewhere}; the same command resumes", status=3
-        )
+            progress_of_runs(config, launch.Status("failed", str(error)))
+        else:
+            if chosen is not None:
+                final.append(chosen)
+    _train(final, start, progress_of_runs)
+    progress_of_runs.check_finished(total=len(trial_runs) + len(runs))
     return Path(sweep.output)
 
 
+def _launcher(
+    sweep: SweepConfig,
+    runs: list[Config],
+    arms: list[Config],
+    progress: bool,
+    begun: float | None,
+) -> Callable[..., None]:
+    """Return a function (configs, report=...) that trains runs here, in slots, or as jobs."""
+    if sweep.launcher == "slurm":
+        launch.check_slurm()
+        return partial(launch.run_as_jobs, slurm=sweep.slurm, jobs=sweep.jobs, output=sweep.output)
+    for config in [*runs, *arms]:
+        check_accelerator(config)
+    if sweep.jobs == 1 and sweep.deadline is None:
+        return partial(launch.run_here, progress=progress)
+    on_gpu = any(config.trainer.accelerator in ON_GPU for config in runs)
+    deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
+    slots = launch.device_slots(sweep.jobs, on_gpu)
+    return partial(launch.run_in_slots, slots=slots, deadline=deadline)
+
+
+class _Progress:
+    """Report and count what becomes of runs."""
+
+    def __init__(self, shown: bool) -> None:
+        self.shown = shown
+        self.states: Counter[str] = Counter()
+
+    def __call__(
+        self, config: Config, status: launch.Status = launch.BEGINS, place: str = ""
+    ) -> None:
+        self.states[status.state] += 1
+        if self.shown:
+            where = f" on {place}" if place else ""
+            why = f": {status.why}" if status.why else ""
+            print(f"{config.name}, seed {config.seed}: {status.state}{where}{why}", flush=True)
+
+    def check_finished(self, total: int) -> None:
+        """Raise Unfinished unless all runs are done."""
+        done = self.states["done"]
+        failed = self.states["failed"]
+        locked = self.states["locked"]
+        if failed:
+            counts = f"{failed} of {total} runs failed, {done} are done"
+            raise Unfinished(f"{counts}; the same command tries again")
+        if done < total:
+            elsewhere = f", other processes train {locked}" if locked else ""
+            counts = f"{done} of {total} runs are done{elsewhere}"
+            raise Unfinished(f"{counts}; the same command resumes", status=3)
+
+
+def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) -> None:
+    """Train runs without a record, last those that start from others' weights."""
+    names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
+    first = []
+    dependent = []
+    for run, record in zip(wanted, find_records(wanted)):
+        folder, _, arm = str(run.trainer.init_from).rpartition(":")
+        if record is not None:
+            report(run, launch.Status("done", "before"))
+        elif (os.path.realpath(folder), arm) in names:
+            dependent.append(run)
+        else:
+            first.append(run)
+    for wave in (first, dependent):
+        if wave:
+            start(wave, report=report)
+
+
+def _time_arms(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:
+    """Time the arms' steps in turns, unless their records are there."""
+    if not sweep.throughput_rounds:
+        return
+    records = records_of(sweep.output, "throughput")
+    timed = {id_of(record["arm"], record["config"]) for record in records}
+    if timed.issuperset(map(run_id, arms)):
+        return
+    for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
+        append_record(Path(sweep.output) / "records.jsonl", record)
+
+
+def _write_sweep_entry(sweep: SweepConfig, configs: list[Config]) -> None:
+    """Write to sweep.json what the report needs to know of the sweep."""
+    seeds: dict[str, list[int]] = {}
+    for config in configs:
+        seeds.setdefault(config.name, []).append(config.seed)
+    more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
+    if sweep.tune.grid:
+        more["tuned"] = {
+            "keys": [*sweep.tune.grid],
+            "tried": [*sweep.tune.grid.values()],
+            "seeds": sweep.tune.seeds,
+        }
+    if sweep.table != TableConfig():
+        more["table"] = vars(sweep.table)
+    write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)
+
+
 def _check_corpora(runs: list[Config], progress: bool) -> None:
-    records, hashes = find_records(runs), dict[str, str]()
-    for run, record in zip(runs, records) if None in records else ():
+    """Tokenize the corpora, and refuse to go on beside records of other documents."""
+    records = find_records(runs)
+    if None not in records:
+        return
+    hashes: dict[str, str] = {}
+    for run, record in zip(runs, records):
         documents = repr(run.data)
-        hashes[documents] = (
-            hashes.get(documents) or load_corpora(run.data, progress=progress).corpus_hash
-        )
+        if documents not in hashes:
+            hashes[documents] = load_corpora(run.data, progress=progress).corpus_hash
         if record is not None and record["corpus_hash"] != hashes[documents]:
             changed = f"data: the documents have changed since {run.name}, seed {run.seed}"
-            raise ConfigError(
-                f"{changed}; give another output, or remove its record and {run_folder(run)}"
-            )
+            remedy = f"give another output, or remove its record and {run_folder(run)}"
+            raise ConfigError(f"{changed}; {remedy}")
