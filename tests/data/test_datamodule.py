@@ -9,7 +9,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 from packmamba.config import ConfigError
-from packmamba.data.batch import PackedBatch, StepBatch
+from packmamba.data.batch import PackedBatch, StepBatch, make_batch
 from packmamba.data.datamodule import PackedDataModule
 from packmamba.data.packing import STRATEGIES, Strategy
 from packmamba.data.token_store import evaluation_documents
@@ -30,8 +30,8 @@ def documents_in(batches):
     return [tuple(tokens[slice(*span)]) for tokens, span in spans]
 
 
-def documents_of(rows, groups):
-    return Counter(documents_in(map(rows.batch, groups)))
+def documents_of(plan):
+    return Counter(documents_in(make_batch(plan.corpus, plan.rows, rows) for rows in plan.micro_batches))
 
 
 def pairs_of(batch):
@@ -42,7 +42,7 @@ def test_ranks_share_the_validation_of_whole_documents(tmp_path):
     found = []
     for rank in range(2):
         data = module(tmp_path, "trainer.boundary=leak", trainer=SimpleNamespace(world_size=2, global_rank=rank))
-        found.append([documents_of(*evaluation) for evaluation in data.evaluations])
+        found.append([documents_of(evaluation) for evaluation in data.evaluations])
     corpus = data.corpora.validation
     every = Counter(tuple(corpus.document(i).tolist()) for i in range(corpus.num_documents))
     assert all(share for share, _ in found) and found[0][0] + found[1][0] == every
@@ -52,7 +52,7 @@ def test_ranks_share_the_validation_of_whole_documents(tmp_path):
 def test_a_part_of_the_validation_documents_is_drawn(tmp_path):
     data = module(tmp_path, "data.validation_documents=5")
     drawn = evaluation_documents(data.corpora.validation, data.config).tolist()
-    assert drawn == sorted(set(drawn)) and len(drawn) == documents_of(*data.evaluations[0]).total() == 5
+    assert drawn == sorted(set(drawn)) and len(drawn) == documents_of(data.evaluations[0]).total() == 5
 
 
 @pytest.mark.parametrize("boundary", ["reset", "leak"])
@@ -73,7 +73,7 @@ def test_one_text_file_fills_steps_and_is_validated_on(tmp_path):
     data = module(tmp_path, "data.source=text", f"data.path={tmp_path}/texts", "data.cut_at_steps=true")
     assert data.corpora.train.num_tokens == 640
     assert [data.steps[i].num_tokens for i in range(3)] == [96] * 3
-    assert documents_of(*data.evaluations[0]) == {tuple(b"abcdefgh" * 20): 1}
+    assert documents_of(data.evaluations[0]) == {tuple(b"abcdefgh" * 20): 1}
 
 
 def test_without_a_test_split_validation_is_read_and_said(tmp_path):
@@ -82,7 +82,7 @@ def test_without_a_test_split_validation_is_read_and_said(tmp_path):
         with pytest.warns(UserWarning, match=r"data\.test_fraction, data\.test_path") as warned:
             (loader,) = load()
         assert len(warned) == 1
-        assert Counter(documents_in(loader)) == documents_of(*data.evaluations[0])
+        assert Counter(documents_in(loader)) == documents_of(data.evaluations[0])
 
 
 def test_loaders_say_what_they_yield():
