@@ -79,6 +79,7 @@ class LeakcheckConfig(LoadConfig):
     patch: bool = key(False, "Patch the Hugging Face model first.")
     lengths: Optional[list[int]] = key(None, "Documents' lengths; null: awkward ones.", low=1)
     device: str = key("cpu", DEVICE)
+    plugins: list[str] = key([], "Modules to import first.")
 
 
 @dataclasses.dataclass
@@ -102,7 +103,11 @@ def train(words: list[str]) -> None:
 
     record = fit(config)
     table = format_table([record])
-    rank_zero_only(print)(f"\n{table}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}")
+    checked = record.get("leakcheck", "unchecked: a record of an earlier version")
+    rank_zero_only(print)(
+        f"\n{table}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}\n"
+        f"Leakcheck: {checked}"
+    )
     if (step := record["metrics"].get("diverged_at_step")) is not None:
         raise Unfinished(f"the loss diverged at step {step}; reduce optimizer.lr")
 

@@ -1,37 +1,32 @@
-"""leakcheck in tests and training: a fixture of pytest, and callbacks for transformers' Trainer and Lightning.
+"""leakcheck in tests and training: a fixture of pytest, and callbacks for trainers.
 
-``pytest_plugins = ["packmamba.testing"]`` in a conftest.py gives tests the fixture ``leakcheck``. ``TrainerLeakCheck`` and
-``LightningLeakCheck`` are made on import. Shapes: R rows, W slots, T tokens, V vocabulary.
+``pytest_plugins = ["packmamba.testing"]`` in a conftest.py gives tests the fixture ``leakcheck``.
+``TrainerLeakCheck``, for transformers' Trainer, and ``LightningLeakCheck`` are made on import.
 """
 
 import importlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import replace
+from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from packmamba.errors import expect
 from packmamba.isolation import LeakCheckResult, leakcheck
-from packmamba.isolation.adapters import CheckedCallable, forward_parameters, logits_in
-from packmamba.isolation.check import check_documents
-from packmamba.isolation.probes import Documents, undisturbed
+from packmamba.isolation.adapters import forward_parameters
+from packmamba.isolation.batch import LeakError, check_batch, check_packed
 
-MARKS = {"position_ids": 1, "seq_idx": 0, "attention_mask": 0}
-"""Arguments (R, W), and their step inside a document; attention_mask may number documents."""
-OF_LOSSES = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
-"""Arguments with which models compute losses, TRL's without logits."""
 TRAINERS = {
     "TrainerLeakCheck": ("transformers", "TrainerCallback"),
     "LightningLeakCheck": ("lightning", "Callback"),
 }
-
-
-class LeakError(RuntimeError):
-    """Documents leak into each other."""
+MAX_SLOTS = 16384
+"""Slots of a PackedLitModule's step that each rank checks: a check takes seconds."""
+MIN_SLOTS = 1024
+"""Slots that are checked of a micro-batch, in steps of many."""
 
 
 def assert_isolated(
@@ -44,177 +39,192 @@ def assert_isolated(
     return result
 
 
-def check_batch(
-    model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, Any] | None = None
-) -> bool:
-    """Check a batch's documents in a model that takes ``input_ids``, in its present mode. Raises LeakError.
+class Found(IntEnum):
+    """Say what a check found; of several batches or ranks the largest counts."""
 
-    Change every other document, then those between: no bit of the others' logits may change, and a loss has no gradient outside
-    its document. Weights, gradients and random states stay. ``marks``: boundary arguments that the model is not called with.
-    Returns whether any row holds two documents, else nothing is checked.
-    """
-    arguments = {name: value for name, value in batch.items() if name not in OF_LOSSES}
-
-    def logits(rows: Tensor) -> Any:
-        return logits_in(model(**{**arguments, "input_ids": rows}))
-
-    marks = {**(marks or {}), **arguments}
-    given = [name for name in (*MARKS, "cu_seq_lens_q") if marks.get(name) is not None]
-    return _Batch(model, logits, batch["input_ids"], _number(marks), ", ".join(given)).check()
-
-
-def _number(batch: Mapping[str, Any]) -> Tensor:
-    """Number the documents of a batch (R, W) by all its boundary arguments; -1 at padding."""
-    tokens = batch["input_ids"]
-    starts = torch.zeros(tokens.shape, dtype=torch.bool, device=tokens.device)
-    starts[:, 0], own = True, torch.ones_like(starts)
-    for name, step in MARKS.items():
-        marks = batch.get(name)
-        if isinstance(marks, Tensor) and marks.dim() == 2 and marks.shape[1] == tokens.shape[1]:
-            starts[:, 1:] |= marks.long().diff() != step
-            own &= marks > 0 if name == "attention_mask" else marks >= 0
-    if isinstance(ends := batch.get("cu_seq_lens_q"), Tensor):
-        starts.view(-1)[ends[ends < starts.numel()].long()] = True
-    return torch.where(own, starts.view(-1).cumsum(0).view(tokens.shape), -1)
-
-
-class _Batch(Documents):
-    """Hold the documents of a batch: ``tokens`` and ``number`` (T,), in rows (R, W) where ``own`` marks them."""
-
-    def __init__(
-        self, model: nn.Module, logits: Callable, rows: Tensor, number: Tensor, boundaries: str
-    ) -> None:
-        self.model, self.own = CheckedCallable(logits, [model], boundaries, 0, 0), number >= 0
-        self.slots = (self.own.flatten().cumsum(0) - 1).clamp(min=0).view(rows.shape)
-        self.tokens = rows[self.own]
-        _, self.number, counts = number[self.own].unique_consecutive(
-            return_inverse=True, return_counts=True
-        )
-        self.way, self.lengths = "as trained", counts.tolist()
-        ids, index = self.tokens.unique(return_inverse=True)
-        self.others = ids[(index + max(1, len(ids) // 2)) % max(1, len(ids))]
-
-    def probes(self) -> Iterator[tuple[Tensor, Tensor]]:
-        for changed in (self.number % 2 == 0, self.number % 2 == 1):
-            yield torch.where(changed, self.others, self.tokens), ~changed
-
-    def call(self, tokens: Tensor) -> Tensor:
-        return self.model.call(tokens[0][self.slots])[self.own][None]
-
-    def alone(self) -> list[Tensor]:
-        return []
-
-    def check(self) -> bool:
-        if len(self.lengths) <= int(self.own.any(1).sum()):
-            return False
-        result = LeakCheckResult(self.model.boundaries)
-        with undisturbed(self.model.modules):
-            check_documents(self, result, alone=False)
-        if result.leaks:
-            got = (
-                f"logits that move by {result.largest:.2g}"
-                if result.largest
-                else "gradients across boundaries"
-            )
-            got += f" from {result.module} on; patch the model, or put one document in a row"
-            raise LeakError(
-                f"batch: expected isolated documents (by {result.boundaries}), got {got}"
-            )
-        return True
+    NO_NEIGHBOURS = 0
+    ISOLATED = 1
+    UNCHECKED = 2
+    LEAK = 3
 
 
 class _LeakCheck:
-    """Check the first training batch with two documents in a row, on every rank.
+    """Check the first training step in which a row holds two documents, on every rank.
 
-    A leak raises LeakError, which names the module; with ``warn`` it warns. Lightning's module is a
-    PackedLitModule, holds models that take ``input_ids``, or is called by ``call``, (module, tokens (1, L), lengths) -> logits
-    (1, L, V), with leakcheck's ``options``.
+    All batches of the step are checked as the training computes them, forward and backward. A leak
+    raises LeakError, which names the first module that leaks; PackedLitModule's ranks then all
+    raise the same. A check that fails, out of memory say, warns, and is repeated after twice the
+    steps. So does a training that ends unchecked.
+
+    Args:
+        warn: warn of a leak instead, and train on.
+        call: for Lightning: (module, tokens (1, L), lengths) -> logits (1, L, V), checked with
+            leakcheck's ``options``. None: the module is a PackedLitModule, or holds models that
+            take ``input_ids``.
+        every: steps between further checks; 0: none.
+
+    Attributes:
+        checked_at: the last step that was checked, from 0, or None; ``tried_at``: or failed to be.
+        unchecked: why nothing was checked.
     """
 
+    SAVED = ("checked_at", "tried_at", "unchecked")
+
     def __init__(
-        self, warn: bool = False, call: Callable[..., Tensor] | None = None, **options: Any
+        self,
+        warn: bool = False,
+        call: Callable[..., Tensor] | None = None,
+        *,
+        every: int = 0,
+        **options: Any,
     ) -> None:
-        self.warn, self.logits, self.options, self.done, self.seen = warn, call, options, False, 0
+        self.warn, self.call, self.every, self.options = warn, call, every, options
+        self.step = self.seen = 0
+        self.checked_at: int | None = None
+        self.tried_at: int | None = None
+        self.unchecked = "no batch marks two documents in a row"
+        self.done = self.checking = False
         self.handles: list[Any] = []
         self.batch: Mapping[str, Any] = {}
 
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in self.SAVED}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        vars(self).update(state_dict)
+
+    # transformers' events
+
     def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
         if not self.done:
-            self.handles.append(
-                model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
-            )
+            hook = model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
+            self.handles.append(hook)
+
+    def on_step_begin(self, arguments: Any, state: Any, *_: Any, **__: Any) -> None:
+        self.begin_step(state.global_step)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:  # Lightning's, too
+        if self.tried_at is None and not self.done:
+            warnings.warn(f"leakcheck: nothing was checked: {self.unchecked}", stacklevel=2)
+        self.finish()
+
+    # Lightning's event
 
     def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, *_: Any) -> None:
-        self.batch = batch if isinstance(batch, Mapping) and not self.done else {}
+        self.begin_step(trainer.global_step)
+        self.batch = batch if isinstance(batch, Mapping) else {}
         if self.done or self.handles:
             return
-        call: Any = self.logits
-        with trainer.precision_plugin.forward_context():
-            if call is not None:
-                own = lambda tokens, lengths: call(module, tokens, lengths)
-                self.check(module, lambda: assert_isolated(own, **self.options).ok)
-            elif hasattr(batch, "batches") and hasattr(module, "boundary"):
-                self.check(module, lambda: _check_packed(module, batch.batches[0]))
-            elif models := list(_models(module)):
-                for model in models:
-                    self.on_train_begin(model=model)
-            else:
-                raise TypeError(
-                    "call: expected (module, tokens, lengths) -> logits for this LightningModule, got None"
-                )
+        packed = hasattr(batch, "batches") and hasattr(module, "boundary")
+        if self.call is None and not packed:
+            models = list(_models(module))
+            if not models:
+                expected = "(module, tokens, lengths) -> logits for this LightningModule"
+                raise TypeError(f"call: expected {expected}, got None")
+            for model in models:
+                self.on_train_begin(model=model)
+        elif self.due() and (self.call or _has_neighbours(batch, trainer.world_size)):
+            self.settle(*self.check_step(trainer, module, batch))
+
+    def begin_step(self, step: int) -> None:
+        self.step = step
+        if self.checked_at is not None and step > self.checked_at and not self.every:
+            self.finish()
+
+    def finish(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+        self.done, self.handles = True, []
+
+    def due(self) -> bool:
+        """Return whether this step is to be checked if it has neighbours."""
+        if self.done or self.tried_at is None:
+            return not self.done
+        waited = self.step - self.tried_at
+        if self.checked_at is None:
+            return waited >= max(1, self.tried_at)
+        return self.every > 0 and waited >= self.every
 
     @torch.compiler.disable
     def before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if self.checking or not (self.due() or self.step == self.checked_at):
+            return
         batch = dict(zip(forward_parameters(model)[0], args)) | kwargs
         if model.training and isinstance(batch.get("input_ids"), Tensor):
-            self.check(model, lambda: check_batch(model, batch, self.batch))
+            self.settle(*self.attempt(model, partial(check_batch, model, batch, self.batch)))
 
-    def check(self, model: nn.Module, check: Callable[[], bool]) -> None:
-        """Call ``check`` until it returns that there was something to check."""
-        if self.done:
-            return
-        self.done, self.seen = True, self.seen + 1
+    def check_step(self, trainer: Any, module: Any, batch: Any) -> tuple[Found, str]:
+        """Check a step by ``call`` or its micro-batches; return the worst of all ranks."""
+        with trainer.precision_plugin.forward_context():
+            if self.call is not None:
+                call = partial(self.call, module)
+                found = self.attempt(module, lambda: assert_isolated(call, **self.options).ok)
+            else:
+                max_slots = max(MIN_SLOTS, MAX_SLOTS // len(batch.batches))
+                check = partial(check_packed, module.model, module.boundary, max_slots=max_slots)
+                checks = [partial(check, part) for part in batch.batches if _is_packed(part)]
+                results = [self.attempt(module, check) for check in checks]
+                found = max(results, default=(Found.NO_NEIGHBOURS, ""))
+        if trainer.world_size > 1:
+            gathered = [found] * trainer.world_size
+            by_rank = (found[0], f"rank {trainer.global_rank}: {found[1]}")
+            torch.distributed.all_gather_object(gathered, by_rank)
+            found = max(gathered)
+        return found
+
+    def attempt(self, model: nn.Module, check: Callable[[], bool]) -> tuple[Found, str]:
+        """Call ``check``; return what it found, and a line of a leak or error."""
+        self.checking = True
         try:
             sharded = any(
                 type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules()
             )
             if sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-                raise ValueError("expected whole weights, got sharded ones; check before training")
-            self.done = check()
-            if self.done or self.seen == 8:
-                self.on_train_end()
+                expected = "expected whole weights, got sharded ones"
+                raise ValueError(f"model: {expected}; check it before or after the training")
+            return Found.ISOLATED if check() else Found.NO_NEIGHBOURS, ""
         except Exception as error:  # only a leak ends a training
-            line, leaks = " ".join(str(error).split()), isinstance(error, LeakError)
-            self.on_train_end()
-            if leaks and not self.warn:
-                raise LeakError(line) from None
-            warnings.warn(
-                f"leakcheck: {line if leaks else f'nothing was checked: {line}'}", stacklevel=2
-            )
+            line = " ".join(str(error).split())
+            if isinstance(error, LeakError):
+                return Found.LEAK, line
+            kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+            return Found.UNCHECKED, f"{kind}{line:.300}"
+        finally:
+            self.checking = False
 
-    def on_train_end(self, *_: Any, **__: Any) -> None:
-        if not self.done:
-            warnings.warn(
-                "leakcheck: nothing was checked: no batch marks two documents in a row",
-                stacklevel=2,
-            )
-        for handle in self.handles:
-            handle.remove()
-        self.done, self.handles = True, []
+    def settle(self, found: Found, line: str) -> None:
+        """Note what was found. Raises LeakError, unless ``warn``."""
+        if found is Found.NO_NEIGHBOURS:
+            return
+        self.seen += 1
+        self.tried_at = self.step
+        if found is Found.LEAK and not self.warn:
+            self.finish()
+            raise LeakError(line)
+        if found is Found.UNCHECKED:
+            self.checked_at = None if self.checked_at == self.step else self.checked_at
+            self.unchecked = line
+            warnings.warn(f"leakcheck: nothing was checked: {line}", stacklevel=2)
+            return
+        self.checked_at = self.step
+        if found is Found.LEAK:
+            warnings.warn(f"leakcheck: {line}", stacklevel=2)
 
 
 def _models(root: nn.Module) -> Iterator[nn.Module]:
+    """Yield the outermost modules inside that take ``input_ids``."""
     for child in root.children():
         yield from [child] if "input_ids" in forward_parameters(child)[0] else _models(child)
 
 
-def _check_packed(module: Any, batch: Any) -> bool:
-    boundary, model = module.boundary, module.model
-    expect(not boundary.stateful, "boundary", "a scheme that carries no states", boundary.name)
-    logits = lambda rows: model.lm_head(boundary.hidden(model, replace(batch, tokens=rows)))
-    return _Batch(
-        model, logits, batch.tokens, batch.layout.documents, f"layout, boundary={boundary.name}"
-    ).check()
+def _is_packed(batch: Any) -> bool:
+    layout = batch.layout.origin or batch.layout  # on the host, without waiting for a GPU
+    return layout.packed
+
+
+def _has_neighbours(step: Any, ranks: int) -> bool:
+    """Return whether any rank's row of a StepBatch holds two documents: the same on all ranks."""
+    return step.num_behind > 0 or ranks == 1 and any(map(_is_packed, step.batches))
 
 
 def __getattr__(name: str) -> Any:

@@ -185,6 +185,24 @@ def test_lightning_with_a_user_s_module():
         fit(Own(mamba(patched=False)), loader(), LightningLeakCheck(warn=True))
 
 
+def test_they_wait_for_neighbours_and_check_all_batches_of_the_step(tmp_path):
+    """Nine steps without neighbours, then steps of two batches each; with ``every``, again."""
+    collate = transformers.DataCollatorWithFlattening()
+    packed = [collate(documents()) for _ in range(6)]
+    alone = [collate([{"input_ids": [1, 2, 3]}]) for _ in range(18)]
+    data = torch.utils.data.DataLoader(alone + packed, None)
+    options = {"max_steps": 12, "accumulate_grad_batches": 2}
+    for every, seen in ((0, 2), (2, 4)):
+        callback = LightningLeakCheck(every=every)
+        fit(Own(mamba(patched=True)), data, callback, **options)
+        assert callback.seen == seen and callback.checked_at == 9 + every
+    with pytest.raises(LeakError, match=LEAK):
+        fit(Own(mamba(patched=False)), data, LightningLeakCheck(), **options)
+    callback = TrainerLeakCheck()
+    train(mamba(patched=True), tmp_path, callback, gradient_accumulation_steps=2)
+    assert callback.seen == 2 and callback.checked_at == 0
+
+
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
 def test_lightning_s_bits_stay(precision):
     found = []

@@ -236,7 +236,7 @@ class TrainerConfig:
     loggers: list[Any] = key(["csv", "tensorboard"], f"{LOGGERS[0]}.", check=LOGGERS)
     callbacks: list[Any] = key([], "Class paths, or {class_path: ..., init_args: {...}}.")
     leakcheck_every: Optional[int] = key(
-        0, "Steps between leakchecks; 0: only the first batch.", null="none", low=0
+        0, "Steps between leakchecks of packed steps; 0: one alone.", null="none", low=0
     )
     precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
     accelerator: str = key(

@@ -1,4 +1,7 @@
-"""Call a model or a callable for documents' logits. Shapes: L slots, V vocabulary, R x W a model's rows."""
+"""Call a model or a callable for documents' logits.
+
+Shapes: L slots, V vocabulary, R x W a model's rows.
+"""
 
 import inspect
 from collections.abc import Callable, Set
@@ -20,9 +23,12 @@ class CheckedCallable:
     """Call a function of tokens (1, L) and lengths.
 
     Attributes:
-        inputs: packed, or sides of padding beside a document in a row of its own; ``padding``: more of these.
+        inputs: "packed", or sides of padding beside a document in a row of its own.
+        padding: further sides, checked beside ``inputs``.
         boundaries: how documents are marked; ``optional``: by an argument that may be left out.
-        vocab_size: V; 0: the logits' width. ``avoid``: special ids. ``longest``: maximum slots of a row.
+        vocab_size: V; 0: the logits' width.
+        avoid: special ids, which no document gets.
+        longest: maximum slots of a row.
     """
 
     inputs: tuple[str, ...] = ("packed",)
@@ -43,14 +49,15 @@ class CheckedCallable:
 
     @property
     def device(self) -> torch.device:
-        return next((p.device for m in self.modules for p in m.parameters()), torch.device("cpu"))
+        parameters = (p for module in self.modules for p in module.parameters())
+        return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         """Return the logits (1, L, V) of packed documents."""
         return self.call(tokens, lengths)
 
-    def padded(self, rows: Tensor, own: Tensor) -> Tensor:
-        """Return logits (R, W, V) of documents in rows of their own, in the slots ``own``."""
+    def padded(self, rows: Tensor, in_document: Tensor) -> Tensor:
+        """Return the logits (R, W, V) of a document a row, where ``in_document`` (R, W) is true."""
         raise NotImplementedError
 
     def alone(self, tokens: Tensor) -> Tensor:
@@ -66,76 +73,68 @@ class CheckedModel(CheckedCallable):
     def __init__(self, model: nn.Module, boundaries: str, vocab_size: int | None) -> None:
         self.names = tuple(boundaries.split("+")) if isinstance(boundaries, str) else ()
         masked = self.names == ("attention_mask",)
-        known = masked or (self.names and set(self.names) <= set(ARGUMENTS[:3]))
-        expect(
-            known,
-            "boundaries",
-            f"{', '.join(ARGUMENTS)} (the first three joined by +)",
-            repr(boundaries),
-        )
-        self.known, self.open_ended = forward_parameters(model)
+        valid = masked or (self.names and set(self.names) <= set(ARGUMENTS[:3]))
+        choices = f"{', '.join(ARGUMENTS)} (the first three joined by +)"
+        expect(valid, "boundaries", choices, repr(boundaries))
+        self.parameters, self.open_ended = forward_parameters(model)
         if masked:
             self.inputs = ("left", "right")
-        elif "attention_mask" in self.known or self.open_ended:
+        elif self.takes("attention_mask"):
             self.padding = ("left", "right")
         config = getattr(model, "config", None)
-        self.no_cache = (
-            {"use_cache": False}
-            if "use_cache" in self.known or hasattr(config, "use_cache")
-            else {}
-        )
-        text = getattr(config, "text_config", None) or config
-        known_ids = getattr(text, "vocab_size", None) or 0
-        expect(
-            not 0 < known_ids < (vocab_size or 0), "vocab_size", f"at most {known_ids}", vocab_size
-        )
-        longest = getattr(text, "max_position_embeddings", None) or 2**31
-        super().__init__(model, [model], boundaries, vocab_size or known_ids, longest)
-        special = [
-            ids
-            for name, ids in getattr(config, "__dict__", {}).items()
-            if name.endswith("_token_id")
-        ]
-        self.avoid = {
-            i
-            for ids in special
-            for i in (ids if isinstance(ids, list) else [ids])
-            if isinstance(i, int)
-        }
+        caches = "use_cache" in self.parameters or hasattr(config, "use_cache")
+        self.no_cache = {"use_cache": False} if caches else {}
+        text_config = getattr(config, "text_config", None) or config
+        num_ids = getattr(text_config, "vocab_size", None) or 0
+        fits = not 0 < num_ids < (vocab_size or 0)
+        expect(fits, "vocab_size", f"at most {num_ids}", vocab_size)
+        longest = getattr(text_config, "max_position_embeddings", None) or 2**31
+        super().__init__(model, [model], boundaries, vocab_size or num_ids, longest)
+        self.avoid = special_ids(config)
+
+    def takes(self, argument: str) -> bool:
+        return self.open_ended or argument in self.parameters
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        layout, longest = (
-            SequenceLayout.from_lengths([lengths], tokens.shape[1]).to(tokens.device),
-            max(lengths),
-        )
-        marks: dict[str, Any] = {
-            "position_ids": layout.position_indices.long(),
-            "seq_idx": layout.seq_idx,
-        }
-        marks |= {"cu_seq_lens_q": layout.cu_seqlens, "cu_seq_lens_k": layout.cu_seqlens}
-        marks |= {"max_length_q": longest, "max_length_k": longest}
-        names = set(self.names)
-        if "cu_seq_lens_q" in names:  # as transformers' DataCollatorWithFlattening
-            names |= {name for name in [*marks][3:] if self.open_ended or name in self.known}
-        return self._logits(
-            tokens, **{name: value for name, value in marks.items() if name in names}
-        )
+        layout = SequenceLayout.from_lengths([lengths], tokens.shape[1]).to(tokens.device)
+        arguments: dict[str, Any] = {}
+        if "position_ids" in self.names:
+            arguments["position_ids"] = layout.position_indices.long()
+        if "seq_idx" in self.names:
+            arguments["seq_idx"] = layout.seq_idx
+        if "cu_seq_lens_q" in self.names:  # as transformers' DataCollatorWithFlattening
+            arguments["cu_seq_lens_q"] = layout.cu_seqlens
+            further: dict[str, Any] = {"cu_seq_lens_k": layout.cu_seqlens}
+            further |= dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
+            arguments |= {name: value for name, value in further.items() if self.takes(name)}
+        return self._logits(tokens, **arguments)
 
-    def padded(self, rows: Tensor, own: Tensor) -> Tensor:
-        return self._logits(rows, attention_mask=own.long())
+    def padded(self, rows: Tensor, in_document: Tensor) -> Tensor:
+        return self._logits(rows, attention_mask=in_document.long())
 
     def alone(self, tokens: Tensor) -> Tensor:
         if getattr(self.call, "require_boundaries", False):  # a patched model
-            return self._logits(
-                tokens, position_ids=torch.arange(tokens.shape[1], device=tokens.device)[None]
-            )
+            positions = torch.arange(tokens.shape[1], device=tokens.device)
+            return self._logits(tokens, position_ids=positions[None])
         return self._logits(tokens)
 
     def _logits(self, tokens: Tensor, **arguments: Any) -> Tensor:
         return logits_in(self.call(input_ids=tokens, **self.no_cache, **arguments))
 
 
+def special_ids(config: Any) -> set[int]:
+    """Return the ids of a configuration's keys such as pad_token_id, of which some hold lists."""
+    values = [
+        value
+        for name, value in getattr(config, "__dict__", {}).items()
+        if name.endswith("_token_id")
+    ]
+    lists = [value if isinstance(value, list) else [value] for value in values]
+    return {number for numbers in lists for number in numbers if isinstance(number, int)}
+
+
 def logits_in(output: Any) -> Any:
+    """Return the logits of a model's output: an attribute, a tuple's first, or itself."""
     output = getattr(output, "logits", output)
     return output if isinstance(output, Tensor) else output[0]
 
@@ -152,23 +151,19 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
     ours = isinstance(getattr(model, "_orig_mod", model), MambaLM)  # also of a compiled model
     if not ours and isinstance(model, nn.Module) and "input_ids" in forward_parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)
-    given = "layout" if ours else "lengths"
-    expect(
-        boundaries in ("position_ids", given),
-        "boundaries",
-        f"none beside {given}",
-        repr(boundaries),
-    )
+    marked_by = "layout" if ours else "lengths"
+    none = boundaries in ("position_ids", marked_by)
+    expect(none, "boundaries", f"none beside {marked_by}", repr(boundaries))
     if not ours:
         modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
-        return CheckedCallable(model, modules, given, vocab_size or 32, 128)
+        return CheckedCallable(model, modules, marked_by, vocab_size or 32, 128)
 
     def call(tokens: Tensor, lengths: list[int]) -> Tensor:
-        return model(
-            tokens, layout=SequenceLayout.from_lengths([lengths], sum(lengths)).to(tokens.device)
-        )
+        layout = SequenceLayout.from_lengths([lengths], sum(lengths))
+        return model(tokens, layout=layout.to(tokens.device))
 
-    return CheckedCallable(call, [model], given, vocab_size or len(model.lm_head.weight), 2**31)
+    vocab_size = vocab_size or len(model.lm_head.weight)
+    return CheckedCallable(call, [model], marked_by, vocab_size, 2**31)
 
 
 def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
@@ -180,16 +175,17 @@ def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
 
 def _modules_of(function: Any) -> list[nn.Module]:
     """List the modules that a callable binds, encloses or names in its code."""
-    seen: list[Any] = []
+    found: list[Any] = []
     if isinstance(function, partial):
-        seen += [*function.args, *function.keywords.values()]
+        found += [*function.args, *function.keywords.values()]
         function = function.func
-    seen += [getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
+    found += [getattr(function, "__self__", None), *getattr(function, "__dict__", {}).values()]
     if inspect.isfunction(inner := getattr(function, "__func__", function)):
         enclosed = inspect.getclosurevars(inner)
-        seen += [*enclosed.nonlocals.values(), *enclosed.globals.values()]
-    for owner in list(seen):
+        found += [*enclosed.nonlocals.values(), *enclosed.globals.values()]
+    for owner in list(found):
         plain = not isinstance(owner, (nn.Module, type)) and not inspect.ismodule(owner)
         if plain and not inspect.isroutine(owner) and hasattr(owner, "__dict__"):
-            seen += vars(owner).values()
-    return list({id(m): m for m in seen if isinstance(m, nn.Module)}.values())
+            found += vars(owner).values()
+    modules = {id(module): module for module in found if isinstance(module, nn.Module)}
+    return list(modules.values())

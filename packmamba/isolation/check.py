@@ -15,7 +15,10 @@ from packmamba.isolation.adapters import adapt
 from packmamba.isolation.probes import Documents, moved
 
 ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65), (63, 1, 1, 62))
-"""Lengths of documents, awkward or at kernels' chunks; two rows that fit. The sums are primes: no other axis is as long."""
+"""Lengths of documents, awkward or at kernels' chunks; two rows that fit are checked.
+
+The sums are primes: no other axis of a module's tensors is as long.
+"""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 """Maximum ||packed - alone|| / ||alone|| of a document."""
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
@@ -31,6 +34,7 @@ class LeakCheckResult:
         isolated_forward: other documents' tokens change no bit of a document's logits.
         isolated_backward: a document's loss has no gradient at other documents' tokens.
         same_as_alone: packed logits are those of documents alone, within the tolerance.
+        mixes: a changed token changes the logits of tokens behind it; else no leak could show.
         largest: largest change of another document's logits.
         reach: tokens that a document's last token reaches behind it; ``endless``: all of the row.
         module: the first whose output another document changes.
@@ -44,6 +48,7 @@ class LeakCheckResult:
     isolated_forward: bool | None = None
     isolated_backward: bool | None = None
     same_as_alone: bool | None = None
+    mixes: bool | None = None
     largest: float = 0.0
     reach: int = 0
     endless: bool = False
@@ -75,7 +80,8 @@ class LeakCheckResult:
         if self.raises is not None:
             yield f"Nothing was checked: the model refuses {self.boundaries}: {self.raises}"
             return
-        yield f"{'Documents leak' if self.leaks else 'Nothing crosses a document boundary'} (boundaries: {self.boundaries})."
+        title = "Documents leak" if self.leaks else "Nothing crosses a document boundary"
+        yield f"{title} (boundaries: {self.boundaries})."
         changed = "no bit of a document's logits"
         if not self.isolated_forward:
             reach = f", {self.reach} tokens behind it" if self.reach else ""
@@ -86,23 +92,31 @@ class LeakCheckResult:
             )
         yield f"  Changing other documents changes {changed}."
         if self.isolated_backward is not None:
-            yield f"  A document's loss has {'no' if self.isolated_backward else 'a'} gradient at another document's tokens."
+            article = "no" if self.isolated_backward else "a"
+            yield f"  A document's loss has {article} gradient at another document's tokens."
         if self.module is not None:
             yield f"  The first module that leaks is {self.module}."
         verb = "equal" if self.same_as_alone else "differ from"
-        yield f"  Packed logits {verb} those of each document alone: relative difference {self.difference:.1g}."
+        yield (
+            f"  Packed logits {verb} those of each document alone: "
+            f"relative difference {self.difference:.1g}."
+        )
         if self.ignored:
-            yield f"  The model ignores {self.boundaries} silently: without it, every bit is the same."
-        yield from (f"  {note}" for note in dict.fromkeys(self.notes))
+            yield (
+                f"  The model ignores {self.boundaries} silently: "
+                f"without it, every bit is the same."
+            )
+        if self.mixes is False:
+            yield "  A changed token changes no other token's logits: no leak could show."
+        for note in dict.fromkeys(self.notes):
+            yield f"  {note}"
         verbs = {
             None: "are refused",
             True: "equal themselves alone",
             False: "differ from themselves alone",
         }
-        yield from (
-            f"  Padding on the {side}: documents {verbs[harmless]}."
-            for side, harmless in self.padding.items()
-        )
+        for side, harmless in self.padding.items():
+            yield f"  Padding on the {side}: documents {verbs[harmless]}."
 
 
 def leakcheck(
@@ -111,16 +125,18 @@ def leakcheck(
     vocab_size: int | None = None,
     lengths: Sequence[int] | None = None,
 ) -> LeakCheckResult:
-    """Check whether anything crosses a document boundary: change documents of a packed row, compare the others bit by bit.
+    """Check whether anything crosses a document boundary.
 
-    Also differentiate documents' losses by all tokens' embeddings, and compute each document alone; in evaluation mode, then in
+    Change documents of a packed row, and compare the others bit by bit; differentiate documents'
+    losses by all tokens' embeddings; compute each document alone; in evaluation mode, then in
     training mode. Random states, modes, buffers, gradients and weights stay.
 
     Args:
-        model_or_callable: a causal language model that takes ``input_ids`` and the boundary argument; a MambaLM; or a callable
-            (tokens (1, L) int64, lengths) -> logits (1, L, V).
-        boundaries: the argument that marks documents: position_ids, seq_idx, cu_seq_lens_q, several joined by +; or
-            attention_mask: documents in rows of their own, padded on either side. A MambaLM and a callable take none.
+        model_or_callable: a causal language model that takes ``input_ids`` and the boundary
+            argument; a MambaLM; or a callable (tokens (1, L) int64, lengths) -> logits (1, L, V).
+        boundaries: the argument that marks documents: position_ids, seq_idx, cu_seq_lens_q,
+            several joined by +; or attention_mask: documents in rows of their own, padded on
+            either side. A MambaLM and a callable take none.
         vocab_size: ids are below it; None: the model's, of a callable 32.
         lengths: of the documents, at least two; None: awkward ones.
 
@@ -168,7 +184,10 @@ def leakcheck(
 
 
 def check_documents(documents: Documents, result: LeakCheckResult, alone: bool = True) -> None:
-    """Check one row of documents; add to ``result``. ``alone``: compare with documents alone too."""
+    """Check documents; add to ``result``. ``alone``: compare with documents alone, too.
+
+    Raises ValueError for logits that are not finite, or that no token moves; the model's errors.
+    """
     model = documents.model
     with torch.no_grad():
         try:
@@ -181,25 +200,22 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
             return
         expect(base.isfinite().any(-1).all(), "logits", "finite numbers", "none at a token")
         tokens, watched = map(torch.stack, zip(*documents.probes()))
-        moves = torch.stack([_moves(documents.logits(other), base) for other in tokens])
+        moves = torch.stack([_moves(documents.logits(changed), base) for changed in tokens])
         noise = float(_moves(documents.logits(), base).max())
         ran = probes.watch(documents)
         tolerance, rounding = _limits(base, ran.dtypes)
-        carried, last = noise > rounding, documents.lengths[0] - 1
+        carried = noise > rounding
         if noise:
-            what = (
-                "something is carried from one call to the next"
-                if carried
-                else "smaller changes are not seen"
-            )
+            carries = "something is carried from one call to the next"
+            what = carries if carried else "smaller changes are not seen"
             result.notes.append(f"Two calls with the same tokens differ by {noise:.1g}: {what}.")
-        expect(
-            carried or moves[0, last] > 4 * noise,
-            "logits",
-            "a changed token to change its own",
-            "the same",
-        )
+        last = documents.lengths[0] - 1
+        moves_itself = carried or moves[0, last] > 4 * noise
+        expect(moves_itself, "logits", "a changed token to change its own", "the same")
         slots = watched & (moves > (-1 if carried else 4 * noise))
+        unchanged = (tokens == documents.tokens) & ~watched  # beside changed tokens
+        if unchanged.any():
+            result.mixes = bool(result.mixes or (moves[unchanged] > 4 * noise).any())
         if alone:
             difference = _from_alone(documents, base)
             result.difference = max(difference, result.difference or 0.0)
@@ -216,10 +232,20 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
     result.largest = max(result.largest, largest)
     isolated = not largest or (crossed is False and largest <= rounding and ran.routed)
     result.add("isolated_forward", isolated)
-    if isolated:
-        return
-    if slots[0].any() and (after := int(slots[0].nonzero().max()) - last) > result.reach:
-        result.reach, result.endless = after, last + after == len(base) - 1
+    if not isolated:
+        _locate(documents, result, tokens, watched, slots)
+
+
+def _locate(
+    documents: Documents, result: LeakCheckResult, tokens: Tensor, watched: Tensor, slots: Tensor
+) -> None:
+    """Add to ``result`` how far a leak reaches, and its first module; arguments (probes, L)."""
+    last = documents.lengths[0] - 1
+    if slots[0].any():
+        reach = int(slots[0].nonzero().max()) - last
+        if reach > result.reach:
+            result.reach = reach
+            result.endless = last + reach == slots.shape[1] - 1
     first = int(slots.any(1).nonzero()[0])
     with suppress(torch.OutOfMemoryError):
         result.module = result.module or probes.first_module(
@@ -228,6 +254,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
 
 
 def _limits(base: Tensor, dtypes: set[torch.dtype]) -> tuple[float, float]:
+    """Return the tolerance and the rounding, of the coarsest dtype of products."""
     dtype = max((dtypes & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__)
     return TOLERANCES[dtype], ROUNDING[dtype] * float(base[base.isfinite()].abs().max())
 
@@ -235,14 +262,17 @@ def _limits(base: Tensor, dtypes: set[torch.dtype]) -> tuple[float, float]:
 def _moves(logits: Tensor, base: Tensor) -> Tensor:
     """Return each token's largest change of a logit, (L,); infinite to or from NaN."""
     changes = []
-    for some, others in zip(logits.split(1024), base.split(1024)):
-        by = torch.where(moved(some, others), (some - others).abs().nan_to_num(nan=torch.inf), 0.0)
-        changes.append(by.amax(-1).double())
+    for after, before in zip(logits.split(1024), base.split(1024)):
+        change = (after - before).abs().nan_to_num(nan=torch.inf)
+        changes.append(torch.where(moved(after, before), change, 0.0).amax(-1).double())
     return torch.cat(changes)
 
 
 def _from_alone(documents: Documents, base: Tensor) -> float:
-    """Return the largest ||packed - alone|| / ||alone|| over finite entries; infinite if others differ."""
+    """Return the largest ||packed - alone|| / ||alone|| over finite entries of a document.
+
+    Infinite if entries that are not finite differ.
+    """
     largest = 0.0
     for packed, alone in zip(base.split(documents.lengths), documents.alone()):
         finite = packed.isfinite() & alone.isfinite()

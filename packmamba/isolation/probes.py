@@ -24,61 +24,66 @@ PAD = 4  # slots of padding beside the longest document
 
 
 class Documents:
-    """Draw tokens (L,) of documents and others in their place, and arrange them in a model's rows.
+    """Draw tokens of documents and others in their place, and arrange them in a model's rows.
 
     Rows are packed, or hold one document each, padded on the left or right with neighbours' tokens.
 
     Attributes:
+        way: "packed", "left" or "right", the side of padding.
+        tokens, others: (L,) int64 ids, the documents' and what replaces them.
         number: (L,), each slot's document.
-        slots: (R, W), the packed slots of the rows' tokens; ``own`` marks documents.
+        slots: (R, W), the packed slots of the rows' tokens; ``in_document``: (R, W) bool.
     """
 
     def __init__(self, model: CheckedCallable, way: str, lengths: Sequence[int]) -> None:
+        device = model.device
+        special = torch.tensor(sorted(model.avoid), dtype=torch.int64)
         ids = torch.arange(model.vocab_size)
-        ids = ids[~torch.isin(ids, torch.tensor(sorted(model.avoid), dtype=torch.int64))].to(
-            model.device
-        )
+        ids = ids[~torch.isin(ids, special)].to(device)
         expect(len(ids) > 1, "vocab_size", "two ids that are not special", len(ids))
-        self.model, self.way, self.lengths, total = model, way, list(lengths), sum(lengths)
-        drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1)).to(
-            ids.device
-        )
-        self.tokens, self.others = ids[drawn], ids[(drawn + max(1, len(ids) // 2)) % len(ids)]
-        counts = torch.tensor(self.lengths, device=ids.device)
-        self.number = torch.arange(len(counts), device=ids.device).repeat_interleave(counts)
-        rows, width = (
-            (counts[:, None], max(lengths) + PAD)
-            if way != "packed"
-            else (counts.sum()[None, None], total)
-        )
-        ends = rows.cumsum(0)
-        place = torch.arange(width, device=ids.device) + ends - (width if way == "left" else rows)
-        self.slots, self.own = place % total, (place >= ends - rows) & (place < ends)
+        self.model, self.way, self.lengths = model, way, list(lengths)
+        total = sum(lengths)
+        drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1))
+        drawn = drawn.to(device)
+        self.tokens = ids[drawn]
+        self.others = ids[(drawn + max(1, len(ids) // 2)) % len(ids)]
+        counts = torch.tensor(self.lengths, device=device)
+        self.number = torch.arange(len(counts), device=device).repeat_interleave(counts)
+        if way == "packed":
+            row_lengths, width = counts.sum()[None, None], total
+        else:
+            row_lengths, width = counts[:, None], max(lengths) + PAD
+        ends = row_lengths.cumsum(0)
+        place = torch.arange(width, device=device)
+        place = place + ends - (width if way == "left" else row_lengths)
+        self.slots = place % total
+        self.in_document = (place >= ends - row_lengths) & (place < ends)
 
     def in_rows(self, marks: Tensor) -> Tensor:
         """Arrange marks of packed slots (L,) in rows (R, W)."""
-        return marks[self.slots] & self.own
+        return marks[self.slots] & self.in_document
 
     def probes(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield changed tokens, and the slots whose logits must not change.
+        """Yield changed tokens (L,), and the slots (L,) whose logits must not change.
 
-        Change the first document's last token, the last one's first, then all around each document, to its own first token,
-        which competes with it most for experts' capacity.
+        Change the first document's last token, the last one's first, then all around each
+        document, to its own first token, which competes with it most for experts' capacity.
         """
-        count, slot = len(self.lengths), torch.arange(len(self.tokens), device=self.tokens.device)
-        yield torch.where(slot == self.lengths[0] - 1, self.others, self.tokens), self.number != 0
-        yield (
-            torch.where(slot == len(slot) - self.lengths[-1], self.others, self.tokens),
-            self.number != count - 1,
-        )
-        for own in (self.number == number for number in range(count)):
-            yield torch.where(own, self.tokens, self.tokens[own][0]), own
+        count = len(self.lengths)
+        slot = torch.arange(len(self.tokens), device=self.tokens.device)
+        last_of_first = slot == self.lengths[0] - 1
+        yield torch.where(last_of_first, self.others, self.tokens), self.number != 0
+        first_of_last = slot == len(slot) - self.lengths[-1]
+        yield torch.where(first_of_last, self.others, self.tokens), self.number != count - 1
+        for number in range(count):
+            document = self.number == number
+            yield torch.where(document, self.tokens, self.tokens[document][0]), document
 
     def call(self, tokens: Tensor) -> Tensor:
         """Return the packed documents' logits (1, L, V) of tokens (1, L)."""
         if self.way == "packed":
             return self.model.packed(tokens, self.lengths)
-        return self.model.padded(tokens[0][self.slots], self.own)[self.own][None]
+        return self.model.padded(tokens[0][self.slots], self.in_document)[self.in_document][None]
 
     def logits(self, tokens: Tensor | None = None) -> Tensor:
         return logits_of(self.call, self.tokens if tokens is None else tokens)
@@ -91,9 +96,12 @@ class Documents:
 @contextmanager
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore torch's random states, modes and buffers on leaving."""
-    every = [(module, module.training) for root in modules for module in root.modules()]
+    modes = [(module, module.training) for root in modules for module in root.modules()]
     buffers = [
-        (m, n, b, b.clone()) for m, _ in every for n, b in m._buffers.items() if b is not None
+        (module, name, buffer, buffer.clone())
+        for module, _ in modes
+        for name, buffer in module._buffers.items()
+        if buffer is not None
     ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     cached = torch.is_autocast_cache_enabled()
@@ -103,7 +111,7 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
             yield
     finally:
         torch.set_autocast_cache_enabled(cached)
-        for module, training in every:
+        for module, training in modes:
             module.training = training
         with torch.no_grad():
             for module, name, buffer, value in buffers:
@@ -126,21 +134,16 @@ def logits_of(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     torch.manual_seed(SEED)
     logits = call(tokens[None])
     floating = isinstance(logits, Tensor) and logits.is_floating_point()
-    expect(
-        floating,
-        "logits",
-        "floating-point numbers",
-        getattr(logits, "dtype", type(logits)),
-        TypeError,
-    )
+    got = getattr(logits, "dtype", type(logits))
+    expect(floating, "logits", "floating-point numbers", got, TypeError)
     fits = logits.dim() == 3 and logits.shape[:2] == (1, len(tokens))
     expect(fits, "logits", f"shape (1, {len(tokens)}, vocabulary)", tuple(logits.shape))
     return logits[0]
 
 
-def moved(one: Tensor, other: Tensor) -> Tensor:
+def moved(after: Tensor, before: Tensor) -> Tensor:
     """Mark values that differ by any bit; NaN equals NaN."""
-    return (one != other) & ~(one.isnan() & other.isnan())
+    return (after != before) & ~(after.isnan() & before.isnan())
 
 
 def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
@@ -158,7 +161,7 @@ def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
 
 
 class Entries(TorchFunctionMode):
-    """Capture tokens' embeddings as leaves to differentiate by, wherever ids become floating-point numbers."""
+    """Capture tokens' embeddings, to differentiate by, wherever ids become floating-point numbers."""
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
@@ -180,36 +183,39 @@ class Entries(TorchFunctionMode):
 
 
 def crossing_gradients(documents: Documents) -> bool | None:
-    """Return whether every other document's loss, or the last's, has a gradient (NaN too) outside; None: none can be taken."""
+    """Return whether some documents' loss has a gradient (NaN too) outside of them.
+
+    Of every other document, of those between, of the last. None: no gradient can be taken.
+    """
     torch.manual_seed(SEED)
-    tokens = documents.tokens[None]
+    tokens, number = documents.tokens[None], documents.number
     with torch.enable_grad(), eager():
         with Entries(tokens) as entries:
             logits = documents.call(tokens)[0]
         if not logits.requires_grad or not entries.leaves:
             return None
         crossed, reached = False, False
-        number = documents.number
         for inside in (number % 2 == 0, number % 2 == 1, number == number[-1]):
-            part, own = logits[inside], documents.in_rows(inside)
-            weights = torch.randn(part.shape, generator=torch.Generator().manual_seed(SEED)).to(
-                part
-            )
-            loss = torch.where(part.isfinite(), part * weights, 0.0).sum()
+            loss_slots = documents.in_rows(inside)
             try:
-                gradients = torch.autograd.grad(
-                    loss, entries.leaves, retain_graph=True, allow_unused=True
-                )
+                gradients = _gradients(logits[inside], entries.leaves)
             except RuntimeError as error:  # reentrant checkpointing takes backward() alone
                 if "heckpoint" not in str(error):
                     raise
                 return None
             for gradient in gradients:
-                marks = None if gradient is None else by_slot(gradient != 0, *own.shape)
+                marks = None if gradient is None else by_slot(gradient != 0, *loss_slots.shape)
                 if marks is not None:
-                    crossed |= bool((marks & ~own).any())
-                    reached |= bool((marks & own).any())
+                    crossed |= bool((marks & ~loss_slots).any())
+                    reached |= bool((marks & loss_slots).any())
     return crossed if crossed or reached else None
+
+
+def _gradients(logits: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Differentiate a randomly weighted sum of finite logits by the leaves; keep the graph."""
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED)).to(logits)
+    loss = torch.where(logits.isfinite(), logits * weights, 0.0).sum()
+    return torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
 
 
 class Watch(TorchDispatchMode):
@@ -229,56 +235,65 @@ class Watch(TorchDispatchMode):
         if not name.startswith("aten.") or any(
             part in name for part in ("mm", "conv", "attention")
         ):
-            self.dtypes.update(
-                one.dtype for one in tree_leaves((args, kwargs, result)) if isinstance(one, Tensor)
+            tensors = (
+                leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)
             )
+            self.dtypes.update(tensor.dtype for tensor in tensors)
         return result
 
 
 def watch(documents: Documents) -> Watch:
+    """Run the model once; return what was seen."""
     with torch.no_grad(), eager(), Watch() as watched:
         documents.logits()
     return watched
 
 
 def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str | None:
-    """Name the first module whose output at watched slots differs with these tokens while its input does not."""
-    marks, titles = documents.in_rows(watched), list[str]()
-    calls: dict[tuple[str, int], list[list[Tensor]]] = {}
+    """Name the first module whose output changes with these tokens while its input does not.
+
+    Both are compared at ``watched`` slots (L,).
+    """
+    marks = documents.in_rows(watched)
+    titles: list[str] = []
+    calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = {}
     counts: Counter[str] = Counter()
 
-    def differ(some: list[Tensor], others: list[Tensor]) -> bool:
-        same_shape = [(one, other) for one, other in zip(some, others) if one.shape == other.shape]
-        slots = [by_slot(moved(one, other), *marks.shape) for one, other in same_shape]
-        return any(bool((marks & of).any()) for of in slots if of is not None)
+    def differ(before: list[Tensor], after: list[Tensor]) -> bool:
+        pairs = [pair for pair in zip(before, after) if pair[0].shape == pair[1].shape]
+        slots = [by_slot(moved(*pair), *marks.shape) for pair in pairs]
+        return any(bool((marks & changed).any()) for changed in slots if changed is not None)
 
     def record(title: str, module: nn.Module, args: Any, kwargs: Any, result: Any) -> None:
         counts[title] += 1
-        outputs = (
-            vars(result)
-            if hasattr(result, "__dict__") and not isinstance(result, Tensor)
-            else result
-        )
-        now = [
-            [v.clone() for v in tree_leaves(of) if isinstance(v, Tensor)]
-            for of in ((args, kwargs), outputs)
-        ]
-        before = calls.setdefault((title, counts[title]), now)
-        if before is not now and differ(before[1], now[1]) and not differ(before[0], now[0]):
+        is_output_class = hasattr(result, "__dict__") and not isinstance(result, Tensor)
+        outputs = _tensors(vars(result) if is_output_class else result)
+        inputs = _tensors((args, kwargs))
+        before = calls.setdefault((title, counts[title]), (inputs, outputs))
+        if (
+            before[1] is not outputs
+            and differ(before[1], outputs)
+            and not differ(before[0], inputs)
+        ):
             titles.append(title)
 
     handles = []
-    for name, module in (pair for root in documents.model.modules for pair in root.named_modules()):
-        title = f"{name} ({type(module).__name__})" if name else type(module).__name__
-        handles.append(
-            module.register_forward_hook(functools.partial(record, title), with_kwargs=True)
-        )
+    for root in documents.model.modules:
+        for name, module in root.named_modules():
+            title = f"{name} ({type(module).__name__})" if name else type(module).__name__
+            hook = functools.partial(record, title)
+            handles.append(module.register_forward_hook(hook, with_kwargs=True))
     try:
         with torch.no_grad(), eager():
-            for given in (documents.tokens, tokens):
+            for row in (documents.tokens, tokens):
                 counts.clear()
-                documents.logits(given)
+                documents.logits(row)
     finally:
         for handle in handles:
             handle.remove()
     return titles[0] if titles else None
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    """Copy the tensors of nested containers."""
+    return [leaf.clone() for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]

@@ -9,7 +9,6 @@ import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +18,16 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
-from packmamba.config import Config
+from packmamba.config import Config, TrainerConfig
 from packmamba.data.batch import StepBatch
 from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import Tokenizer, load_tokenizer
 from packmamba.errors import ConfigError, UserError
 from packmamba.evaluation.registry import EvalContext, EvalResult, default_max_slots, evaluate
-from packmamba.isolation import leakcheck
 from packmamba.isolation.probes import eager
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
-from packmamba.training.boundary import Boundary
+from packmamba.testing import Found, LightningLeakCheck
 from packmamba.training.lit_module import POSITION_EDGES
 
 logger = logging.getLogger(__name__)
@@ -299,42 +297,53 @@ class Average(SavedCallback):
                 self.mean[name] = mean + (weight - mean) / self.taken
 
 
-class LeakCheck(Callback):
-    """Check a batch's documents at the first step, and every ``every`` steps (0: never)."""
+class LeakCheck(LightningLeakCheck):
+    """Check a run's steps for leaks, outside of its clock; ``result`` is for its record."""
 
-    def __init__(self, every: int, metrics: RunMetrics) -> None:
-        self.every, self.metrics = every, metrics
+    def __init__(self, config: Config, metrics: RunMetrics) -> None:
+        super().__init__(every=config.trainer.leakcheck_every or 0)
+        self.config, self.metrics = config, metrics
+        self.needless = why_unchecked(config.trainer)
+        self.done = self.needless is not None
 
-    def on_train_batch_start(self, trainer: Trainer, module: Any, batch: StepBatch, _: int) -> None:
-        due = not self.metrics.steps_here or (self.every and trainer.global_step % self.every == 0)
-        if due and batch.batches and module.device_mesh is None:
-            with self.metrics.paused(), trainer.precision_plugin.forward_context():
-                check_isolation(module.model, module.boundary, batch.batches[0].layout)
+    def check_step(self, *arguments: Any) -> tuple[Found, str]:
+        with self.metrics.paused():
+            return super().check_step(*arguments)
+
+    def settle(self, found: Found, line: str) -> None:
+        if found is Found.LEAK:
+            line = f"trainer.boundary={self.config.trainer.boundary}: step {self.step + 1}: {line}"
+        super().settle(found, line)
+
+    def on_train_end(self, *_: Any, **__: Any) -> None:
+        """Warn of nothing: the record and the last line say what was not checked."""
+
+    def result(self) -> str:
+        """Return "checked at step N", the last one, or "unchecked: why"."""
+        if self.checked_at is None:
+            return f"unchecked: {self.needless or self.unchecked}"
+        options = {
+            "trainer.cuda_graphs": self.config.trainer.cuda_graphs,
+            "model.compile": self.config.model.compile,
+        }
+        used = " and ".join(name for name, is_used in options.items() if is_used)
+        without = f", computed without {used}" if used else ""
+        later = self.tried_at != self.checked_at
+        failed = f"; unchecked at step {self.tried_at + 1}: {self.unchecked}" if later else ""
+        return f"checked at step {self.checked_at + 1}{without}{failed}"
 
 
-def check_isolation(model: MambaLM, boundary: Boundary, layout: SequenceLayout) -> None:
-    """Raise UserError where documents of the layout's fullest row leak."""
-    rows = layout.rows.cpu()
-    lengths = layout.lengths.cpu()[rows == rows.mode().values][:8].tolist() if len(rows) else []
-    if (
-        len(lengths) < 2
-        or boundary.stateful
-        or any(used != layout for used in boundary.layouts(layout))
-    ):
-        return
-
-    try:
-        with eager():
-            result = leakcheck(
-                partial(boundary.logits, model),
-                vocab_size=len(model.lm_head.weight),
-                lengths=lengths,
-            )
-    except ValueError as error:
-        logger.warning("trainer.leakcheck_every: a batch could not be checked: %s", error)
-        return
-    if result.leaks:
-        raise UserError(f"trainer.boundary={boundary.name}: expected isolated documents; {result}")
+def why_unchecked(options: TrainerConfig) -> str | None:
+    """Return why a run is not to be checked, or None."""
+    if options.leakcheck_every is None:
+        return "trainer.leakcheck_every=null"
+    scheme = options.scheme()
+    if scheme.stateful:
+        return f"trainer.boundary={options.boundary} carries states between documents"
+    layout = SequenceLayout.from_lengths([[1, 1]], row_length=2)
+    if any(used != layout for used in scheme.layouts(layout)):
+        return f"trainer.boundary={options.boundary} lets documents leak"
+    return None
 
 
 def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:

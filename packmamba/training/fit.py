@@ -139,10 +139,10 @@ def _fit(
 
     average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
     evaluations = callbacks.Evaluations(config, metrics)
+    leakcheck = callbacks.LeakCheck(config, metrics)
     checkpoint = callbacks.Checkpoint(saved, config, metrics, stops)
-    trainer = make_trainer(
-        config, folder, [metrics, average, evaluations, checkpoint], progress, reached
-    )
+    ours = [metrics, average, evaluations, leakcheck, checkpoint]
+    trainer = make_trainer(config, folder, ours, progress, reached)
     with lock if trainer.is_global_zero else nullcontext():
         if (done := run_id.find_record(config)) is not None:
             same = done["corpus_hash"] == data.corpora.corpus_hash
@@ -197,6 +197,7 @@ def _fit(
             evaluation_documents(data.corpora.validation, config.data)
         )
         record["hardware"]["backend"] = backend
+        record["leakcheck"] = leakcheck.result()
         state = trainer.strategy.lightning_module_state_dict()
         if trainer.is_global_zero:
             lock.check()
@@ -260,8 +261,6 @@ def make_trainer(
 ) -> lightning.Trainer:
     options = config.trainer
     own = [*own, *(instantiate(one, "trainer.callbacks") for one in options.callbacks)]
-    if options.leakcheck_every is not None:
-        own.append(callbacks.LeakCheck(options.leakcheck_every, own[0]))
     if progress:
         own.append(TQDMProgressBar(refresh_rate=options.log_every))
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

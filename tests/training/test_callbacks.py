@@ -1,4 +1,4 @@
-"""Callbacks of a run: metrics of the record, leakcheck, weight averaging, loggers, evaluations, the progress bar."""
+"""Callbacks of a run: metrics of the record, weight averaging, loggers, evaluations, the progress bar."""
 
 from __future__ import annotations
 
@@ -9,61 +9,15 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from packmamba import MambaLM, SequenceLayout
+from packmamba import MambaLM
 from packmamba.config import ConfigError
 from packmamba.data.tokenizer import load_tokenizer
-from packmamba.errors import UserError
 from packmamba.evaluation.registry import evaluate
-from packmamba.training.boundary import BOUNDARIES, Boundary, Leak
-from packmamba.training.callbacks import Average, Stopped, check_isolation, evaluation_context
+from packmamba.training.callbacks import Average, Stopped, evaluation_context
 from packmamba.training.fit import fit
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder, run_id
 from runs import CARRY, final_state, losses_of, tiny_config
-
-LAYOUT = SequenceLayout.from_lengths([[5, 1, 6], [9, 3], [4]], row_length=14)
-
-
-class Lying(Boundary):
-    """Leaks, and says that nothing crosses."""
-
-    def hidden(self, model, batch):
-        return Leak().hidden(model, batch)
-
-
-class Gradients(Boundary):
-    """Lets gradients cross, and nothing else."""
-
-    def hidden(self, model, batch):
-        leaked = Leak().hidden(model, batch)
-        return super().hidden(model, batch) + (leaked - leaked.detach())
-
-
-def test_a_leak_ends_the_run(tmp_path, monkeypatch, recwarn):
-    torch.manual_seed(0)
-    model = MambaLM(23, 8, 2, d_state=4)
-    for scheme in BOUNDARIES.values():
-        check_isolation(model, scheme(), LAYOUT)
-    for scheme in (Lying, Gradients):
-        with pytest.raises(UserError, match="expected isolated documents"):
-            check_isolation(model, scheme(), LAYOUT)
-        check_isolation(model, scheme(), SequenceLayout.from_lengths([[5], [3], []], row_length=14))
-    monkeypatch.setattr(BOUNDARIES["reset"], "hidden", Lying.hidden)
-    with pytest.raises(UserError, match=r"trainer\.boundary=reset"):
-        fit(tiny_config(tmp_path), progress=False)
-    fit(tiny_config(tmp_path, "trainer.leakcheck_every=null"), progress=False)
-    assert not recwarn.list
-
-
-@pytest.mark.parametrize("keys", [[], CARRY, ["model.recompute=block"]], ids=["reset", "carry", "recompute"])
-def test_leakcheck_changes_no_bit_of_training(tmp_path, keys):
-    states = []
-    for every in ("null", "2"):
-        config = tiny_config(tmp_path, f"trainer.leakcheck_every={every}", f"runs_dir={tmp_path}/{every}", *keys)
-        record = fit(config, progress=False)
-        states.append((final_state(config)["state_dict"], losses_of(record)))
-    assert states[0][1] == states[1][1]
-    assert all(torch.equal(tensor, states[1][0][name]) for name, tensor in states[0][0].items())
 
 
 def test_the_mean_of_snapshots_is_evaluated_and_saved(tmp_path, monkeypatch):

@@ -49,6 +49,8 @@ def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
         processes = fork_ranks(2, run.main, ["train", str(path)], output=output)
     assert set(statuses(*processes)) == {0}, output.read_text()
     assert_trained_as_one(both, alone, tolerance)
+    checked = {"ddp": "checked at step 1", "fsdp2": "unchecked: rank 0: model: expected whole weights"}[strategy]
+    assert read_records(run_folder(both))[0]["leakcheck"].startswith(checked)
 
 
 def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
