@@ -24,7 +24,7 @@ TRAINERS = {
     "LightningLeakCheck": ("lightning", "Callback"),
 }
 MAX_SLOTS = 16384
-"""Slots of a PackedLitModule's step that each rank checks: a check takes seconds."""
+"""Slots of a PackedLitModule's step that each rank checks, so that long steps take no minutes."""
 MIN_SLOTS = 1024
 """Slots that are checked of a micro-batch, in steps of many."""
 
@@ -54,7 +54,8 @@ class _LeakCheck:
     All batches of the step are checked as the training computes them, forward and backward. A leak
     raises LeakError, which names the first module that leaks; PackedLitModule's ranks then all
     raise the same. A check that fails, out of memory say, warns, and is repeated after twice the
-    steps. So does a training that ends unchecked.
+    steps. A training that ends unchecked warns, too. A resumed Lightning training goes on from
+    the checkpoint.
 
     Args:
         warn: warn of a leak instead, and train on.
@@ -64,8 +65,10 @@ class _LeakCheck:
         every: steps between further checks; 0: none.
 
     Attributes:
-        checked_at: the last step that was checked, from 0, or None; ``tried_at``: or failed to be.
-        unchecked: why nothing was checked.
+        checked_at: the last step, from 0, that was checked; None: none was.
+        tried_at: the last step that was checked, or that could not be.
+        unchecked: why the last one could not.
+        seen: batches and steps at which something was found.
     """
 
     SAVED = ("checked_at", "tried_at", "unchecked")
@@ -137,11 +140,13 @@ class _LeakCheck:
         self.done, self.handles = True, []
 
     def due(self) -> bool:
-        """Return whether this step is to be checked if it has neighbours."""
-        if self.done or self.tried_at is None:
-            return not self.done
+        """Return whether this step is to be checked, if a row holds two documents."""
+        if self.done:
+            return False
+        if self.tried_at is None:
+            return True
         waited = self.step - self.tried_at
-        if self.checked_at is None:
+        if self.checked_at is None:  # a check that fails again and again costs little so
             return waited >= max(1, self.tried_at)
         return self.every > 0 and waited >= self.every
 
@@ -223,7 +228,7 @@ def _is_packed(batch: Any) -> bool:
 
 
 def _has_neighbours(step: Any, ranks: int) -> bool:
-    """Return whether any rank's row of a StepBatch holds two documents: the same on all ranks."""
+    """Return whether a row of a StepBatch holds two documents on any rank: its counts are of all."""
     return step.num_behind > 0 or ranks == 1 and any(map(_is_packed, step.batches))
 
 

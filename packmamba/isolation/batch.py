@@ -53,7 +53,7 @@ def check_batch(
     documents = BatchDocuments(
         logits, model, batch["input_ids"], number_documents(marks), boundaries=", ".join(names)
     )
-    return documents.check(remedy="patch the model, or put one document in a row")
+    return documents.check(remedy="patch the model, or put one document in a row") is not None
 
 
 def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2**31) -> bool:
@@ -74,7 +74,11 @@ def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2
         part.layout.documents,
         boundaries=f"layout, boundary={boundary.name}",
     )
-    return documents.check(remedy="mend the mixer, or put one document in a row")
+    result = documents.check(remedy="mend the mixer, or put one document in a row")
+    if result is not None:
+        differentiable = result.isolated_backward is not None
+        expect(differentiable, "outputs", "a gradient at the embeddings", "none")
+    return result is not None
 
 
 def cut_rows(batch: Any, max_slots: int) -> Any:
@@ -170,10 +174,10 @@ class BatchDocuments(Documents):
     def alone(self) -> list[Tensor]:
         return []
 
-    def check(self, remedy: str) -> bool:
-        """Return whether any row holds two documents, which then are checked. Raises LeakError."""
+    def check(self, remedy: str) -> LeakCheckResult | None:
+        """Return what was found; None where no row holds two documents. Raises as check_batch."""
         if len(self.lengths) <= int(self.in_document.any(1).sum()):
-            return False
+            return None
         result = LeakCheckResult(self.model.boundaries)
         with undisturbed(self.model.modules), eager():
             check_documents(self, result, alone=False)
@@ -187,4 +191,4 @@ class BatchDocuments(Documents):
             )
         moved = "a changed token to move those behind it"
         expect(result.mixes is not False, "outputs", moved, "none that moves: no leak could show")
-        return True
+        return result

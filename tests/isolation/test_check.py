@@ -94,7 +94,12 @@ TIGHT = {
 def test_a_tight_model_passes(name):
     result = leakcheck(TIGHT[name]())
     assert result.isolated_forward and result.isolated_backward and result.same_as_alone, str(result)
-    assert result.ok and result.reach == 0 and result.module is None
+    assert result.ok and result.reach == 0 and result.module is None and result.mixes
+
+
+def test_a_model_that_mixes_nothing_can_show_no_leak():
+    result = leakcheck(Toy(lambda x, lengths: x))
+    assert result.ok and result.mixes is False and "no leak could show" in str(result)
 
 
 def behind(function):
