@@ -14,22 +14,12 @@ from typing import Any
 
 import pandas as pd
 import torch
-from scipy.special import stdtr
 
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.html import Kind
 from packmamba.report.statistics import Estimate
-from packmamba.report.tables import Cell, Table, gibibytes, mean_sd, number, percent, word
+from packmamba.report.tables import Cell, Table, gibibytes, interval_text, mean_sd, number, p_cell, percent, word
 from packmamba.report.tables import make_columns as make_columns
-
-SMALL = "+.1e"  # of intervals whose numbers are all below 1e-4
-
-
-def equivalence(values: Any, margin: float) -> float:
-    """Return p of two one-sided t tests (Schuirmann 1987) that the mean lies within ± margin."""
-    sample = pd.Series(values, dtype=float).dropna()
-    nearest, error = margin - abs(sample.mean()), sample.sem()
-    return float(stdtr(len(sample) - 1, -nearest / error)) if error else float(nearest <= 0)
 
 
 class PeakMemory:
@@ -57,9 +47,9 @@ def suffixed(suffix: str, *arms: str) -> str:
 def make_table(name: str, title: str, columns: str, rows: Iterable[Mapping[str, Any]], *notes: str) -> Table:
     """Make a table of rows by column name, ``columns`` as in make_columns, each with a format: ``title = name:,.1f x``.
 
-    The format's unit is ``%`` (a share), ``GiB`` or a suffix; ``name±:.4g ± .2g`` are name and name_spread in a cell, ``name[]``
-    name, name_low and name_high of an Estimate, with so many digits, ``small`` as SMALL says. ``~`` is a space in a name. Words
-    have no format. A Cell is taken as it is, of a Series mean and standard deviation.
+    The format's unit is ``%`` (a share), ``GiB``, ``p`` or a suffix; ``name±:.4g ± .2g`` are name and name_spread in a cell,
+    ``name[]`` name, name_low and name_high of an Estimate, with so many digits. ``~`` is a space in a name. Words have no
+    format. A Cell is taken as it is, of a Series mean and standard deviation.
     """
     columns = re.sub(r"(\w+)±(?=[ :]|$)", r"\1 \1_spread", re.sub(r"(\S+)\[\]", r"\1 \1_low \1_high", columns))
     parts = [
@@ -79,24 +69,22 @@ def _cell(values: list[Any], form: str) -> Cell:
     if isinstance(value, pd.Series):
         return mean_sd(value)
     if isinstance(value, Estimate):
-        return _interval_cell(value, int(plain or 4), len(values), bool(unit))
+        return _interval_cell(value, int(plain or 4), len(values))
     if len(values) > 2 or (len(values) > 1 and not form):
         return Cell("-", tuple(values))
     if unit.startswith("±"):
         shown = "-" if value is None else " ± ".join(f"{v:{f}}" for v, f in zip(values, form.split(" ± ")))
         return Cell(shown, tuple(values))
-    of_unit = {"%": percent, "GiB": gibibytes}
+    of_unit = {"%": percent, "GiB": gibibytes, "p": p_cell}
     return of_unit[form](value) if form in of_unit else number(value, plain, unit) if form else word(str(value))
 
 
-def _interval_cell(found: Estimate, digits: int, count: int, small: bool) -> Cell:
+def _interval_cell(found: Estimate, digits: int, count: int) -> Cell:
     """Format an estimate with its interval, if it has one, in so many columns."""
     if math.isnan(found.mean):
         return Cell("-", (None,) * count)
-    known = [value for value in found[:3] if not math.isnan(value)]
-    form = SMALL if small and len(known) == 3 and max(map(abs, known)) < 1e-4 else f"+.{digits}f"
-    mean, *bounds = (f"{value:{form}}" for value in known)
-    return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else f"{mean} (no claim)", tuple(found[:count]))
+    text = interval_text(found[:3], f"+.{digits}f") + " (no claim)" * math.isnan(found.low)
+    return Cell(text, tuple(found[:count]))
 
 
 def hardware(record: Record) -> str:
@@ -139,7 +127,7 @@ def _fields() -> dict[tuple[str, ...], dict[str, object]]:
 def without_speeds(kind: Kind, *more: Callable[..., list[Table]]) -> Kind:
     """Leave out the speed of training runs that shared a machine, which timings of arms in turns have; add tables."""
 
-    def tables(records: Sequence[Record]) -> list[Table]:
+    def tables(records: Sequence[Record], **others: Any) -> list[Table]:
         made = kind.tables(records)
         for table in made:
             kept = [i for i, c in enumerate(table.columns) if c.names[0] not in ("real_tokens_per_second", "speedup")]
@@ -147,6 +135,6 @@ def without_speeds(kind: Kind, *more: Callable[..., list[Table]]) -> Kind:
                 table.columns = [table.columns[i] for i in kept]
                 table.rows = [[row[i] for i in kept] for row in table.rows]
                 table.notes = [note for note in table.notes if not note.startswith("Not timed")]
-        return made + [table for make in more for table in make(records)]
+        return made + [table for make in more for table in make(records, **others)]
 
     return replace(kind, tables=tables)

@@ -4,7 +4,8 @@ pages.yaml says for each page which tables stand between ``<!-- table: name -->`
 (titles), ``cells`` (what is read from a row) and ``rows``: labels, then a mapping of ``from`` (a CSV file), ``cells`` if the
 table's do not fit, ``over`` (the row of a denominator) and values that choose the row. ``*`` stands for each item of
 ``across``, of whose last one ``tail`` is read, and ``*2`` for what stands behind its ``|``. A cell is ``column:format`` or
-``column±spread:format``, with its interval where there are columns ``_low`` and ``_high``; without a colon it is its own text.
+``column±spread:format``, with its interval where there are columns ``_low`` and ``_high``; ``column:word`` is that column's
+text, and a cell without a colon its own.
 Instead ``copy`` is a committed Markdown table as it is, and ``image`` (with ``alt``) a figure; without the file it is not run.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from packmamba.report.statistics import Estimate, verdict
+from packmamba.report.tables import interval_text, p_cell
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -32,10 +33,15 @@ def row_of(path: Path, where: dict[str, Any]) -> dict[str, str] | None:
         return next((row for row in csv.DictReader(file) if wanted.items() <= row.items()), None)
 
 
+def source_row(folder: Path, source: dict[str, Any]) -> dict[str, str] | None:
+    """Return the row that a source names, or None without it or its file."""
+    path = folder / source["from"]
+    return row_of(path, {key: value for key, value in source.items() if key not in OWN}) if path.is_file() else None
+
+
 def numbers(folder: Path, source: dict[str, Any], column: str) -> list[float]:
     """Return a number of the row that a source names, with its interval if it has one; [] without such a row."""
-    path = folder / source["from"]
-    row = row_of(path, {key: value for key, value in source.items() if key not in OWN}) if path.is_file() else None
+    path, row = folder / source["from"], source_row(folder, source)
     if row is None:
         return []
     values = [float(row[name]) for name in (column, f"{column}_low", f"{column}_high") if row.get(name)]
@@ -45,21 +51,21 @@ def numbers(folder: Path, source: dict[str, Any], column: str) -> list[float]:
     return values
 
 
-def cell(folder: Path, source: dict[str, Any], spec: str, margin: float) -> str:
+def cell(folder: Path, source: dict[str, Any], spec: str) -> str:
+    """Return the text of a cell, empty without a number."""
     columns, colon, form = spec.partition(":")
     if not colon:
         return spec
+    if form == "word":
+        return (source_row(folder, source) or {}).get(columns, "")
     column, *spread = columns.split("±")
     form, _, unit = form.partition(" ")
     values = [value * (100 if unit == "%" else 1) for value in numbers(folder, source, column)]
     if not values:
         return ""
-    if form == "verdict":
-        mean, low, high = values
-        return verdict(Estimate(mean, low, high, 0), margin)
-    shown, *bounds = (f"{value:{form}}" for value in values)
+    shown = p_cell(values[0]).text if form == "p" else interval_text(values, form)
     shown += "".join(f" ± {value:{form}}" for name in spread for value in numbers(folder, source, name))
-    return shown + f" [{', '.join(bounds)}]" * bool(bounds) + (unit if unit == "x" else f" {unit}" * bool(unit))
+    return shown + (unit if unit == "x" else f" {unit}" * bool(unit))
 
 
 def sources(table: dict[str, Any], row: list[Any]) -> list[dict[str, Any]]:
@@ -83,15 +89,15 @@ def table_text(folder: Path, table: dict[str, Any]) -> str:
             return f"![{table['alt']}]({path})\n"
         lines = (folder / path).read_text(encoding="utf-8").splitlines()
         return "".join(f"{line}\n" for line in lines if line.startswith("|"))
-    labels, margin = len(table["rows"][0]) - 1, table.get("margin", 0.005)
+    labels = len(table["rows"][0]) - 1
     lines = [table["head"], ["---"] * labels + ["---:"] * (len(table["head"]) - labels)]
     for *words, last in table["rows"]:
         made = [
-            cell(folder, source, spec, margin)
+            cell(folder, source, spec)
             for source in sources(table, [last])
             for spec in last.get("cells", table.get("cells"))
         ]
-        made += [cell(folder, sources(table, [last])[-1], spec, margin) for spec in table.get("tail", ())]
+        made += [cell(folder, sources(table, [last])[-1], spec) for spec in table.get("tail", ())]
         if "" in made and ("across" not in table or not any(made)):
             raise ValueError(f"{' '.join(words)}: no such number in {last.get('from', table.get('from'))}")
         lines.append([*words, *made])

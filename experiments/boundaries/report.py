@@ -17,7 +17,23 @@ from packmamba.report import aggregate
 from packmamba.report.aggregate import Record, Seeds, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.report.html import Kind
-from packmamba.report.statistics import DRAWS, Estimate, bootstrap, difference_by_group, holm, interval, verdict
+from packmamba.report.statistics import (
+    DRAWS,
+    Comparison,
+    Divergence,
+    Estimate,
+    Ruling,
+    bootstrap,
+    difference_by_group,
+    estimate,
+    holm,
+    interval,
+    p_of_equivalence,
+    qualify,
+    rule,
+    shows_harm,
+    verdict,
+)
 from packmamba.report.tables import Cell, Table
 
 STARTS = {"reset": "zero", "fitted_noise": "noise", "state_passing": "foreign"}
@@ -170,10 +186,14 @@ def paired(
 def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None) -> Estimate | None:
     """Estimate ``paired`` in nats per target; without packages, by Student's t over seeds."""
     both = paired(arm, other, low, high, less)
-    found = bootstrap(*both) if both else None
-    if both and found and found.groups < 2 <= found.seeds:
-        return interval(both[0].sum(axis=1) / both[1].sum())
-    return found
+    return estimate(*both) if both else None
+
+
+def comparison(arm: Arm, other: Arm, low: float, high: float) -> Comparison:
+    """Hold what decides about ``contrast``."""
+    counts = Divergence(len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs))
+    differences, targets = paired(arm, other, low, high) or ([], None)
+    return Comparison(differences, targets, MARGIN, counts)
 
 
 def dose(arm: Arm) -> float:
@@ -327,31 +347,31 @@ def _primary(settings: Settings) -> Table:
         if setting.tuning:
             continue
         every = len(set().union(*(here[name].expected for name in ("zero", "foreign", "own") if name in here)))
-        found = {
-            (title, places): (sides, contrast(sides[0], sides[1], *span) if len(sides) == 2 else None)
-            for title, *names in PRIMARY
-            for sides in [[here[name] for name in names if name in here]]
-            for places, span in spans(setting.T).items()
-        }
+        family: dict[tuple[str, str], Comparison] = {}
+        sides: dict[str, tuple[Arm, Arm]] = {}
+        for title, *names in PRIMARY:
+            if here.keys() >= set(names):
+                sides[title] = here[names[0]], here[names[1]]
+                for places, span in spans(setting.T).items():
+                    family[title, places] = comparison(*sides[title], *span)
         # All four, measured or not: Holm does not get milder where an arm is missing.
-        adjusted = holm({key: one.p if one else np.nan for key, (_, one) in found.items()})
-        for (title, places), (sides, one) in found.items():
-            if len(sides) < 2:
-                continue
-            lost = len(sides[0].diverged | sides[1].diverged)
+        for (title, places), ruling in rule(family, absent=4 - len(family)).items():
+            one, lost = ruling.estimate, len(sides[title][0].diverged | sides[title][1].diverged)
             said = f", {lost} diverged" if lost else ""
             row: dict[str, Any] = {"setting": setting.label(), "outcome": title, "places": places, "difference": one}
-            row |= {"every": Cell(f"{one.seeds if one else 0} of {every}{said}", (every, lost))}
-            row |= {"packages": one and one.groups, "p_holm": adjusted[title, places]}
-            rows.append(row | {"verdict": verdict(one, MARGIN)})
+            row |= {"every": Cell(f"{one.seeds} of {every}{said}", (every, lost)), "packages": one.groups}
+            row |= {"p_holm": ruling.p_difference, "p_equivalence": ruling.p_equivalence}
+            rows.append(row | {"verdict": qualify(ruling, None), "registered": verdict(one, MARGIN)})
     return make_table(
         "primary",
         "Coverage and continuity inside and beyond T, nats per target",
         "!setting | !outcome | !places | difference [95% CI] = difference[] pairs | seeds = every diverged | packages:d | "
-        "p, Holm over four = p_holm:.2g | !verdict, margin ±0.005 = verdict",
+        "p of difference, Holm over four = p_holm:p | p of equivalence, Holm over four = p_equivalence:p | "
+        f"!verdict, margin ±{MARGIN} = verdict | !as registered = registered",
         rows,
         f"Coverage is foreign minus zero, continuity own minus foreign. Inside: places below T; beyond: T to {REACH} T.",
-        f"Intervals and p resample seeds and packages together, {DRAWS:,} times. Primary is T = 2048 at 14M; the rest explores.",
+        f"Intervals and p resample seeds and packages together, {DRAWS:,} times. Primary is T = 2048 at 14M; the rest explores. "
+        "As registered: by the interval alone.",
     )
 
 
@@ -402,17 +422,37 @@ def _exploratory(settings: Settings) -> Table:
                         one = interval(both[0].sum(axis=1) / both[1].sum())
                         row: dict[str, Any] = {"setting": setting.label(), "what": what, "minus": other.name}
                         row |= {"places": places, "difference": contrast(arm, other, *span), "same": _same(arm, other)}
-                        rows.append(row | {"p": math.nan if one is None else one.p})
-    adjusted = holm({i: row["p"] for i, row in enumerate(rows)})
+                        row["p_equivalence"] = p_of_equivalence(both[0].sum(axis=1) / both[1].sum(), None, MARGIN)
+                        rows.append(row | {"p": math.nan if one is None else one.p, "leaks": family is LEAK})
+    _rule_exploratory(rows)
     return make_table(
         "exploratory",
         "Every exploratory contrast of the ladder, of order and of leaks, nats per target",
         "!setting | !what | !minus | !places | difference [95% CI] = difference[] pairs | "
-        "seeds at one commit and GPU = same:d | p:.2g | p, Holm = p_holm:.2g",
-        [row | {"p_holm": adjusted[i]} for i, row in enumerate(rows)],
+        "seeds at one commit and GPU = same:d | p of difference = p:p | p of difference, Holm = p_holm:p | "
+        f"p of equivalence, Holm = p_equivalence:p | !verdict, margin ±{MARGIN} = verdict | !by the interval alone = alone",
+        rows,
         "Intervals resample seeds and packages and are not adjusted. p: Student's t over seeds alone, which has no least value; "
-        f"Holm over the {len(rows)} rows.",
+        f"Holm over the {len(rows)} rows. Verdict: by the interval, and by p after Holm. Leak not caught, no leak arm: no leak "
+        "of the setting is shown to harm at these places, so the test could not have failed.",
     )
+
+
+def _rule_exploratory(rows: Sequence[dict[str, Any]]) -> None:
+    """Add adjusted p and verdicts; a leak is caught in its own setting and at the same places."""
+    of_zero, of_equivalence = (holm({i: row[p] for i, row in enumerate(rows)}) for p in ("p", "p_equivalence"))
+    caught: dict[tuple[str, str], bool] = {}
+    rulings = []
+    for i, row in enumerate(rows):
+        found, at = row["difference"], (row["setting"], row["places"])
+        word = verdict(found, MARGIN, of_zero[i], of_equivalence[i])
+        rulings.append(Ruling(word, found, of_zero[i], of_equivalence[i], math.nan))
+        if row["leaks"]:
+            caught[at] = caught.get(at, False) or shows_harm(rulings[i])
+    for row, ruling in zip(rows, rulings):
+        row |= {"p_holm": ruling.p_difference, "p_equivalence": ruling.p_equivalence}
+        row["verdict"] = qualify(ruling, caught.get((row["setting"], row["places"])))
+        row["alone"] = verdict(ruling.estimate, MARGIN)
 
 
 def _same(arm: Arm, other: Arm) -> int:
@@ -428,18 +468,33 @@ def _same(arm: Arm, other: Arm) -> int:
 def _leaks(settings: Settings) -> Table:
     """Places alike at every T, too: inside and beyond T are others at another T."""
     spans_of = {"all places": (0, np.inf), f"first {FIRST}": (0, FIRST), f"from {FIRST} on": (FIRST, np.inf)}
-    rows = []
+    ruled = [*spans_of][:2]
+    rows: list[dict[str, Any]] = []
+    family: dict[tuple[int, str], Comparison] = {}
     for setting, what, arm, other in compared(settings, LEAK):
         found = _at(spans_of | spans(setting.T), arm, other)
-        row = {"setting": setting.label(), "what": what, "minus": other.name, "dose": dose(arm)}
+        row: dict[str, Any] = {"setting": setting.label(), "what": what, "minus": other.name, "dose": dose(arm)}
+        family |= {(len(rows), place): comparison(arm, other, *spans_of[place]) for place in ruled}
         rows.append(row | {"seeds": one.seeds if (one := found["all places"]) else 0} | found)
+    rulings = rule(family)
+    for (i, place), ruling in rulings.items():
+        alike = (rulings[j, place] for j, row in enumerate(rows) if row["setting"] == rows[i]["setting"])
+        rows[i] |= {f"{place} verdict": qualify(ruling, any(map(shows_harm, alike)))}
+        rows[i] |= {f"{place} alone": verdict(ruling.estimate, MARGIN), f"{place} p": ruling.p_difference}
+    verdicts = [
+        f"!{place}, {title} = {place.replace(' ', '~')}~{column}"
+        for place in ruled
+        for title, column in ((f"verdict, margin ±{MARGIN}", "verdict"), ("by the interval alone", "alone"))
+    ]
     return make_table(
         "leak",
         "Leaks: documents end to end in shuffled rows, minus the same rows with reset, nats per target",
-        f"!setting | !what | !minus | dose:% | seeds:d | {_span_columns((*spans_of, 'inside T', 'beyond T'), ':5')}",
+        f"!setting | !what | !minus | dose:% | seeds:d | {_span_columns((*spans_of, 'inside T', 'beyond T'), ':5')} | "
+        + " | ".join(verdicts),
         rows,
         "Dose: the share of tokens that stand behind another document in their row. Exploratory; intervals resample seeds and "
-        "packages and are not adjusted for their number.",
+        f"packages and are not adjusted for their number. Verdict: by the interval, and by p after Holm over {len(family)}, the "
+        f"rows at {' and '.join(ruled)}.",
     )
 
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pandas as pd
-from scipy.special import stdtrit
 
-from experiments.common import equivalence, make_table, without_speeds
+from experiments.common import make_table, without_speeds
 from packmamba.report import aggregate
-from packmamba.report.aggregate import Arm, Record
+from packmamba.report.aggregate import Arm, Record, divergence
 from packmamba.report.html import KINDS as LIBRARY
 from packmamba.report.html import Kind
-from packmamba.report.statistics import bootstrap, difference_by_group, interval, verdict
+from packmamba.report.statistics import (
+    Comparison,
+    Ruling,
+    bootstrap,
+    difference_by_group,
+    estimate,
+    interval,
+    qualify,
+    rule,
+    seeds_for,
+    shows_harm,
+    verdict,
+)
 from packmamba.report.tables import Cell, Table
 
 EARLY = 200
@@ -66,6 +77,11 @@ SEEDS = 8
 """That every arm should have; others are counted as missing."""
 LOSS, STEPS = "perplexity.loss", "trainer.max_steps"
 BY_PACKAGE = "perplexity.by_group"
+PRIMARY = "packed-reset"
+"""Minus padded, on each of three distributions, which are one family."""
+DISTRIBUTIONS = 3
+ALIKE = ("trainer.precision", "optimizer.lr", "data.validation_documents", STEPS)
+"""Keys of a setting: arms that differ in one of them are not compared."""
 WEIGHTS = {
     "mean of the last": LOSS,
     "mean of the last, by the trainer": "val_loss",
@@ -79,12 +95,12 @@ def unit(records: Sequence[Record]) -> str:
     return data.get("unit") or data["source"]
 
 
-def parity_tables(records: Sequence[Record]) -> list[Table]:
-    """``records`` are of one corpus."""
+def parity_tables(records: Sequence[Record], others: Sequence[Sequence[Record]] = ()) -> list[Table]:
+    """``records`` are of one corpus, ``others`` those of the other distributions."""
     arms = aggregate.training_arms(records)
     if not any(arm[LOSS].notna().any() for arm in arms):
         return []
-    found = [_parity(records, arms), _places(records, arms)]
+    found = [_parity(records, arms, others), _places(records, arms)]
     by_name = {arm.name: arm for arm in arms}
     if {"packed-reset", "packed-control"} <= by_name.keys():
         found.append(_calibration(by_name["packed-reset"], by_name["packed-control"]))
@@ -98,27 +114,51 @@ def _pairs(arms: Sequence[Arm]) -> list[Pair]:
     return [(arm, other) for arm, other in found if other is not None and arm.says(STEPS) == other.says(STEPS)]
 
 
-def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
-    rows = []
+def _rule(arms: Sequence[Arm], others: Sequence[Sequence[Record]]) -> dict[Arm, tuple[Ruling, bool | None]]:
+    """Rule on each arm minus its baseline; with whether a leak of the same setting was caught.
+
+    The primary is one family with those of the other distributions; the rest explores.
+    """
+    pairs = _comparisons(arms)
+    further = {arm: one for arm, one in pairs.items() if arm.name != PRIMARY}
+    primary = {arm: one for arm, one in pairs.items() if arm.name == PRIMARY}
+    for records in others:
+        found = _comparisons(aggregate.training_arms(records))
+        primary |= {arm: one for arm, one in found.items() if arm.name == PRIMARY}
+    rulings = rule(primary, absent=max(0, DISTRIBUTIONS - len(primary))) | rule(further)
+    caught = {_setting(arm): shows_harm(rulings[arm]) for arm in pairs if arm.leaks}
+    return {arm: (rulings[arm], caught.get(_setting(arm))) for arm in pairs}
+
+
+def _comparisons(arms: Sequence[Arm]) -> dict[Arm, Comparison]:
+    return {arm: Comparison(*_sums(arm, other), MARGIN, divergence(arm, other)) for arm, other in _pairs(arms)}
+
+
+def _setting(arm: Arm) -> Hashable:
+    return tuple(repr(arm.says(key)) for key in ALIKE)
+
+
+def _parity(records: Sequence[Record], arms: Sequence[Arm], others: Sequence[Sequence[Record]]) -> Table:
+    rows, rulings = [], _rule(arms, others)
     for arm in arms:
         baseline = _baseline(arm, arms)
         row = {"arm": arm.name, "minus": baseline.name if baseline else "-", "runs": _runs(arm), "loss": arm[LOSS]}
-        row |= {"verdict": "-", "targets": arm["targets"].mean()}
+        row |= {"verdict": "-", "registered": "-", "targets": arm["targets"].mean()}
         if baseline is not None:
-            pairs = (arm[LOSS] - baseline[LOSS]).dropna()
-            found, over_seeds = bootstrap(*_sums(arm, baseline)), interval(pairs)
-            main = over_seeds if math.isnan(found.low) else found  # documents without packages
-            row |= {"difference": main, "over_seeds": over_seeds}
-            if arm.says(STEPS) == baseline.says(STEPS):  # else another question than whether they are as accurate
-                row |= {"verdict": verdict(main, MARGIN), "p": equivalence(pairs, MARGIN)}
+            found = estimate(*_sums(arm, baseline))
+            row |= {"difference": found, "over_seeds": interval(arm[LOSS] - baseline[LOSS])}
+            if arm in rulings:  # else another question than whether they are as accurate
+                ruling, caught = rulings[arm]
+                row |= {"verdict": qualify(ruling, caught), "registered": verdict(found, MARGIN)}
+                row |= {"p_difference": ruling.p_difference, "p_equivalence": ruling.p_equivalence}
         rows.append(row)
     notes = [
         "Every arm has the same documents in every step, cut alike. It is evaluated on whole documents of other packages, one at "
         "a time from zero state, with the mean of its last weights. Differences are paired by seed. The first interval resamples "
-        "seeds and packages (without packages it is the second); the second is Student's t over seeds. "
-        f"Verdict: equivalent if the first interval lies within ± {MARGIN}, else different if it excludes zero, else open; of "
-        "arms with as many steps. p: two one-sided t tests; "
-        "Holm over the three distributions asks for at most three times as much.",
+        "seeds and packages (without packages it is the second); the second is Student's t over seeds.",
+        f"As registered: equivalent if the first interval lies within ± {MARGIN}, else different if it excludes zero, else open; "
+        f"of arms with as many steps. Verdict: by p after Holm, too, over the three distributions ({PRIMARY}) or over the "
+        "table's other rows. Leak not caught, no leak arm: the test could not have failed.",
         f"Runs: of {SEEDS} seeds those with a loss, then those that diverged and those that are missing.",
     ]
     trained = [arm["targets"][arm[LOSS].notna()] for arm in arms]  # who diverged had fewer
@@ -128,8 +168,9 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
         "parity",
         f"{unit(records)}: paired differences of the validation loss, nats per target",
         "!arm | !minus | runs = runs diverged missing | validation loss = loss loss_sd | "
-        "difference [95 %: seeds and packages] = difference[]:5 small | [95 %: seeds] = over_seeds[] pairs:5 small | "
-        f"!verdict, margin ± {MARGIN} = verdict | p of equivalence = p:.2g | targets a run = targets:,.0f",
+        "difference [95 %: seeds and packages] = difference[]:5 | [95 %: seeds] = over_seeds[] pairs:5 | "
+        f"!verdict, margin ± {MARGIN} = verdict | !as registered = registered | p of difference, Holm = p_difference:p | "
+        "p of equivalence, Holm = p_equivalence:p | targets a run = targets:,.0f",
         rows,
         *notes,
     )
@@ -158,8 +199,8 @@ def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
     return make_table(
         "places",
         f"{unit(records)}: paired differences by place in the document, nats per target",
-        "!arm | !minus | pairs:d | longest piece in training = cut:,d | as far as pieces reach [95 %] = inside[]:5 small | "
-        "farther on [95 %] = beyond[]:5 small | all, without one package [95 %] = others[]:5 small | "
+        "!arm | !minus | pairs:d | longest piece in training = cut:,d | as far as pieces reach [95 %] = inside[]:5 | "
+        "farther on [95 %] = beyond[]:5 | all, without one package [95 %] = others[]:5 | "
         "targets farther on = share:% | of them in that package = largest:%",
         rows,
         "Training cuts documents into pieces and reads each from zero; evaluation reads documents whole. The package left out is "
@@ -170,20 +211,31 @@ def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
 
 def _leak(arms: Sequence[Arm]) -> Table:
     """Make a row for each leak arm and stretch of places, over padded and over the same rows with reset."""
-    by_name, rows = {arm.name: arm for arm in arms}, []
+    by_name = {arm.name: arm for arm in arms}
+    rows: list[dict[str, Any]] = []
+    family: dict[int, Comparison] = {}
     for arm in (arm for arm in arms if arm.name.startswith("packed-leak")):
         padded, reset = (by_name[arm.name.replace("packed-leak", name)] for name in ("padded", "packed-reset"))
         for one, other in ((arm, padded), (arm, reset), (reset, padded)):
             for places, where in {"all": "", "first 256": "start < 256", "first 2048": "start < 2048"}.items():
                 sums, weights = _sums(one, other, where)
-                row = {"arm": one.name, "minus": other.name, "places": places, "difference": bootstrap(sums, weights)}
+                row: dict[str, Any] = {"arm": one.name, "minus": other.name, "places": places}
+                row["difference"] = bootstrap(sums, weights)
+                family[len(rows)] = Comparison(sums, weights, MARGIN, divergence(one, other))
                 rows.append(row | {"pairs": len(sums), "above": int((sums.sum(axis=1) > 0).sum())})
+    rulings = rule(family)
+    caught = any(shows_harm(rulings[i]) for i, row in enumerate(rows) if row["arm"].startswith("packed-leak"))
+    for i, row in enumerate(rows):
+        row |= {"verdict": qualify(rulings[i], caught), "registered": verdict(rulings[i].estimate, MARGIN)}
+        row["p"] = rulings[i].p_difference
     return make_table(
         "leak",
         "Packed with a leak, each document read from zero: paired differences of the validation loss, nats per target",
-        "!arm | !minus | !places | difference [95 %] = difference[]:5 small | pairs:d | above:d",
+        "!arm | !minus | !places | difference [95 %] = difference[]:5 | pairs:d | above:d | "
+        f"!verdict, margin ± {MARGIN} = verdict | !by the interval alone = registered | p of difference, Holm = p:p",
         rows,
-        "Intervals resample seeds and packages. Above: seeds above zero. Exploratory.",
+        "Intervals resample seeds and packages. Above: seeds above zero. Exploratory. Verdict: by the interval, and by p after "
+        f"Holm over the {len(rows)} rows.",
     )
 
 
@@ -198,9 +250,8 @@ def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     """Padded, else packed with reset; of the control packed with reset, else padded. Of the arm's own precision, rate and
     validation documents."""
     wanted = ["greedy", "padded"] if arm.says("data.strategy") == "next_fit" else ["padded", "greedy"]
-    own = ("trainer.precision", "optimizer.lr", "data.validation_documents")
-    alike = [peer for peer in arms if all(peer.says(key) == arm.says(key) for key in own)]
-    alike = [peer for peer in alike if peer.says("trainer.boundary") != "leak"]
+    alike = [peer for peer in arms if all(peer.says(key) == arm.says(key) for key in ALIKE[:-1])]
+    alike = [peer for peer in alike if not peer.leaks]
     alike.sort(key=lambda peer: peer.says(STEPS) != arm.says(STEPS))  # else of equal compute
     found = next((peer for name in wanted for peer in alike if peer.says("data.strategy") == name), None)
     return None if found is arm else found
@@ -223,28 +274,20 @@ def _calibration(reset: Arm, control: Arm) -> Table:
             continue
         row = {"arm": control.name, "weights": weights, "pairs": one.seeds, "loss": reset[metric].mean(), "sd": sd}
         row |= {"difference": one, "largest": pairs.abs().max()}
-        row |= {f"seeds_{effect}": seeds_needed(sd, effect) for effect in EFFECTS}
+        row |= {f"seeds_{effect}": seeds_for(pairs, None, effect) for effect in EFFECTS}
         rows.append(row | {"sd_of_seeds": reset[metric].std()})
-    seeds = " | ".join(f"seeds to see {effect} = seeds_{effect}:d" for effect in EFFECTS)
+    seeds = " | ".join(f"seeds for ± {effect} = seeds_{effect}:d" for effect in EFFECTS)
     return make_table(
         "calibration",
-        "Packed with reset, its sums in another order, minus itself: how many seeds a difference needs",
+        "Packed with reset, its sums in another order, minus itself: how many seeds equivalence needs",
         "!arm | !weights | pairs:d | loss of packed-reset = loss:.5f | "
-        "difference [95 %] = difference[]:5 small | standard deviation of differences = sd:.5f | "
+        "difference [95 %] = difference[]:5 | standard deviation of differences = sd:.5f | "
         f"largest:.5f | of seeds = sd_of_seeds:.5f | {seeds}",
         rows,
-        "Seeds with which a paired t test at 5 % sees a true difference of that size in four of five tries. Of "
-        "seeds: the standard deviation of the loss over seeds. "
+        "Seeds with which arms without a difference are equivalent within that margin in four of five tries, at the upper 80 % "
+        "confidence bound of the standard deviation. Of seeds: the standard deviation of the loss over seeds. "
         "By the trainer: in the run's precision; else in float32.",
     )
-
-
-def seeds_needed(deviation: float, effect: float) -> int:
-    """Return the seeds with which a paired t test at 5 % finds ``effect`` with 80 % power."""
-    n, ratio = 2, deviation / effect
-    while n < 10_000 and n < (ratio * (stdtrit(n - 1, 0.975) + stdtrit(n - 1, 0.8))) ** 2:
-        n += 1
-    return n
 
 
 EFFECTS = (0.01, 0.005, 0.002)
@@ -306,7 +349,7 @@ def speed_tables(records: Sequence[Record]) -> list[Table]:
 
 
 KINDS = {
-    "training": replace(without_speeds(LIBRARY["training"], parity_tables), label=unit),
+    "training": replace(without_speeds(LIBRARY["training"], parity_tables), label=unit, over_corpora=True),
     "throughput": replace(without_speeds(LIBRARY["throughput"], speed_tables), label=unit),
     "gradients": Kind(gradient_tables, label=unit),
 }

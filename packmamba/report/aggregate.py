@@ -15,21 +15,30 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from packmamba.errors import ConfigError
 from packmamba.report.statistics import (
+    NOTHING,
+    Comparison,
+    Divergence,
     Estimate,
+    Ruling,
     bootstrap,
     difference_by_group,
-    holm,
+    estimate,
     interval,
+    margin_from_pilot,
     over_items,
-    verdict,
+    qualify,
+    rule,
+    shows_harm,
 )
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 
 SCHEMES = "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry".split()
-FEW_SEEDS = 5  # below: no claim of parity
+LEAKS = ("leak", "leak_conv", "leak_scan")  # boundary schemes that are failures by design
+HIGHER_IS_BETTER = ("accuracy", "gain")  # words in the names of such metrics
 BASELINES = ("padded", "single", "packed-reset")
 OPEN_END = 2**31 - 1
 SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
@@ -108,6 +117,16 @@ class Arm:
         return parts_of(self.name)[0]
 
     @property
+    def leaks(self) -> bool:
+        """Tell if the arm lets documents cross their boundaries: the failure that is looked for."""
+        return self.says("trainer.boundary", "reset") in LEAKS
+
+    @property
+    def diverged(self) -> set[int]:
+        """Seeds of runs whose loss was not finite: they have no validation loss."""
+        return set(self.runs.index[self["val_loss"].isna()])
+
+    @property
     def label(self) -> str:
         settings = ", ".join(f"{key}={value}" for key, value in self.variant)
         return f"{self.name} ({settings})" if settings else self.name
@@ -133,9 +152,17 @@ Arms = Sequence[Arm]
 
 
 def training_arms(records: Iterable[Record]) -> list[Arm]:
+    """Group training runs by arm, with the baseline of each; of a repeated run the latest counts.
+
+    A run whose loss was not finite at some step has diverged, whatever its last loss is: its
+    validation losses become NaN.
+    """
     runs = frame(records, "training")
     if runs.empty:
         return []
+    if "diverged_at_step" in runs:
+        losses = [column for column in runs if column.startswith("val_loss")]
+        runs.loc[runs["diverged_at_step"].notna(), losses] = math.nan
     settings = [
         key
         for key in runs
@@ -228,10 +255,11 @@ class Seeds(NamedTuple):
 
 
 def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
-    expected = set(
-        arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index}
-    ) | set(arm.runs.index)
-    finite, diverged = int(arm[metric].count()), int(arm["val_loss"].isna().sum())
+    """Count an arm's seeds, of those that its sweep names or that any arm has."""
+    expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index})
+    expected |= set(arm.runs.index)
+    finite = int(arm[metric].drop(index=list(arm.diverged)).count())
+    diverged = len(arm.diverged)
     return Seeds(finite, diverged, len(expected) - finite - diverged)
 
 
@@ -256,86 +284,145 @@ def versus(arms: Arms) -> str:
 
 
 def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
-    """Return ``bootstrap``'s arguments where documents have groups, else differences by seed, and None."""
-    sums, weights = difference_by_group(
-        arm, other, f"{metric.rpartition('.')[0]}.by_group", "nats", "targets"
-    )
-    return (
-        (sums, weights)
-        if len(sums) > 1 and metric.endswith(".loss")
-        else (arm[metric] - other[metric], None)
-    )
+    """Return ``estimate``'s arguments: differences of the seeds that both arms finished.
+
+    They are nats (seeds, groups) and targets (groups,) if the metric is a loss whose documents have
+    groups; else differences by seed, and None.
+    """
+    if metric.endswith(".loss"):
+        curve = f"{metric.rpartition('.')[0]}.by_group"
+        sums, weights = difference_by_group(arm, other, curve, "nats", "targets")
+        if len(sums) > 1:
+            return sums, weights
+    return arm[metric] - other[metric], None
 
 
 def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | None:
-    """Return an arm's metric minus its baseline's, or another's, paired by seed; None of an arm and itself."""
+    """Estimate an arm's metric minus its baseline's, or another's; None of an arm and itself."""
     other = other or arm.baseline
-    values, weights = paired(arm, other, metric)
-    return (
-        None
-        if other is arm
-        else interval(values)
-        if weights is None
-        else bootstrap(values, weights)
-    )
+    return None if other is arm else estimate(*paired(arm, other, metric))
+
+
+def divergence(arm: Arm, other: Arm) -> Divergence:
+    """Count the runs of two arms, and the diverged ones among them."""
+    return Divergence(len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs))
 
 
 class Contrast(NamedTuple):
-    """Hold an arm's metric minus another's; p: by Holm for primaries, else NaN."""
+    """Hold an arm's metric minus another's, with its verdict.
+
+    ``leak_caught``: whether a leak arm of the same setting is shown to be worse; None without one.
+    """
 
     arm: Arm
     other: Arm
-    estimate: Estimate
     primary: bool
     same_documents: bool
-    p: float
-    verdict: str
+    divergence: Divergence
+    ruling: Ruling
+    leak_caught: bool | None = None
 
     @property
     def name(self) -> str:
         return f"{self.arm.label} - {self.other.title}"
 
+    @property
+    def estimate(self) -> Estimate:
+        return self.ruling.estimate
+
+    @property
+    def margin(self) -> float | None:
+        return self.arm.sweep.get("margin")
+
+    @property
+    def verdict(self) -> str:
+        """The ruling's verdict, with all that qualifies it."""
+        others = ", other documents" * (not self.same_documents)
+        return qualify(self.ruling, self.leak_caught) + others
+
 
 def contrasts(arms: Arms, metric: str) -> list[Contrast]:
-    """Return each arm minus its baseline, and primary contrasts."""
-    pairs, absent = {(arm, arm.baseline): False for arm in arms}, {}
-    for setting, name in dict.fromkeys(
-        (arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())
-    ):
+    """Rule on each arm minus its baseline, and on the contrasts that the sweep names as primary.
+
+    Primary contrasts are one family, over all points of a grid, and the others, which explore, are
+    another: each family is ruled by itself.
+    """
+    pairs, absent = _named_pairs(arms)
+    rulings: dict[tuple[Arm, Arm], Ruling] = {}
+    for is_primary in (True, False):
+        family = {
+            (arm, other): Comparison(
+                *paired(arm, other, metric),
+                margin=arm.sweep.get("margin") if same_documents(arm, other) else None,
+                divergence=divergence(arm, other),
+            )
+            for (arm, other), primary in pairs.items()
+            if primary == is_primary
+        }
+        rulings |= rule(family, absent if is_primary else 0)
+    made = [
+        Contrast(
+            arm,
+            other,
+            primary,
+            same_documents(arm, other),
+            divergence(arm, other),
+            rulings[arm, other],
+        )
+        for (arm, other), primary in pairs.items()
+    ]
+    return _with_leaks_caught(made, metric)
+
+
+def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
+    """Return pairs of arms, true if primary, and the number of primary ones without runs."""
+    pairs = {(arm, arm.baseline): False for arm in arms if arm is not arm.baseline}
+    absent = 0
+    named = [(arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())]
+    for setting, name in dict.fromkeys(named):
         first, _, second = name.partition(" - ")
         titles = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
         if first in titles and (second in titles or not second):
-            pairs[titles[first], titles.get(second, titles[first].baseline)] = True
+            arm = titles[first]
+            pairs[arm, titles.get(second, arm.baseline)] = True
         else:
-            absent[setting, name] = math.nan
-    none = Estimate(math.nan, math.nan, math.nan, 0)
-    estimates = {
-        (a, b): one
-        for (a, b), named in pairs.items()
-        if (one := difference(a, metric, b) or (none if named else None))
-    }
-    adjusted = holm({**absent, **{pair: one.p for pair, one in estimates.items() if pairs[pair]}})
-    made = []
-    for (arm, other), one in estimates.items():
-        p, same = adjusted.get((arm, other)), same_documents(arm, other)
-        ruling = verdict(one, arm.sweep.get("margin") if same else None, p)
-        made.append(
-            Contrast(arm, other, one, pairs[arm, other], same, math.nan if p is None else p, ruling)
-        )
-    leaks = {each.arm for each in made if each.arm.says("trainer.boundary", "reset") == "leak"}
-    equal = [each for each in made if each.verdict == "equivalent"]
-    passing = {
-        each.arm.setting for each in equal if each.arm in leaks and each.other is each.arm.baseline
-    }
-    for each in equal:
-        leak = each.arm not in leaks and each.arm.setting in passing
-        ruling = (
-            "equivalent"
-            + ", few seeds" * (each.estimate.seeds < FEW_SEEDS)
-            + ", as is a leak" * leak
-        )
-        made[made.index(each)] = each._replace(verdict=ruling)
-    return made
+            absent += 1
+    return pairs, absent
+
+
+def _with_leaks_caught(made: Sequence[Contrast], metric: str) -> list[Contrast]:
+    """Say of each contrast whether a leak of the same setting was caught.
+
+    Caught is a leak arm that is shown to be worse than an intact arm with the same documents.
+    """
+    caught: dict[Any, bool] = {}
+    for each in made:
+        if each.arm.leaks and not each.other.leaks and each.same_documents:
+            setting, harm = each.arm.setting, shows_harm(each.ruling, higher_is_better(metric))
+            caught[setting] = caught.get(setting, False) or harm
+    return [each._replace(leak_caught=caught.get(each.arm.setting)) for each in made]
+
+
+def higher_is_better(metric: str) -> bool:
+    """Tell if a metric is a share of right answers or a gain, and no loss."""
+    return any(word in metric for word in HIGHER_IS_BETTER)
+
+
+def pilot_margin(
+    arms: Arms, leak: str = "packed-leak", intact: str = "packed-reset", metric: str = "val_loss"
+) -> float:
+    """Return a margin from a pilot's arms: half of the lower bound of the leak's harm.
+
+    ``leak`` and ``intact`` are names of arms, ``arms`` those of ``training_arms``. Raises
+    ConfigError as ``margin_from_pilot`` does.
+    """
+    by_name = {arm.name: arm for arm in arms}
+    for key, name in (("leak", leak), ("intact", intact)):
+        if name not in by_name:
+            raise ConfigError(f"{key}: expected one of {', '.join(by_name)}, got {name}")
+    values, weights = paired(by_name[leak], by_name[intact], metric)
+    harm = estimate(-values if higher_is_better(metric) else values, weights) or NOTHING
+    return margin_from_pilot(harm)
 
 
 def same_documents(arm: Arm, other: Arm) -> bool:

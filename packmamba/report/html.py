@@ -15,10 +15,11 @@ from packmamba.records import read_records
 from packmamba.report.aggregate import Record, Records, flatten, of_kind, with_items
 from packmamba.report.figures import DPI, Figure, house_style, throughput_figures, training_figures
 from packmamba.report.tables import (
+    Finding,
     Table,
     evaluation_label,
     evaluation_tables,
-    sentence,
+    findings,
     throughput_tables,
     training_tables,
     write_table,
@@ -27,11 +28,16 @@ from packmamba.report.tables import (
 
 @dataclass(frozen=True)
 class Kind:
-    """Make tables, figures and a label for files of one corpus."""
+    """Make tables, figures and a label for files of one corpus.
 
-    tables: Callable[[Records], list[Table]] = lambda records: []
+    ``over_corpora``: ``tables`` also takes a list of the other corpora's records, ``others``, for
+    families of contrasts that have one on each corpus.
+    """
+
+    tables: Callable[..., list[Table]] = lambda records: []
     figures: Callable[[Records], list[Figure]] = lambda records: []
     label: Callable[[Records], str] = lambda records: records[0]["corpus_hash"][:12]
+    over_corpora: bool = False
 
 
 KINDS: dict[str, Kind] = {
@@ -44,11 +50,11 @@ Kinds = Mapping[str, Kind] | None
 
 @dataclass
 class Section:
-    """Hold tables and figures of one corpus; the first table is the headline."""
+    """Hold what was found in records of one corpus; the first table is the headline."""
 
     corpus: str
     records: list[Record]
-    sentence: str
+    findings: list[Finding]
     tables: list[Table] = field(default_factory=list)
     figures: list[Figure] = field(default_factory=list)
 
@@ -63,7 +69,7 @@ def build_sections(
         record["kind"] for group in groups for record in group if record["kind"] not in known
     ]:
         raise ConfigError(f"kind: expected one of {', '.join(known)}, got {unknown[0]}")
-    sections = [Section(corpus(group[0]), group, sentence(group)) for group in groups]
+    sections = [Section(corpus(group[0]), group, findings(group)) for group in groups]
     for name, kind in known.items():
         having = [section for section in sections if of_kind(section.records, name)]
         labels = [re.sub(r"[^\w.-]+", "-", kind.label(section.records)) for section in having]
@@ -71,7 +77,9 @@ def build_sections(
             again = labels[: i + 1].count(labels[i])
             label = f"-{labels[i]}{f'-{again}' * (again > 1)}" * (len(having) > 1)
             note = [f"Corpus {section.corpus}, one of {len(having)}."] * (len(having) > 1)
-            for table in kind.tables(section.records):
+            others = [other.records for other in having if other is not section]
+            more = {"others": others} if kind.over_corpora else {}
+            for table in kind.tables(section.records, **more):
                 stem = table.name.removesuffix(label) + label
                 section.tables.append(replace(table, name=stem, notes=[*table.notes, *note]))
             with house_style():
@@ -90,7 +98,8 @@ def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
             for i, table in enumerate(section.tables)
             if not i or table.name.startswith("verdicts")
         ]
-        parts += [*(write_table(table, "txt") for table in headlines), section.sentence]
+        parts += [write_table(table, "txt") for table in headlines]
+        parts.append("\n".join(f"- {finding}" for finding in section.findings))
     return "\n".join(filter(None, parts))
 
 

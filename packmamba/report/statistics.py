@@ -1,18 +1,54 @@
-"""Statistics of paired differences, by seed and perhaps by group of documents."""
+"""Statistics of paired differences, and the rule that calls two arms different or equivalent.
+
+Runs of two arms are paired by seed: the same seed has the same initial weights and documents. A
+contrast is the mean of one arm's metric minus the other's, with a 95 % interval over seeds, or
+over seeds and groups of documents where the records have groups. ``rule`` gives a family of
+contrasts their verdicts:
+
+- *different*: the interval excludes zero, and p of zero is at most 5 % after Holm's adjustment
+  over the family; or one arm diverges more often, by Fisher's exact test, adjusted alike;
+- *equivalent*: the interval lies within the margin, and p of the two one-sided tests is at most
+  5 % after Holm's adjustment over the family. It takes precedence over *different*;
+- *open*: neither is shown.
+
+Both kinds of claims are adjusted over all contrasts of the family, each kind for itself. A verdict
+is given only to a claim that its Holm procedure rejects for, so whatever the precedence, at most
+5 % of families hold any false *different*, and at most 5 % any false *equivalent*.
+docs/statistics.md has the rates in simulations with known truth.
+
+Runs that diverged have no loss, and what is left of their arm is a selection. Its contrasts are
+*of survivors*, and never equivalent. A run that breaks down to a finite but absurd loss keeps its
+loss: nobody decides afterwards which runs count, and the wide interval that such a loss makes can
+turn *equivalent* into *open*, never *open* into *equivalent*.
+
+References: Fisher 1935, The Design of Experiments (the exact test); Holm 1979, Scandinavian
+Journal of Statistics 6, 65 (families); Schuirmann 1987, Journal of Pharmacokinetics and
+Biopharmaceutics 15, 657 (two one-sided tests); Tarone 1990, Biometrics 46, 515 (tests that cannot
+reject); Browne 1995, Statistics in Medicine 14, 1933 (pilots); Owen 2007, Annals of Applied
+Statistics 1, 386 (resampling rows and columns).
+"""
 
 import functools
 import math
 from bisect import bisect_left
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
-import pandas as pd
 from numpy.typing import NDArray
-from scipy.special import stdtr, stdtrit
+from scipy.special import chdtri, ndtri, stdtr, stdtrit
+from scipy.stats import fisher_exact
+
+from packmamba.errors import ConfigError
 
 DRAWS = 10_000
+ALPHA = 0.05  # share of families with a false claim of one kind, at most
+FEW_SEEDS = 5  # below: no claim of parity
 FEWEST_GROUPS = 15  # with fewer the delta method's intervals are too narrow
+PILOT_CONFIDENCE = 0.8  # that a pilot's standard deviation is not larger than assumed (Browne)
+
+Key = TypeVar("Key")
 
 
 class Estimate(NamedTuple):
@@ -26,19 +62,30 @@ class Estimate(NamedTuple):
     groups: int = 1
 
 
+NOTHING = Estimate(math.nan, math.nan, math.nan, 0)  # of two arms without a common seed
+
+
 def interval(values: Any) -> Estimate | None:
-    """Return the finite values' mean with an interval by Student's t, or None."""
-    values = pd.Series(values, dtype=float).dropna()
-    n, mean, error = len(values), values.mean(), values.sem()
+    """Return the finite values' mean with an interval by Student's t, or None without any."""
+    values = np.asarray(values, float)
+    values = values[~np.isnan(values)]
+    n = len(values)
     if n < 2:
-        return Estimate(mean, math.nan, math.nan, n) if n else None
+        return Estimate(float(values[0]), math.nan, math.nan, n) if n else None
+    mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(n)
     half = round(stdtrit(n - 1, 0.975), 3) * error
     p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, n, p)
 
 
 def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
-    """Bootstrap sums (seeds, groups) over weights (groups,) by seeds and groups (Owen 2007)."""
+    """Resample seeds and groups together and estimate sums over weights (Owen 2007).
+
+    ``sums`` (seeds, groups) are an arm's differences, such as nats; ``weights`` (groups,) what
+    they are divided by, such as targets. The draws are widened as Student's t is over the normal
+    distribution, since resampling alone is too narrow with few seeds. p is that of the interval
+    of the level at which zero is its end, widened for that level.
+    """
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     seeds, groups = sums.shape
     mean = float(sums.mean(axis=0).sum() / weights.sum()) if seeds and weights.sum() else math.nan
@@ -47,15 +94,25 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     of_seeds, of_groups = (drawn.astype(float) for drawn in _draws(seeds, groups, draws))
     held = of_groups @ weights
     means = ((of_seeds / seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
-    # Wider, to cover from five seeds on.
     n = min(seeds, groups)
-    few = stdtrit(n - 1, 0.975) / stdtrit(math.inf, 0.975) * math.sqrt(n / (n - 1))
-    means = mean + few * (means - mean)
+    t_over_normal = stdtrit(n - 1, 0.975) / ndtri(0.975)
+    means = mean + t_over_normal * math.sqrt(n / (n - 1)) * (means - mean)
     low, high = np.quantile(means, [0.025, 0.975])
+    p = 2 * float(stdtr(n - 1, -t_over_normal * _score_of_zero(mean, means)))
+    return Estimate(mean, float(low), float(high), seeds, min(1.0, p), groups)
+
+
+def _score_of_zero(mean: float, means: NDArray[np.float64]) -> float:
+    """Return how many standard deviations of a normal distribution zero lies from the mean.
+
+    By the share of draws beyond zero; where there are none, by the draws' standard deviation, but
+    at least what one draw beyond zero would say.
+    """
     beyond = min((means <= 0).mean(), (means >= 0).mean())
-    return Estimate(
-        mean, float(low), float(high), seeds, float(min(1.0, 2 * max(beyond, 1 / draws))), groups
-    )
+    if beyond:
+        return float(-ndtri(beyond))
+    deviation = means.std()
+    return max(float(-ndtri(1 / len(means))), abs(mean) / deviation if deviation else math.inf)
 
 
 @functools.lru_cache(maxsize=16)
@@ -67,8 +124,24 @@ def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.uint8], ...]
     )
 
 
+def estimate(differences: Any, weights: Any = None, draws: int = DRAWS) -> Estimate | None:
+    """Estimate a mean difference: ``interval`` over seeds, or ``bootstrap`` where there are groups.
+
+    ``differences`` are (seeds,), or (seeds, groups) with ``weights`` (groups,). All documents of
+    one group are no groups. Returns None without a pair.
+    """
+    if weights is None:
+        return interval(differences)
+    sums, weights = np.asarray(differences, float), np.asarray(weights, float)
+    if not len(sums):
+        return None
+    if len(weights) < 2:
+        return interval(sums.sum(axis=1) / weights.sum())
+    return bootstrap(sums, weights, draws)
+
+
 def over_items(sums: Any, weights: Any) -> Estimate:
-    """Return sums over weights (groups,) with an interval by the delta method."""
+    """Return sums over weights, both (groups,), with an interval by the delta method."""
     sums, weights = np.asarray(sums, float), np.asarray(weights, float)
     groups, mean = len(sums), float(sums.sum() / weights.sum())
     if groups < FEWEST_GROUPS:
@@ -82,62 +155,269 @@ def over_items(sums: Any, weights: Any) -> Estimate:
 def difference_by_group(
     arm: Any, baseline: Any, curve: str, value: str, weight: str, where: str = ""
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return ``bootstrap``'s arguments from a curve of both arms; ``where``: ``start < 2048``."""
-    sides = [side.points(curve) for side in (arm, baseline)]
-    if any(points.empty for points in sides):
+    """Return ``bootstrap``'s arguments from a curve of both arms.
+
+    Points of the curve are summed by seed and group: ``value``, such as nats, and ``weight``, such
+    as targets. ``where`` selects points: ``start < 2048``. Both are empty without a common seed.
+    """
+    curves = [side.points(curve) for side in (arm, baseline)]
+    if any(points.empty for points in curves):
         return np.empty((0, 0)), np.empty(0)
-    sides = [points.query(where) if where else points for points in sides]
-    sides = [points.groupby(["seed", "group"])[[value, weight]].sum() for points in sides]
-    ours, theirs = (side[value].unstack("group") for side in sides)
-    both = (ours - theirs).dropna(how="all").dropna(axis=1)
-    weights = sides[0][weight].unstack("group").reindex(both.index)[both.columns]
-    return both.to_numpy(float), weights.to_numpy(float)[:1].ravel()
+    selected = [points.query(where) if where else points for points in curves]
+    summed = [points.groupby(["seed", "group"])[[value, weight]].sum() for points in selected]
+    ours, theirs = (side[value].unstack("group") for side in summed)
+    differences = (ours - theirs).dropna(how="all").dropna(axis=1)
+    weights = summed[0][weight].unstack("group").reindex(differences.index)[differences.columns]
+    return differences.to_numpy(float), weights.to_numpy(float)[:1].ravel()
 
 
-def verdict(estimate: Estimate | None, margin: float | None, p: float | None = None) -> str:
-    """Return equivalent if within ± margin, different if the interval excludes zero and p <= 0.05, else open."""
-    if estimate is None or math.isnan(estimate.low):
-        return "open"
-    if margin is not None and -margin < estimate.low and estimate.high < margin:
-        return "equivalent"
-    return (
-        "different"
-        if (estimate.low > 0 or estimate.high < 0) and (p is None or not p > 0.05)
-        else "open"
-    )
+def p_of_equivalence(differences: Any, weights: Any, margin: float, draws: int = DRAWS) -> float:
+    """Return the p of two one-sided tests that the mean lies within ± margin (Schuirmann 1987).
 
-
-def power(pilot: Any, weights: Any, margin: float, seeds: int, draws: int = 2000) -> float:
-    """Resample a pilot (seeds,) or (seeds, groups): how often ``verdict`` is equivalent at no difference."""
-    pilot, rng = np.asarray(pilot, float), np.random.default_rng(0)
-    pilot = pilot[~np.isnan(pilot)] if weights is None else pilot
-    if len(pilot) < 2:
+    Arguments are ``estimate``'s. Each side is tested at 2.5 %, as the ends of the 95 % interval
+    are, so that p is at most 0.05 where that interval lies within the margin: twice the p that
+    two one-sided tests at 5 % have. NaN of too few seeds or groups.
+    """
+    values = np.asarray(differences, float)
+    shift = margin if weights is None else margin * np.asarray(weights, float)
+    above, below = (estimate(values + side * shift, weights, draws) for side in (1, -1))
+    if above is None or below is None or math.isnan(above.p) or math.isnan(below.p):
         return math.nan
-    deviations = (pilot - pilot.mean(axis=0)) * math.sqrt(len(pilot) / (len(pilot) - 1))
+    return max(above.p, below.p) if above.mean > 0 > below.mean else 1.0
+
+
+def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
+    """Adjust p values for their number (Holm 1979); NaN counts among them."""
+    p = np.array([*p_values.values()], float)
+    ranked = np.argsort(p)  # NaN is last
+    adjusted = np.empty(len(p))
+    adjusted[ranked] = np.maximum.accumulate(np.minimum(1, p[ranked] * np.arange(len(p), 0, -1)))
+    return dict(zip(p_values, adjusted.tolist()))
+
+
+class Divergence(NamedTuple):
+    """Count the runs of two arms, and how many of each diverged."""
+
+    diverged: int = 0
+    runs: int = 0
+    other_diverged: int = 0
+    other_runs: int = 0
+
+    @property
+    def total(self) -> int:
+        """Diverged runs of both arms."""
+        return self.diverged + self.other_diverged
+
+    @property
+    def p(self) -> float:
+        """p that both arms diverge equally often, by Fisher's exact test, two-sided."""
+        return _fisher(*self)
+
+    @property
+    def can_differ(self) -> bool:
+        """Tell if any split of so many diverged runs would have a p of at most 5 % (Tarone 1990).
+
+        A test that cannot reject needs no adjustment, so that a lost run or two cost none.
+        """
+        fewest, most = max(0, self.total - self.other_runs), min(self.total, self.runs)
+        splits = (
+            _fisher(count, self.runs, self.total - count, self.other_runs)
+            for count in (fewest, most)
+        )
+        return min(splits) <= ALPHA
+
+    @property
+    def worse(self) -> bool:
+        """Tell if the first arm diverges more often."""
+        return self.diverged * self.other_runs > self.other_diverged * self.runs
+
+
+@functools.lru_cache(maxsize=4096)
+def _fisher(diverged: int, runs: int, other_diverged: int, other_runs: int) -> float:
+    table = [[diverged, runs - diverged], [other_diverged, other_runs - other_diverged]]
+    return float(fisher_exact(table).pvalue)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Hold what decides about a contrast: one arm minus another.
+
+    ``differences`` and ``weights`` are ``estimate``'s, of the seeds that both arms finished.
+    Without a ``margin`` the contrast is never equivalent.
+    """
+
+    differences: Any
+    weights: Any = None
+    margin: float | None = None
+    divergence: Divergence = Divergence()
+
+
+class Ruling(NamedTuple):
+    """Hold a contrast's verdict and what it rests on; each p is adjusted over the family."""
+
+    verdict: str
+    estimate: Estimate
+    p_difference: float
+    p_equivalence: float
+    p_divergence: float
+
+
+def rule(family: Mapping[Key, Comparison], absent: int = 0) -> dict[Key, Ruling]:
+    """Give each contrast of a family its verdict; the module's docstring says by which rule.
+
+    ``absent`` counts contrasts that were named beforehand and have no runs: Holm's adjustment gets
+    no milder where an arm is missing.
+    """
+    estimates = {
+        key: estimate(one.differences, one.weights) or NOTHING for key, one in family.items()
+    }
+    of_zero = {(key, "mean"): found.p for key, found in estimates.items()}
+    of_divergence = {
+        (key, "divergence"): one.divergence.p
+        for key, one in family.items()
+        if one.divergence.can_differ
+    }
+    of_equivalence = {
+        key: p_of_equivalence(one.differences, one.weights, one.margin)
+        for key, one in family.items()
+        if one.margin is not None
+    }
+    missing: dict[Any, float] = {("absent", place): math.nan for place in range(absent)}
+    p_difference: dict[Any, float] = holm(of_zero | of_divergence | missing)
+    p_equivalence: dict[Any, float] = holm({**of_equivalence, **missing})
+    rulings = {}
+    for key, comparison in family.items():
+        adjusted = (
+            p_difference[key, "mean"],
+            p_equivalence.get(key, math.nan),
+            p_difference.get((key, "divergence"), math.nan),
+        )
+        word = _word(comparison, estimates[key], *adjusted)
+        rulings[key] = Ruling(word, estimates[key], *adjusted)
+    return rulings
+
+
+def _word(
+    comparison: Comparison,
+    found: Estimate,
+    p_difference: float,
+    p_equivalence: float,
+    p_divergence: float,
+) -> str:
+    """Return a contrast's verdict by its adjusted p."""
+    divergence = comparison.divergence
+    if p_divergence <= ALPHA:
+        return "different (diverges)" if divergence.worse else "different (the other diverges)"
+    if divergence.total:
+        return f"{verdict(found, None, p_difference)}, of survivors"
+    return verdict(found, comparison.margin, p_difference, p_equivalence)
+
+
+def verdict(
+    found: Estimate | None,
+    margin: float | None,
+    p_difference: float | None = None,
+    p_equivalence: float | None = None,
+) -> str:
+    """Return equivalent, different or open, of a contrast in which no run diverged.
+
+    Each p is adjusted for the family; without it the interval alone decides.
+    """
+    if found is None or math.isnan(found.low):
+        return "open"
+    within = margin is not None and -margin < found.low and found.high < margin
+    if within and (p_equivalence is None or p_equivalence <= ALPHA):
+        return "equivalent"
+    shown = found.low > 0 or found.high < 0
+    return "different" if shown and (p_difference is None or p_difference <= ALPHA) else "open"
+
+
+def shows_harm(ruling: Ruling, higher_is_better: bool = False) -> bool:
+    """Tell if the first arm is shown to be worse: by its mean, or since it diverges more often."""
+    if "diverges" in ruling.verdict:
+        return ruling.verdict == "different (diverges)"
+    is_higher = ruling.estimate.mean > 0
+    return ruling.verdict.startswith("different") and is_higher != higher_is_better
+
+
+def qualify(ruling: Ruling, leak_caught: bool | None) -> str:
+    """Return a ruling's verdict, *equivalent* with all that it lacks.
+
+    ``leak_caught`` tells if the same test, in the same setting, shows the harm of an arm that leaks
+    between documents; None without such an arm. A test that no known failure fails could not have
+    failed.
+    """
+    if ruling.verdict != "equivalent":
+        return ruling.verdict
+    few_seeds = ", few seeds" * (ruling.estimate.seeds < FEW_SEEDS)
+    lacks = {None: ", no leak arm", False: ", leak not caught", True: ""}
+    return f"equivalent{few_seeds}{lacks[leak_caught]}"
+
+
+def margin_from_pilot(harm: Estimate) -> float:
+    """Return half of the lower end of the 95 % interval of a failure's harm: a margin.
+
+    ``harm`` is what the failure that a study must exclude, such as a leak, costs in a pilot, above
+    zero: its metric minus that of the intact arm, on seeds that the study does not use. The
+    estimate itself would be a lax margin: of a pilot of four seeds it is often twice the true harm.
+
+    Raises ConfigError if the interval does not lie above zero: a margin from nothing is no margin.
+    """
+    if not harm.low > 0:
+        shown = f"{harm.mean:+.4g} [{harm.low:+.4g}, {harm.high:+.4g}]"
+        raise ConfigError(
+            f"harm: expected a 95 % interval above zero, got {shown} of {harm.seeds} seeds; add "
+            "seeds to the pilot, or raise the dose: shorter documents, longer rows"
+        )
+    return harm.low / 2
+
+
+def power(
+    pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, draws: int = 2000
+) -> float:
+    """Return a lower bound of how often ``rule`` calls arms without a difference equivalent.
+
+    ``pilot`` are differences of the very contrast that is to be tested, as ``estimate`` takes
+    them: pairs of other arms spread otherwise. They are resampled, centred on zero, after widening
+    to the upper 80 % confidence bound of their standard deviation (Browne 1995), since few pairs
+    often spread less than more of them do. ``seeds`` are the study's, ``family`` its contrasts:
+    the first of them that Holm's adjustment accepts is tested at 5 % over their number. NaN of
+    fewer than two pairs.
+    """
+    values, rng = np.asarray(pilot, float), np.random.default_rng(0)
+    values = values[~np.isnan(values)] if weights is None else values
+    pairs = len(values)
+    if pairs < 2:
+        return math.nan
+    deviations = (values - values.mean(axis=0)) * math.sqrt(pairs / (pairs - 1)) * _upper(pairs)
     if weights is None:
         drawn = rng.choice(deviations, (draws, seeds))
-        half = round(stdtrit(seeds - 1, 0.975), 3) * drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
+        quantile = stdtrit(seeds - 1, 1 - ALPHA / family / 2)
+        half = quantile * drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
         return float((abs(drawn.mean(axis=1)) + half < margin).mean())
-    centre, groups = pilot.mean(axis=0), len(weights)
-    centre = centre - centre.sum() / weights.sum() * weights
-    verdicts = []
-    for _ in range(draws // 10):
-        rows, columns = rng.integers(len(pilot), size=(seeds, 1)), rng.integers(groups, size=groups)
+    groups, weights = len(weights), np.asarray(weights, float)
+    centre = values.mean(axis=0)
+    centre = (centre - centre.sum() / weights.sum() * weights) * _upper(groups)
+    equivalent = 0
+    trials = draws // 10
+    for _ in range(trials):
+        rows = rng.integers(pairs, size=(seeds, 1))
+        columns = rng.integers(groups, size=groups)
         sums = (centre + deviations)[rows, columns]
-        verdicts.append(verdict(bootstrap(sums, weights[columns], 400), margin) == "equivalent")
-    return float(np.mean(verdicts))
+        p = p_of_equivalence(sums, weights[columns], margin, draws=400)
+        equivalent += p <= ALPHA / family
+    return equivalent / trials
 
 
-def seeds_for(pilot: Any, weights: Any, margin: float) -> int | None:
-    """Return the fewest seeds, 2 to 100, whose ``power`` reaches 80 %, or None."""
-    few = 2 + bisect_left(
-        range(2, 101), True, key=lambda seeds: power(pilot, weights, margin, seeds) >= 0.8
+def _upper(count: int) -> float:
+    """Return the upper confidence bound of a standard deviation of so many values, over it."""
+    return math.sqrt((count - 1) / chdtri(count - 1, PILOT_CONFIDENCE))
+
+
+def seeds_for(pilot: Any, weights: Any, margin: float, family: int = 1) -> int | None:
+    """Return the fewest seeds whose ``power`` reaches 80 %, from 5 to 100, or None."""
+    candidates = range(FEW_SEEDS, 101)
+    place = bisect_left(
+        candidates, True, key=lambda seeds: power(pilot, weights, margin, seeds, family) >= 0.8
     )
-    return few if few <= 100 else None
-
-
-def holm(p_values: Mapping[Any, float]) -> dict[Any, float]:
-    """Adjust p values for their number (Holm 1979); NaN counts among them."""
-    ranked = pd.Series([*p_values.values()], dtype=float).sort_values()
-    adjusted = (ranked * np.arange(len(ranked), 0, -1)).clip(upper=1).cummax()
-    return dict(zip(p_values, adjusted.sort_index().tolist()))
+    return candidates[place] if place < len(candidates) else None

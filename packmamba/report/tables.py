@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import re
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -14,8 +13,8 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from packmamba.report import aggregate
-from packmamba.report.aggregate import Arm, Arms, Records
-from packmamba.report.statistics import seeds_for
+from packmamba.report.aggregate import Arm, Arms, Contrast, Records
+from packmamba.report.statistics import FEW_SEEDS, Estimate, margin_from_pilot, seeds_for
 
 
 class Cell(NamedTuple):
@@ -141,13 +140,32 @@ def mean_sd(values: pd.Series) -> Cell:
     return Cell("-" if pd.isna(mean) else f"{mean:{digits}}{spread}", (mean, sd))
 
 
-def difference_cell(estimate: Any) -> Cell:
-    if estimate is None or not estimate.seeds:
+def interval_text(values: Sequence[float], form: str = "+.4f", unit: str = "") -> str:
+    """Format a mean, then the ends of its interval if it has one: ``+0.0012 [-0.0003, +0.0027]``.
+
+    All numbers of a column have one notation. Where the form, with a fixed number of digits, would
+    show nothing but zeros, the text says which power of ten all of them lie within.
+    """
+    known = [value for value in values if not pd.isna(value)]
+    largest = max(map(abs, known))
+    shown = [f"{value:{form}}" for value in known]
+    if 0 < largest < 1e-4 and not any(digit in "".join(shown) for digit in "123456789"):
+        bound = next(bound for bound in ("0.000001", "0.00001", "0.0001") if largest < float(bound))
+        return f"within ±{bound}{unit}"
+    mean, *ends = shown
+    return (f"{mean} [{', '.join(ends)}]" if ends else mean) + unit
+
+
+def p_cell(p: float | None) -> Cell:
+    """Format a p value with three decimals."""
+    return number(p, ".3f") if pd.isna(p) or p >= 0.001 else Cell("< 0.001", (p,))
+
+
+def difference_cell(found: Estimate | None) -> Cell:
+    """Format a difference with its interval and number of pairs; a dash without a pair."""
+    if found is None or not found.seeds:
         return Cell("-", (None,) * 4)
-    values = pd.Series(estimate[:3], dtype=float).dropna()
-    form = "+.4f" if values.abs().max() >= 1e-4 else "+.1e"
-    mean, *bounds = (f"{value:{form}}" for value in values)
-    return Cell(f"{mean} [{', '.join(bounds)}]" if bounds else mean, tuple(estimate[:4]))
+    return Cell(interval_text(found[:3]), tuple(found[:4]))
 
 
 TITLES = {
@@ -239,143 +257,204 @@ def table_keys(arms: Arms) -> tuple[list[str], list[str] | None]:
 
 
 def training_tables(records: Records) -> list[Table]:
-    """Tabulate arms, verdicts, differences, positions and evaluations."""
+    """Tabulate arms, verdicts, differences, losses by position, and evaluations."""
     arms = aggregate.arms_with_speeds(records)
     if not arms:
         return []
-    (metrics, further), evaluations = table_keys(arms), evaluations_of(arms)
-    if further is None:
-        further = [
-            "real_tokens",
-            "val_loss_start",
-            "val_loss_as_trained",
-            "real_tokens_per_second",
-            "padding_fraction",
-        ]
-        further += [
-            "speedup",
-            "peak_memory_bytes",
-            *(f"{name}.{main}" for name, (main, *_) in evaluations.items()),
-        ]
-        further = [metric for metric in further if any(arm[metric].notna().any() for arm in arms)]
+    metric = table_keys(arms)[0][0]
+    contrasts = aggregate.contrasts(arms, metric)
+    tables = [_training(arms, contrasts)]
+    if _is_ruled(arms):
+        tables.append(_verdicts(contrasts, metric))
+    if any("late" in arm.sweep for arm in arms):
+        for table in tables:
+            table.notes.append("Margin or primaries came after runs.")
+    tables += [_differences(arms), _positions(arms)]
+    tables += [_evaluation(name, metrics, arms) for name, metrics in evaluations_of(arms).items()]
+    return [table for table in tables if table.rows]
+
+
+def _is_ruled(arms: Arms) -> bool:
+    """Tell if the sweep names what its verdicts rest on."""
+    return any(arm.sweep.get("margin") or arm.sweep.get("primary") for arm in arms)
+
+
+def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
+    """Make the headline: each arm's seeds, metrics, differences, verdict, and what it costs."""
+    metrics, further = table_keys(arms)
     columns = [seeds_column(arms)]
     for metric in metrics:
         names = f"{metric}_difference", f"{metric}_difference_pairs"
         columns += [metric_column(metric, arms), difference_column(metric, arms, "", *names)]
-    contrasts = aggregate.contrasts(arms, metrics[0])
-    ruled = any(arm.sweep.get("margin") or arm.sweep.get("primary") for arm in arms)
-    if ruled:
-        says = {one.arm: one.verdict for one in contrasts if one.other is one.arm.baseline}
-        columns.append(
-            (Column("verdict", ("verdict",), False), lambda arm: word(says.get(arm, "-")))
-        )
+    if _is_ruled(arms):
+        verdicts = {one.arm: one.verdict for one in contrasts if one.other is one.arm.baseline}
+        verdict_column = Column("verdict", ("verdict",), False)
+        columns.append((verdict_column, lambda arm: word(verdicts.get(arm, "-"))))
+    if further is None:
+        further = [
+            key for key in _further_keys(arms) if any(arm[key].notna().any() for arm in arms)
+        ]
     columns += [metric_column(metric, arms) for metric in further]
-    tables = [
-        arms_table(
-            "training", f"{', '.join(map(title, metrics))} by arm", arms, columns, *_notes(arms)
-        )
+    heading = f"{', '.join(map(title, metrics))} by arm"
+    notes = _notes(arms) + _pilot_notes(arms, contrasts)
+    return arms_table("training", heading, arms, columns, *notes)
+
+
+def _further_keys(arms: Arms) -> list[str]:
+    """Return metrics of the headline beside the loss, for a sweep that names none."""
+    evaluations = evaluations_of(arms).items()
+    return [
+        "real_tokens",
+        "val_loss_start",
+        "val_loss_as_trained",
+        "real_tokens_per_second",
+        "padding_fraction",
+        "speedup",
+        "peak_memory_bytes",
+        *(f"{name}.{metrics[0]}" for name, metrics in evaluations),
     ]
-    tables += [_verdicts(contrasts, metrics[0])] * ruled
-    for each in tables if any("late" in arm.sweep for arm in arms) else ():
-        each.notes.append("Margin or primaries came after runs.")
-    both = ("val_loss", "val_loss_start")
+
+
+def _pilot_notes(arms: Arms, contrasts: Sequence[Contrast]) -> list[str]:
+    """Say which margin a sweep without one gives a later sweep: half of its leak's least harm."""
+    notes = []
+    is_pilot = not _is_ruled(arms) and not aggregate.higher_is_better(table_keys(arms)[0][0])
+    for contrast in contrasts if is_pilot else ():
+        if contrast.arm.leaks and contrast.same_documents and contrast.estimate.low > 0:
+            margin = margin_from_pilot(contrast.estimate)
+            notes.append(
+                f"{contrast.name}: half of the lower end of its interval is {margin:.2g}, a margin "
+                "for a later sweep with other seeds."
+            )
+    return notes
+
+
+def _differences(arms: Arms) -> Table:
+    metrics = ("val_loss", "val_loss_start")
     columns = [(make_columns("!minus = baseline")[0], lambda arm: word(arm.baseline.label))]
-    columns += [difference_column(metric, arms, title(metric), metric) for metric in both]
-    pairs = {arm: [aggregate.difference(arm, metric) for metric in both] for arm in arms}
-    differing = [arm for arm in arms if any(one and one.seeds > 1 for one in pairs[arm])]
-    note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
-    heading = "Paired differences over seeds, in nats per target"
-    tables += [arms_table("differences", heading, differing, columns, note), _positions(arms)]
-    for name, own in evaluations.items():
-        main = f"{name}.{own[0]}"
-        evaluated = [arm for arm in arms if arm[main].notna().any()]
-        if evaluated:
-            first, *others = (metric_column(metric, evaluated, f"{name}.") for metric in own)
-            columns = [
-                seeds_column(evaluated, main),
-                first,
-                difference_column(main, evaluated),
-                *others,
-            ]
-            groups = {
-                one.groups for arm in evaluated if (one := aggregate.difference(arm, main))
-            } - {1}
-            notes = (
-                [f"Intervals are over seeds and {max(groups)} groups of documents."]
-                if groups
-                else []
-            )
-            tables.append(
-                arms_table(
-                    f"evaluation-{name}", f"Evaluation by arm: {name}", evaluated, columns, *notes
-                )
-            )
-    return [table for table in tables if table.rows]
-
-
-def _verdicts(contrasts: Sequence[aggregate.Contrast], metric: str) -> Table:
-    others = make_columns(
-        "seeds | groups | p, Holm = p_holm | !verdict | seeds for 80 % power = seeds_needed"
+    columns += [difference_column(metric, arms, title(metric), metric) for metric in metrics]
+    differing = []
+    for arm in arms:
+        found = [aggregate.difference(arm, metric) for metric in metrics]
+        if any(one and one.seeds > 1 for one in found):
+            differing.append(arm)
+    note = (
+        "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by "
+        "Student's t."
     )
-    columns = [*make_columns("!contrast | !primary"), interval_column("difference"), *others]
-    table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
-    for one in contrasts:
-        margin, p, same, groups = (
-            one.arm.sweep.get("margin"),
-            one.p,
-            one.same_documents,
-            one.estimate.groups,
-        )
-        needed = (
-            seeds_for(*aggregate.paired(one.arm, one.other, metric), margin)
-            if margin and same
-            else None
-        )
-        names = word(one.name), word("primary" if one.primary else "exploratory")
-        adjusted = Cell("< 0.001", (p,)) if p < 0.001 else number(p, ".3f")
-        ruling = word(one.verdict + ", other documents" * (not same))
-        counts = number(one.estimate.seeds, "d"), number(groups if groups > 1 else None, ",d")
-        table.rows.append(
-            [*names, difference_cell(one.estimate), *counts, adjusted, ruling, number(needed, "d")]
-        )
-    known = {margin for one in contrasts if (margin := one.arm.sweep.get("margin"))}
-    margins = [
-        f" Equivalent: the 95 % interval lies within ± {margin:g}." for margin in sorted(known)
+    heading = "Paired differences over seeds, in nats per target"
+    return arms_table("differences", heading, differing, columns, note)
+
+
+def _evaluation(name: str, metrics: Sequence[str], arms: Arms) -> Table:
+    """Tabulate an evaluation of each arm's models; ``metrics`` without its name, main one first."""
+    main = f"{name}.{metrics[0]}"
+    evaluated = [arm for arm in arms if arm[main].notna().any()]
+    first, *others = (metric_column(metric, evaluated, f"{name}.") for metric in metrics)
+    columns = [seeds_column(evaluated, main), first, difference_column(main, evaluated), *others]
+    groups = set()
+    for arm in evaluated:
+        found = aggregate.difference(arm, main)
+        if found and found.groups > 1:
+            groups.add(found.groups)
+    notes = [f"Intervals are over seeds and {max(groups)} groups of documents."] if groups else []
+    heading = f"Evaluation by arm: {name}"
+    return arms_table(f"evaluation-{name}", heading, evaluated, columns, *notes)
+
+
+def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
+    columns = [
+        *make_columns("!contrast | !primary"),
+        interval_column("difference"),
+        *make_columns(
+            "seeds | groups | diverged runs = diverged runs other_diverged other_runs | "
+            "p of difference, Holm = p_difference | p of equivalence, Holm = p_equivalence | "
+            "!verdict | seeds for 80 % power = seeds_needed"
+        ),
     ]
+    table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
+    for contrast in contrasts:
+        found, family = contrast.estimate, sum(one.primary == contrast.primary for one in contrasts)
+        row = [
+            word(contrast.name),
+            word("primary" if contrast.primary else "exploratory"),
+            difference_cell(found),
+            number(found.seeds, "d"),
+            number(found.groups if found.groups > 1 else None, ",d"),
+            Cell(_diverged(contrast) or "-", tuple(contrast.divergence)),
+            p_cell(contrast.ruling.p_difference),
+            p_cell(contrast.ruling.p_equivalence),
+            word(contrast.verdict),
+            number(_seeds_needed(contrast, metric, family), "d"),
+        ]
+        table.rows.append(row)
+    margins = sorted({contrast.margin for contrast in contrasts if contrast.margin is not None})
+    within = "".join(f" Equivalent: the interval lies within ± {margin:g}." for margin in margins)
     table.notes = [
-        "Paired over seeds, and groups of documents if there are any. Different: the interval excludes zero, of primaries with "
-        f"p <= 0.05 after Holm.{''.join(margins)} Other documents: never equivalent. As is a leak: the test could not have "
-        "failed. Seeds for 80 % power: to be equivalent at no difference, by resampling, optimistic from few; dash: over 100.",
+        "Intervals are over paired seeds, and over groups of documents if there are any. Different: "
+        f"the 95 % interval excludes zero.{within} Each claim also needs its p to be at most 0.05 "
+        "after Holm's adjustment over the primary contrasts, or over the exploratory ones.",
+        "Leak not caught, no leak arm: no leak of the same setting is shown to be worse, so the "
+        "test could not have failed. Of survivors: runs diverged, and what is left is a selection, "
+        "never equivalent; diverges: more often than the other arm, by Fisher's exact test. Other "
+        "documents: never equivalent.",
+        f"Seeds for 80 % power: to be equivalent at no difference, {FEW_SEEDS} or more, at the "
+        "upper 80 % confidence bound of the standard deviation; a dash: more than 100.",
     ]
     return table
 
 
-def sentence(records: Records) -> str:
-    """Compare the arms' loss and speed with the baseline's in a sentence."""
-    arms, parts = aggregate.arms_with_speeds(records), []
-    metric = table_keys(arms)[0][0]
-    for one in aggregate.contrasts(arms, metric):
-        beside = one.other is one.arm.baseline
-        if not (beside or one.primary) or pd.isna(one.estimate.mean):
-            continue
-        speed = one.arm["speedup"].mean() if beside else math.nan
-        cell, seeds = (
-            difference_cell(one.estimate).text + " nats" * ("loss" in metric),
-            one.estimate.seeds,
-        )
-        ruling = one.verdict + " without a margin" * (
-            one.verdict == "open" and not one.arm.sweep.get("margin")
-        )
-        lost = aggregate.seeds_of(one.arm, arms).diverged
-        counts = f"{seeds} seeds" + f", {lost} diverged" * bool(lost)
-        says = f"is {ruling} ({cell}, {counts})" if seeds > 1 else f"{cell} (one seed)"
-        says += ", other documents" * (not one.same_documents) + (
-            "" if pd.isna(speed) else f", {speed:.2f}x as fast"
-        )
-        parts.append(f"{one.arm.label if beside else one.name} {says}")
-    return (
-        f"In {title(metric)}, beside {aggregate.versus(arms)}: {'; '.join(parts)}." if parts else ""
+def _diverged(contrast: Contrast) -> str:
+    """Say how many runs of each arm diverged, if any did."""
+    diverged, runs, other_diverged, other_runs = contrast.divergence
+    return f"{diverged} of {runs}, {other_diverged} of {other_runs}" * bool(
+        diverged + other_diverged
     )
+
+
+def _seeds_needed(contrast: Contrast, metric: str, family: int) -> int | None:
+    """Return the seeds for 80 % power, where the contrast might be called equivalent."""
+    if contrast.margin is None or not contrast.same_documents or contrast.arm.leaks:
+        return None
+    pairs = aggregate.paired(contrast.arm, contrast.other, metric)
+    return seeds_for(*pairs, contrast.margin, family)
+
+
+class Finding(NamedTuple):
+    """Hold what a report says first of a contrast, and the numbers that it rests on."""
+
+    claim: str
+    evidence: str
+
+    def __str__(self) -> str:
+        return f"{self.claim} ({self.evidence})"
+
+
+def findings(records: Records) -> list[Finding]:
+    """Say of each contrast with a baseline, and each primary one, what was found."""
+    arms = aggregate.arms_with_speeds(records)
+    metric = table_keys(arms)[0][0]
+    made = aggregate.contrasts(arms, metric)
+    return [_finding(one, metric) for one in made if one.estimate.seeds or one.divergence.total]
+
+
+def _finding(contrast: Contrast, metric: str) -> Finding:
+    found, diverged, ruling = contrast.estimate, _diverged(contrast), contrast.verdict
+    evidence = title(metric)
+    if found.seeds:
+        unit = " nats" if "loss" in metric else ""
+        evidence += f" {interval_text(found[:3], unit=unit)}"
+    evidence += f", {found.seeds} seed{'s' * (found.seeds != 1)}"
+    if diverged:
+        evidence += f", {diverged} runs diverged"
+    elif found.seeds == 1:
+        ruling = "one seed, no verdict"
+    elif ruling == "open" and contrast.margin is None:
+        ruling = "open without a margin"
+    speedup = contrast.arm["speedup"].mean()
+    if contrast.other is contrast.arm.baseline and not pd.isna(speedup):
+        evidence += f"; {speedup:.2f}x as fast"
+    return Finding(f"{contrast.name}: {ruling}", evidence)
 
 
 def _notes(arms: Arms) -> list[str]:
@@ -387,8 +466,8 @@ def _notes(arms: Arms) -> list[str]:
     ):
         notes.append(f"Steps hold other documents than the baseline's: {others}.")
     fewest = min(len(arm.runs) for arm in arms)
-    if fewest < aggregate.FEW_SEEDS and len(arms) > 1:
-        notes.append(f"Seeds: {fewest}. Claims of parity need at least {aggregate.FEW_SEEDS}.")
+    if fewest < FEW_SEEDS and len(arms) > 1:
+        notes.append(f"Seeds: {fewest}. Claims of parity need at least {FEW_SEEDS}.")
     targets = sum(
         point["count"]
         for point in next(iter(arms[0].runs.get("curves.loss_by_position", ())), None) or ()

@@ -44,16 +44,38 @@ def parity_rows(records, name="parity"):
 
 
 @pytest.mark.parametrize(
-    ("shift", "spread", "said"), [(0.001, 1, "equivalent"), (0.002, 30, "open"), (0.004, 8, "different")]
+    ("shift", "spread", "alone", "after_holm"),
+    [(0.001, 1, "equivalent", "equivalent"), (0.002, 30, "open", "open"), (0.004, 8, "different", "open")],
 )
-def test_equivalence_is_of_the_whole_interval(shift, spread, said):
+def test_equivalence_is_of_the_whole_interval_and_one_of_three(shift, spread, alone, after_holm):
     records = [parity_record("padded", seed, 1.0 + seed / 100) for seed in range(8)]
-    records += [
-        parity_record("packed-reset", s, 1.0 + s / 100 + shift + spread * noise) for s, noise in enumerate(NOISE)
-    ]
+    for seed, noise in enumerate(NOISE):
+        records += [parity_record("packed-reset", seed, 1.0 + seed / 100 + shift + spread * noise)]
+        records += [parity_record("packed-leak", seed, 1.2 + seed / 100 + noise)]
     row = parity_rows(records)["packed-reset"]
-    assert row["verdict"].text == said
+    assert (row["registered"].text, row["verdict"].text) == (alone, after_holm)
     assert row["difference"].values[0] == pytest.approx(shift, abs=1e-9), "seeds differ more than arms: they are pairs"
+
+
+def test_the_primaries_of_three_distributions_are_one_family():
+    def corpus(shift):
+        losses = {"padded": 0.0, "packed-reset": shift}
+        return [
+            parity_record(arm, seed, 1.0 + by + noise * 8 * (arm != "padded"))
+            for arm, by in losses.items()
+            for seed, noise in enumerate(NOISE)
+        ]
+
+    def p_of_first(*others):
+        table = next(table for table in parity_tables(corpus(0.0025), others) if table.name == "parity")
+        names = [column.names[0] for column in table.columns]
+        row = {row[0].text: dict(zip(names, row)) for row in table.rows}["packed-reset"]
+        assert row["verdict"].text.endswith("no leak arm") or row["verdict"].text == "open"
+        return row["p_equivalence"].values[0]
+
+    alone, smallest, second = p_of_first(), p_of_first(corpus(0.004), corpus(0.004)), p_of_first(corpus(0.0))
+    assert alone == pytest.approx(smallest), "distributions without runs count"
+    assert second == pytest.approx(2 / 3 * smallest)
 
 
 def test_missing_and_diverged_runs_are_counted():
@@ -131,7 +153,9 @@ def test_known_effects_come_back():
     for (outcome, places), row in found.items():
         effect = expected[outcome][places]
         assert float(row["difference"]) == pytest.approx(effect, abs=4e-4) and row["pairs"] == "8"
-        assert row["verdict"] == ("equivalent" if abs(effect) < 0.005 else "different")
+        ruling = "equivalent" if abs(effect) < 0.005 else "different"
+        assert row["registered"] == ruling
+        assert row["verdict"] == ruling + ", no leak arm" * (ruling == "equivalent")
     others = {
         row["what"]: float(row["beyond"]) for row in boundary_rows(ladder, "ladder") if "tuning" not in row["setting"]
     }

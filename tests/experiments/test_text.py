@@ -6,18 +6,20 @@ import csv
 import gzip
 import io
 import json
+import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from experiments.text import plugin, reproduce
-from experiments.text.report import KINDS, PRIMARY
+from experiments.text.report import KINDS, PRIMARY, registered
 from made_records import SCHEMES, training
 from packmamba.config import DataConfig
 from packmamba.data.token_store import load_corpora
 from packmamba.records import read_records
 from packmamba.report.html import table_files
+from packmamba.report.statistics import NOTHING, Estimate, Ruling, margin_from_pilot, verdict
 from packmamba.report.tables import write_table
 from packmamba.training.sweep import load_sweep, run_sweep
 
@@ -129,23 +131,42 @@ def test_known_effects_get_their_verdicts():
 
 
 @pytest.mark.parametrize(
-    ("changed", "name", "verdict", "prediction"),
+    ("changed", "name", "ruling", "prediction"),
     [
         ({"packed_reset": 0.02, "packed_leak": 0.04}, "P1", "different", "wrong"),
-        ({"packed_leak": 0.0001}, "P1", "equivalent, could not have failed", "right"),
+        ({"packed_leak": 0.0001}, "P1", "equivalent, leak not caught", "right"),
         ({"packed_leak": -0.02}, "P2", "different", "wrong"),
         ({"own": 0.0}, "P4", "open", "open"),
         ({"own": 0.01}, "P4", "different", "wrong"),
     ],
 )
-def test_verdicts_of_other_effects(changed, name, verdict, prediction):
+def test_verdicts_of_other_effects(changed, name, ruling, prediction):
     (row,) = (row for row in rows_of(study(**changed))[:4] if row["primary"].startswith(name))
-    assert (row["verdict"], row["prediction"]) == (verdict, prediction)
+    assert (row["verdict"], row["prediction"]) == (ruling, prediction)
 
 
 def test_an_equivalence_without_a_margin_is_open():
     (row,) = (row for row in rows_of([one | {"sweep": {}} for one in study()])[:4] if row["primary"][:2] == "P1")
     assert (row["verdict"], row["prediction"]) == ("open", "open")
+
+
+def test_a_primary_that_did_not_run_counts_for_holm():
+    found = {one: Ruling("", Estimate(0.1, 0.05, 0.15, 8), 0.01, 0.01, math.nan) for one in PRIMARY[:3]}
+    found[PRIMARY[3]] = Ruling("", NOTHING, math.nan, math.nan, math.nan)
+    assert [registered(found, 0.2)[one][0] for one in PRIMARY[:3]] == pytest.approx([0.04] * 3)
+
+
+def test_by_half_of_the_pilot_s_lower_bound_the_first_primary_is_open():
+    """The registered margin is half of the pilot's mean; the page says what the other would give."""
+    with (FOLDER / "tables" / "harm-pilot.csv").open(encoding="utf-8") as file:
+        pilot = next(csv.DictReader(file))
+    harm = Estimate(*(float(pilot[f"harm{side}"]) for side in ("", "_low", "_high")), int(pilot["seeds"]))
+    assert margin_from_pilot(harm) == pytest.approx(0.0024, abs=5e-5) == float(pilot["least"])
+    with (FOLDER / "tables" / "verdicts-text.csv").open(encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if row["primary"].startswith("P1")]
+    for row in rows:
+        found = Estimate(*(float(row[f"difference{side}"]) for side in ("", "_low", "_high")), 16)
+        assert (row["registered"], verdict(found, margin_from_pilot(harm))) == ("equivalent", "open")
 
 
 def test_what_did_not_run_is_counted_and_a_pilot_stays_out():
@@ -157,8 +178,6 @@ def test_what_did_not_run_is_counted_and_a_pilot_stays_out():
     ran = {(row["architecture"], row["primary"][:2]): (row["seeds"], row["planned"], row["verdict"]) for row in rows}
     assert ran["Mamba-1", "P3"] == ("0", "12", "not run") and ran["Mamba-2", "P1"] == ("0", "16", "not run")
     assert ran["Mamba-1", "P1"][:2] == ("8", "16")
-    p_values = [float(row["p_holm"]) for row in rows if row["p_holm"]]
-    assert min(p_values) >= 4 * 2 / 10_000, "Holm counts the primary that did not run"
     arms = {(row["architecture"], row["arm"]): row for row in rows_of(records, "parity-text")}
     assert arms["Mamba-1", "single"]["seeds"] == "0" and arms["Mamba-1", "packed-leak"]["seeds"] == "8"
     assert float(arms["Mamba-1", "packed-leak"]["difference"]) == pytest.approx(0.02, abs=1e-3)

@@ -1,0 +1,72 @@
+"""Tables of simulated studies: how often a family holds a false verdict, and what diverged runs do."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pandas as pd
+
+from experiments.common import make_table
+from packmamba.report.aggregate import Record, frame
+from packmamba.report.html import Kind
+from packmamba.report.tables import Table
+
+DIVERGING = {"none": "none", "alike": "20 % of both arms, at random", "highest losses": "20 % of both arms, the worst"}
+TAILS = {"normal": "normal", "heavy": "heavy (t, 2 degrees)"}
+WORDS = ("different (diverges)", "different, of survivors", "open, of survivors", "equivalent", "different", "open")
+
+
+def tables(records: Sequence[Record]) -> list[Table]:
+    """Tabulate rates of false verdicts, and the verdicts where one arm diverges."""
+    runs = frame(records, "verdicts")
+    keys = ("seeds", "effect", "contrasts", "shown", "tails", "diverging", "groups", "share")
+    runs = runs.rename(columns={f"config.{key}": key for key in keys})
+    runs = runs.drop_duplicates(list(keys), keep="last")
+    return [rates(runs[runs["share"] == 0]), diverging(runs[runs["share"] > 0])]
+
+
+def rates(runs: pd.DataFrame) -> Table:
+    """Make a row for each kind of study: families with a false claim, by the number of seeds."""
+    rows, seeds = [], sorted(runs["seeds"].unique())
+    kinds = ["groups", "contrasts", "shown", "tails", "diverging"]
+    for (groups, contrasts, shown, tails, lost), some in runs.groupby(kinds, sort=False):
+        row: dict[str, Any] = {"intervals": "seeds" if groups == 1 else f"seeds and {groups} groups"}
+        row |= {"family": f"{contrasts}" + f", {shown} of them clear" * bool(shown), "tails": TAILS[tails]}
+        row["diverging"] = DIVERGING[lost]
+        for run in some.to_dict("records"):
+            row[f"{'equivalent' if run['effect'] else 'different'}_{run['seeds']}"] = run["wrong"]
+        rows.append(row)
+    claims = [f"false {claim}, {n} seeds = {claim}_{n}:%" for claim in ("different", "equivalent") for n in seeds]
+    trials = sorted(runs.groupby("groups")["trials"].max().astype(int), reverse=True)
+    return make_table(
+        "rates",
+        "Simulated studies: share of families with at least one false verdict",
+        " | ".join(
+            ["!intervals over = intervals", "!contrasts = family", "!tails", "!diverged runs = diverging", *claims]
+        ),
+        rows,
+        f"Of {' and '.join(f'{count:,}' for count in trials)} studies a cell, over seeds and over seeds and groups. False "
+        "different: no arm has an effect. False equivalent: every effect is the margin. Clear contrasts have a huge effect, or "
+        "none, so that Holm's adjustment gets milder for the others.",
+    )
+
+
+def diverging(runs: pd.DataFrame) -> Table:
+    """Make a row for each share of one arm's runs that diverge: the verdicts that it gets."""
+    rows = []
+    for run in runs.sort_values(["seeds", "share"]).to_dict("records"):
+        row = {"seeds": run["seeds"], "share": run["share"]}
+        rows.append(row | {f"verdict_{i}": run.get(word) or 0.0 for i, word in enumerate(WORDS)})
+    return make_table(
+        "diverging",
+        "Simulated studies: verdicts of an arm whose runs diverge, beside one whose runs do not",
+        " | ".join(
+            ["seeds:d", "share of runs = share:%", *(f"{word} = verdict_{i}:%" for i, word in enumerate(WORDS))]
+        ),
+        rows,
+        "The effect of the runs that do not diverge is the margin.",
+    )
+
+
+KINDS = {"verdicts": Kind(tables)}
