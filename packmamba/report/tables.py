@@ -158,7 +158,9 @@ def interval_text(values: Sequence[float], form: str = "+.4f", unit: str = "") -
 
 def p_cell(p: float | None) -> Cell:
     """Format a p value with three decimals."""
-    return number(p, ".3f") if pd.isna(p) or p >= 0.001 else Cell("< 0.001", (p,))
+    if p is not None and p < 0.001:
+        return Cell("< 0.001", (p,))
+    return number(p, ".3f")
 
 
 def difference_cell(found: Estimate | None) -> Cell:
