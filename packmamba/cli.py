@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import shutil
 import sys
 import textwrap
 import time
@@ -15,6 +16,7 @@ from typing import Any, Optional
 
 from packmamba import __version__
 from packmamba.errors import Unfinished, UserError, missing_package
+from packmamba.files import full_disk, space_for, write_whole
 
 try:
     from packmamba.config import (
@@ -304,14 +306,26 @@ def generate(words: list[str]) -> None:
 def export(words: list[str]) -> None:
     """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or FOLDER."""
     (folder, *target), _ = split(words, f"{RUN}, and a new folder", 1, 2)
-    from packmamba.data.tokenizer import write_template, write_tokenizer
-    from packmamba.evaluation.load import load_model, model_card
-    from packmamba.training.run_id import find_record, records_of
+    from packmamba.evaluation.load import load_model
 
     path = Path(*target or [folder, "huggingface"])
     used = path.exists() and any(path.iterdir() if path.is_dir() else [path])
     need(not used, str(path), "a new or empty folder", "one in use")
     model = load_model(folder, "cpu")
+    try:
+        with space_for(path):
+            _export(model, path)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    print(f"Written, for transformers: {path}")
+
+
+def _export(model: Any, path: Path) -> None:
+    from packmamba.data.tokenizer import write_template, write_tokenizer
+    from packmamba.evaluation.load import model_card
+    from packmamba.training.run_id import find_record, records_of
+
     try:
         model.model.save_pretrained(path, format="huggingface")
     except ValueError as error:
@@ -325,10 +339,9 @@ def export(words: list[str]) -> None:
         ids = {"bos_token_id": model.tokenizer.begin_id, "eos_token_id": model.tokenizer.end_id}
         published = json.loads((path / "config.json").read_text())
         for name, content in (("config.json", published | ids), ("generation_config.json", ids)):
-            (path / name).write_text(json.dumps(content, indent=2) + "\n")
-    record = [*records_of(folder), find_record(model.config)][0] if model.trained else None
-    (path / "README.md").write_text(model_card(model, record), encoding="utf-8")
-    print(f"Written, for transformers: {path}")
+            write_whole(path / name, (json.dumps(content, indent=2) + "\n").encode())
+    records = [*records_of(model.folder), find_record(model.config)] if model.trained else [None]
+    write_whole(path / "README.md", model_card(model, records[0]).encode())
 
 
 def leakcheck(words: list[str]) -> int:
@@ -545,7 +558,8 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     except KeyboardInterrupt:
         message, status = "stopped; the same command resumes", 130
     except (UserError, OSError) as error:
-        message, status = str(error), getattr(error, "status", 2)
+        shown_error = full_disk(error, "output") or error
+        message, status = str(shown_error), getattr(shown_error, "status", 2)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise

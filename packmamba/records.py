@@ -17,6 +17,7 @@ from filelock import FileLock
 import packmamba
 from packmamba.config.schema import RENAMED_KEYS, RENAMED_VALUES
 from packmamba.errors import ConfigError
+from packmamba.files import space_for, write_whole
 
 SWEEPS = "sweep.json"
 SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit dirty
@@ -66,15 +67,22 @@ def make_record(
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append a record under a lock; cut off what an interrupted append left."""
+    """Append a record under a lock; cut off what an interrupted append left. Raises DiskFull."""
     line = json.dumps(
         _plain({k: v for k, v in record.items() if k != "sweep"}), allow_nan=False, sort_keys=True
     )
+    rest = memoryview(line.encode() + b"\n")
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"), open(path, "a+b") as file:
+    with space_for(path), FileLock(f"{path}.lock"), open(path, "a+b", buffering=0) as file:
         file.seek(0)
-        file.truncate(file.read().rfind(b"\n") + 1)
-        file.write(line.encode() + b"\n")
+        end = file.read().rfind(b"\n") + 1
+        file.truncate(end)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(end)
+            raise
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
@@ -105,7 +113,13 @@ def record_files(folder: str | Path) -> list[Path]:
 
 
 def has_records(folder: str | Path) -> bool:
-    return bool(record_files(folder))
+    """Check if a folder has a record: a file whose first line was written whole."""
+    return any(path.suffix == ".gz" or _has_line(path) for path in record_files(folder))
+
+
+def _has_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
@@ -169,12 +183,6 @@ def _with_sweeps(
         if record["arm"] in sweeps:
             record["sweep"] = sweeps[record["arm"]]
     return records
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
 
 
 def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:

@@ -15,6 +15,7 @@ import torch
 from packmamba.config import import_plugins, need, read_yaml, resolve, suggest
 from packmamba.config.load import read_layers
 from packmamba.errors import ConfigError
+from packmamba.files import write_whole
 from packmamba.records import check_writable, read_records
 from packmamba.report.aggregate import with_items
 from packmamba.report.html import table_files, write_report
@@ -200,7 +201,7 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
             ]
             run_bench(path, given) if is_bench else sweep.run_sweep(*sweep.load_sweep(path, given))
             done.append(title)
-            (output / DONE).write_text(json.dumps(done, indent=1))
+            write_whole(output / DONE, json.dumps(done, indent=1).encode())
     if len(done) == 1:
         raise ConfigError(f"{what}: expected a machine with what one of the steps above needs")
     records = with_items(output, read_records(output))

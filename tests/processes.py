@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,3 +99,14 @@ def _hold(folder: Path, locked: Any) -> None:
     with RunLock(folder):
         locked.set()
         signal.pause()
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Let the system refuse longer files, as a full disk does: Python ignores the signal that comes with it."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)

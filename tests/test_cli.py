@@ -175,7 +175,8 @@ def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
 def test_interrupted_and_unread(monkeypatch, capsys):
     for raised, status, message in (
         (KeyboardInterrupt, 130, "the same command resumes"),
-        (OSError(28, "No space left on device", "x"), 2, "No space left"),
+        (OSError(28, "No space left on device", "x"), 1, "x: expected space"),
+        (OSError(13, "Permission denied", "x"), 2, "Permission denied: 'x'"),
         (ModuleNotFoundError("No module named 'datasets'", name="datasets"), 2, "'datasets'"),
         (RuntimeError("CUDA out of memory"), 2, "reduce data.max_tokens_per_batch"),
     ):

@@ -12,7 +12,9 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 # Modules of a part import, at their top, only from parts before it. A module belongs to the longest name that begins its own.
-ORDER = "errors integers registry layout config records timing ops nn evaluation.tasks data isolation testing".split()
+ORDER = (
+    "errors files integers registry layout config records timing ops nn evaluation.tasks data isolation testing".split()
+)
 ORDER += "training.boundary evaluation training integrations report reproduce cli".split()
 NEVER = {
     "ops": {"config", "records", "data"},

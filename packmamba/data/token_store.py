@@ -20,6 +20,7 @@ from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources import open_source
 from packmamba.data.sources.source import SEED, Document, Source
 from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
+from packmamba.files import DiskFull, space_for
 
 FORMAT = 1  # raise when the same keys and files give others
 META = "meta.json"
@@ -98,7 +99,10 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
             with FileLock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():
                     ids = tokenizer or TokenIds(source.vocab_size or 0)
-                    _tokenize(folder, data, source, ids, identity, progress)
+                    with space_for(folder):
+                        _tokenize(folder, data, source, ids, identity, progress)
+        except DiskFull:
+            raise
         except OSError as error:
             raise ConfigError(
                 f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ({error})"

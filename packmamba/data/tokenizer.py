@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig
+from packmamba.files import write_whole
 
 TOKENIZER, OPTIONS = "tokenizer.json", "tokenizer_config.json"
 BYTES = "packmamba_bytes"  # marks a byte tokenizer in ``tokenizer_config.json``
@@ -134,8 +135,8 @@ def write_tokenizer(
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     options |= {BYTES: tokenizer == "bytes", "bos_token": begin_token, "eos_token": end_token}
     options = {name: value for name, value in options.items() if value is not None}
-    (folder / TOKENIZER).write_text(content, encoding="utf-8")
-    (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n", encoding="utf-8")
+    write_whole(folder / TOKENIZER, content.encode())
+    write_whole(folder / OPTIONS, (json.dumps(options, indent=2) + "\n").encode())
 
 
 def write_template(folder: str | Path, token: str | None, token_id: int | None) -> None:
@@ -153,7 +154,7 @@ def write_template(folder: str | Path, token: str | None, token_id: int | None) 
     content = json.loads(path.read_text("utf-8")) | {
         "post_processor": None if token is None else template
     }
-    path.write_text(json.dumps(content, ensure_ascii=False, indent=1), encoding="utf-8")
+    write_whole(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
 
 
 def read_tokenizer(folder: str | Path) -> Tokenizer:

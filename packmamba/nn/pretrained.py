@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from packmamba.errors import expect
+from packmamba.files import replacing, write_whole
 from packmamba.nn.mixers import MIXERS
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -111,7 +112,9 @@ def write_pretrained(
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     if format == "state_spaces":
-        torch.save(weights, folder / "pytorch_model.bin")
+        path = folder / "pytorch_model.bin"
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            torch.save(weights, file)
     else:
         weights = {
             name.replace("backbone.embedding.", "backbone.embeddings."): t
@@ -121,8 +124,9 @@ def write_pretrained(
         if config["tie_embeddings"]:
             del weights["lm_head.weight"]  # one tensor under two names is no safetensors file
         weights = {name: tensor.contiguous() for name, tensor in weights.items()}
-        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(published, indent=2) + "\n", encoding="utf-8")
+        with replacing(folder / "model.safetensors") as temporary:
+            save_file(weights, temporary, metadata={"format": "pt"})
+    write_whole(folder / "config.json", (json.dumps(published, indent=2) + "\n").encode())
 
 
 def _to_hugging_face(config: dict[str, Any]) -> dict[str, Any]:

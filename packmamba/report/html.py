@@ -11,6 +11,7 @@ from pathlib import Path
 import jinja2
 
 from packmamba.errors import ConfigError
+from packmamba.files import write_whole
 from packmamba.records import read_records
 from packmamba.report.aggregate import Record, Records, flatten, of_kind, with_items
 from packmamba.report.figures import DPI, Figure, house_style, throughput_figures, training_figures
@@ -161,8 +162,9 @@ def write_report(
     files["report.html"] = page.encode()
     for name in ("tables", "figures"):
         (folder / name).mkdir(parents=True, exist_ok=True)
-        for path in (folder / name).iterdir():
-            path.unlink(missing_ok=True)
     for name, content in files.items():
-        (folder / name).write_bytes(content)
+        write_whole(folder / name, content)
+    for path in [*folder.glob("tables/*"), *folder.glob("figures/*")]:
+        if path.relative_to(folder).as_posix() not in files:
+            path.unlink(missing_ok=True)
     return folder / "report.html"

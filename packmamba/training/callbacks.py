@@ -2,7 +2,6 @@
 
 import logging
 import math
-import os
 import signal
 import threading
 import time
@@ -24,6 +23,7 @@ from packmamba.data.sources import open_source
 from packmamba.data.tokenizer import Tokenizer, load_tokenizer
 from packmamba.errors import ConfigError, UserError
 from packmamba.evaluation.registry import EvalContext, EvalResult, default_max_slots, evaluate
+from packmamba.files import replacing
 from packmamba.isolation.probes import eager
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -151,17 +151,16 @@ class RunMetrics(SavedCallback):
 
 
 class CheckpointFile(TorchCheckpointIO):
+    """Write a checkpoint whole or not at all. Raises DiskFull."""
+
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
     ) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(path.name + ".tmp")
-        try:
-            torch.save(checkpoint, temporary)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+        # A file of Python's: torch does not say why its own cannot be written.
+        with replacing(path) as temporary, open(temporary, "wb") as file:
+            torch.save(checkpoint, file)
 
 
 class Stopped(UserError):

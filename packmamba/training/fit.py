@@ -49,6 +49,7 @@ from packmamba.data.tokenizer import write_tokenizer
 from packmamba.errors import UserError
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
+from packmamba.files import space_for
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name
@@ -72,7 +73,8 @@ def fit(
     is_new = not (folder / CONFIGURATION).exists()
     with configured_runtime(config), redirect_stdout(sys.stderr):
         try:
-            return _Run(config, progress, stop).record()
+            with space_for(folder):
+                return _Run(config, progress, stop).record()
         except UserError as error:
             has_begun = bool(callbacks.checkpoints(folder / "checkpoints"))
             if is_new and not has_begun and not isinstance(error, run_id.Locked):

@@ -1,5 +1,6 @@
 """An interrupted run ends with the bits of an uninterrupted one; checkpoint files; ``trainer.deterministic``."""
 
+import contextlib
 import logging
 import random
 import shutil
@@ -12,12 +13,13 @@ from torch.utils._pytree import tree_leaves
 
 import run
 from packmamba.config import ConfigError
+from packmamba.files import DiskFull
 from packmamba.records import read_records
 from packmamba.training.callbacks import CheckpointFile, Stopped, checkpoints, newest_checkpoint, read_checkpoint
 from packmamba.training.fit import fit
 from packmamba.training.lit_module import PackedLitModule
 from packmamba.training.run_id import run_folder
-from processes import ROOT, fork, kill
+from processes import ROOT, files_of_at_most, fork, kill
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 
 KEYS = ["trainer.max_steps=12", "trainer.validate_every=5", "trainer.checkpoint_every=3", "trainer.threads=1",
@@ -118,6 +120,18 @@ def test_a_run_stopped_by_a_signal(tmp_path, monkeypatch, capsys, whole, scheme,
     assert_same(config, whole(scheme))
 
 
+def test_a_run_whose_disk_is_full_goes_on_from_its_last_checkpoint(tmp_path, whole):
+    config, limits = tiny_config(tmp_path, *KEYS, *SCHEMES["packed"]), contextlib.ExitStack()
+
+    def fill(metrics):
+        return metrics.totals["steps"] == 4 and bool(limits.enter_context(files_of_at_most(9000)))
+
+    with limits, pytest.raises(DiskFull, match="step=6.ckpt"):
+        fit(config, progress=False, stop=fill)
+    assert [path.name for path in (run_folder(config) / "checkpoints").iterdir()] == ["step=3.ckpt"]
+    assert_same(config, whole("packed"))
+
+
 def test_a_second_ctrl_c_interrupts_at_once(tmp_path, monkeypatch):
     config = tiny_config(tmp_path, *KEYS, "trainer.checkpoint_every=12")
     signal_at(monkeypatch, "training_step", 3, signal.SIGINT, signal.SIGTERM, signal.SIGINT, signal.SIGINT)
@@ -165,8 +179,8 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(tmp_path, caplog, change
 def test_a_failed_write_leaves_the_file_before(tmp_path, monkeypatch):
     save(tmp_path, 1)
 
-    def fail(value, path):
-        path.write_bytes(b"half")
+    def fail(value, file):
+        file.write(b"half")
         raise OSError("No space left on device")
 
     monkeypatch.setattr(torch, "save", fail)

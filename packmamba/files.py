@@ -1,0 +1,69 @@
+"""Write files whole or not at all; a disk without space is one sentence that names the path."""
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from packmamba.errors import UserError
+
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, or above a quota or a limit
+
+
+class DiskFull(UserError, OSError):
+    """A file could not be written for want of space; the same command continues."""
+
+    status = 1
+
+    def __str__(self) -> str:
+        return (
+            f"{self.filename}: expected space to write, got '{self.strerror}'; "
+            "make space, and the same command continues"
+        )
+
+
+def full_disk(error: BaseException, path: str | Path) -> DiskFull | None:
+    """Return what an error says of a full disk, with its path or else ``path``; None of another error.
+
+    torch raises a RuntimeError while it handles the OSError, safetensors an error with its number.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        number = re.search(r"os error (\d+)", str(cause))
+        code = cause.errno if isinstance(cause, OSError) else int(number[1]) if number else None
+        if code in FULL:
+            return DiskFull(code, os.strerror(code), getattr(cause, "filename", None) or str(path))
+        cause = cause.__context__
+    return None
+
+
+@contextmanager
+def space_for(path: str | Path) -> Iterator[None]:
+    """Raise DiskFull with the path for an error of what writes there."""
+    try:
+        yield
+    except Exception as error:
+        if (full := full_disk(error, path)) is None:
+            raise
+        raise full from None
+
+
+@contextmanager
+def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
+    """Yield a temporary path, to write; rename it at the end, and remove it if that is not reached."""
+    path = Path(path)
+    temporary = path.with_name(path.name + suffix)
+    try:
+        with space_for(path):
+            yield temporary
+            temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def write_whole(path: str | Path, content: bytes) -> None:
+    """Write a file, which processes may do at once. Raises DiskFull."""
+    with replacing(path, f".{os.getpid()}.tmp") as temporary:
+        temporary.write_bytes(content)
