@@ -10,9 +10,7 @@ folders = [
     for top in outside
     for name in (top, *(f"{top}/{p.name}" for p in Path(top).iterdir() if p.is_dir()))
 ]
-packages = {
-    f"packmamba.{name.replace('/', '.')}": outside[name.split("/")[0]] for name in sorted(folders)
-}
+packages = {f"packmamba.{name.replace('/', '.')}": outside[name.split("/")[0]] for name in sorted(folders)}
 setup(
     packages=[*find_packages(include=["packmamba*"]), *packages],
     package_dir={f"packmamba.{name}": name for name in outside},

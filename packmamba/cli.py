@@ -45,9 +45,7 @@ HASHED = ("dtype", "examples", "seed", "limit", "include_path")
 @dataclasses.dataclass
 class LoadConfig:
     device: str = key("auto", DEVICE)
-    dtype: Optional[str] = key(
-        None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES
-    )
+    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
 
 
 @dataclasses.dataclass
@@ -75,8 +73,7 @@ class GenerateConfig(LoadConfig):
 @dataclasses.dataclass
 class LeakcheckConfig(LoadConfig):
     boundaries: str = key(
-        "position_ids",
-        "Boundary arguments of a Hugging Face model, joined by +, or attention_mask.",
+        "position_ids", "Boundary arguments of a Hugging Face model, joined by +, or attention_mask."
     )
     patch: bool = key(False, "Patch the Hugging Face model first.")
     lengths: Optional[list[int]] = key(None, "Documents' lengths; null: awkward ones.", low=1)
@@ -86,9 +83,7 @@ class LeakcheckConfig(LoadConfig):
 
 @dataclasses.dataclass
 class ReportConfig:
-    baseline: Optional[str] = key(
-        None, "Arm to compare with; null: the first of padded, single, packed."
-    )
+    baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
     output: Optional[str] = key(None, "Folder for several folders' report; null: only print.")
     latex: bool = key(False, "Also write LaTeX tables and PDF figures.")
 
@@ -107,8 +102,7 @@ def train(words: list[str]) -> None:
     table = format_table([record])
     checked = record.get("leakcheck", "unchecked: a record of an earlier version")
     rank_zero_only(print)(
-        f"\n{table}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}\n"
-        f"Leakcheck: {checked}"
+        f"\n{table}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}\nLeakcheck: {checked}"
     )
     if (step := record["metrics"].get("diverged_at_step")) is not None:
         raise Unfinished(f"the loss diverged at step {step}; reduce optimizer.lr")
@@ -178,9 +172,7 @@ def evaluate(words: list[str]) -> None:
     print(f"\nRecords and items: {output}")
 
 
-def _evaluate(
-    name: str, run: Callable, model: Any, context: Any, config: EvalConfig, output: Path
-) -> None:
+def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalConfig, output: Path) -> None:
     """Print an evaluation's record in ``output``; append it first if it is not there."""
     from packmamba.records import append_record, make_record, write_items
     from packmamba.report.html import format_table
@@ -257,9 +249,7 @@ def _harness(names: list[str], config: EvalConfig) -> dict[str, Callable]:
 
     def run(name: str, model: Any, context: Any) -> EvalResult:
         adapter = PackMambaLM(model.model, str(model.folder), context.max_slots)
-        results = lm_eval.simple_evaluate(
-            adapter, tasks=[name], limit=config.limit, task_manager=manager
-        )
+        results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
         metrics = {
             k.partition(",")[0]: v
             for k, v in results["results"][name].items()
@@ -292,13 +282,7 @@ def generate(words: list[str]) -> None:
     tokenizer: Any = model.tokenizer
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = begin + tokenizer.encode(prompt).tolist()
-    sampling = (
-        config.max_new_tokens,
-        config.temperature,
-        config.top_p,
-        tokenizer.end_id,
-        config.seed,
-    )
+    sampling = (config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed)
     (new,) = continue_tokens(model.model, [ids], *sampling, max(2048, len(ids)))
     print(prompt + tokenizer.decode(new))
 
@@ -362,9 +346,7 @@ def leakcheck(words: list[str]) -> int:
                 folder, local_files_only=True, dtype=config.dtype
             )
             theirs = patch(theirs) if config.patch else theirs
-            result = check(
-                theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths
-            )
+            result = check(theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths)
         else:
             model = load_model(folder, config.device, config.dtype)
             trainer, own = model.config.trainer, model.model
@@ -403,9 +385,7 @@ def report(words: list[str]) -> None:
     kinds = kinds_of(folder, records)
     own = records[0].get("sweep", {}).get("baseline")
     if len(folders) > 1 or config.baseline not in (None, own):
-        arms = {
-            r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records
-        }
+        arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
         need(
             config.baseline in (None, *arms),
             "baseline",
@@ -413,11 +393,7 @@ def report(words: list[str]) -> None:
             f"'{config.baseline}'",
         )
         for record in records:
-            record["sweep"] = {
-                "baseline": config.baseline,
-                "apart": True,
-                "seeds": arms[record["arm"]],
-            }
+            record["sweep"] = {"baseline": config.baseline, "apart": True, "seeds": arms[record["arm"]]}
     print(f"\n{format_table(records, kinds)}")
     if len(folders) == 1 or config.output is not None:
         page = write_report(config.output or folder, kinds, records, config.latex)
@@ -461,7 +437,9 @@ def kernels(words: list[str]) -> None:
             f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}"
         )
     for row in build.info():
-        state = f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
+        state = (
+            f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
+        )
         print(f"{row['kind']} kernels: {row['problem'] or state}")
         if row["kind"] == "cpu" or torch.cuda.is_available():
             print(
@@ -563,9 +541,6 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise
-        message, status = (
-            f"out of memory ({error}); reduce data.max_tokens_per_batch or the model",
-            2,
-        )
+        message, status = (f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2)
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return status

@@ -3,9 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-COMMAND = (
-    "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is_file() else "packmamba"
-)
+COMMAND = "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is_file() else "packmamba"
 
 
 def expect(

@@ -77,8 +77,7 @@ class SequenceLayout:
                 )
             starts += [*accumulate(row, initial=b * row_length)][:-1]
         first, tokens, place = (
-            torch.tensor(of, dtype=torch.int64)
-            for of in (starts, [*chain(*rows)], [*chain(*places)])
+            torch.tensor(of, dtype=torch.int64) for of in (starts, [*chain(*rows)], [*chain(*places)])
         )
         return cls._checked((len(rows), row_length), first, first + tokens, place)
 
@@ -90,12 +89,7 @@ class SequenceLayout:
         shape = _shape(num_rows, row_length)
         starts = torch.arange(num_rows, dtype=torch.int32, device=device) * row_length
         return cls(
-            shape,
-            starts,
-            starts + row_length,
-            torch.zeros_like(starts),
-            num_rows * row_length,
-            row_length,
+            shape, starts, starts + row_length, torch.zeros_like(starts), num_rows * row_length, row_length
         )
 
     @classmethod
@@ -111,9 +105,7 @@ class SequenceLayout:
         starts_here[:, 0] |= pos[:, 0] > 0
         right = (pos == -1) | starts_here
         right[:, 1:] |= pos[:, 1:] == pos[:, :-1] + 1
-        expected = (
-            "0 (a document starts) or one more than before; only a row's first may begin above 0"
-        )
+        expected = "0 (a document starts) or one more than before; only a row's first may begin above 0"
         check_all(right, name, expected, pos)
         return cls._from_starts(pos, starts_here, pos)
 
@@ -136,11 +128,7 @@ class SequenceLayout:
 
     @classmethod
     def from_cu_seqlens(
-        cls,
-        cu_seqlens: Tensor,
-        rows: int = 1,
-        row_length: int | None = None,
-        name: str = "cu_seqlens",
+        cls, cu_seqlens: Tensor, rows: int = 1, row_length: int | None = None, name: str = "cu_seqlens"
     ) -> SequenceLayout:
         """Build from cumulative lengths over all rows, (S + 1,) integer, as flash-attention takes them, with offsets 0.
 
@@ -148,12 +136,7 @@ class SequenceLayout:
         rows.
         """
         cu = integer_tensor(cu_seqlens, name)
-        expect(
-            cu.dim() == 1 and cu.numel() > 1,
-            name,
-            "shape (S + 1,) with S at least 1",
-            tuple(cu.shape),
-        )
+        expect(cu.dim() == 1 and cu.numel() > 1, name, "shape (S + 1,) with S at least 1", tuple(cu.shape))
         last = int(cu[-1])
         rows, row_length = shape = _shape(rows, last // rows if row_length is None else row_length)
         slots = rows * row_length
@@ -248,9 +231,7 @@ class SequenceLayout:
     @cached_property
     def seq_idx(self) -> Tensor:
         """(B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
-        first_slots = (
-            torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
-        )
+        first_slots = torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
         first_document = torch.searchsorted(self.starts, first_slots, out_int32=True)
         return torch.where(self.documents >= 0, self.documents - first_document[:, None], -1)
 
@@ -274,11 +255,7 @@ class SequenceLayout:
             return self.flowing
         new_row = torch.ones_like(self.starts, dtype=torch.bool)
         new_row[1:] = self.rows[1:] != self.rows[:-1]
-        starts, ends, offsets = (
-            self.starts[new_row],
-            self.ends[new_row.roll(-1)],
-            self.offsets[new_row],
-        )
+        starts, ends, offsets = (self.starts[new_row], self.ends[new_row.roll(-1)], self.offsets[new_row])
         return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
@@ -299,8 +276,7 @@ class SequenceLayout:
         if not isinstance(other, SequenceLayout):
             return NotImplemented
         return self.shape == other.shape and all(
-            torch.equal(getattr(self, name), getattr(other, name))
-            for name in ("starts", "ends", "offsets")
+            torch.equal(getattr(self, name), getattr(other, name)) for name in ("starts", "ends", "offsets")
         )
 
     __hash__ = None  # type: ignore[assignment]

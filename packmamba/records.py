@@ -21,13 +21,7 @@ from packmamba.files import space_for, write_whole
 
 SWEEPS = "sweep.json"
 SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit dirty
-FILES = (
-    "record.json",
-    "records.jsonl.gz",
-    "records.jsonl",
-    "records/*.jsonl.gz",
-    "records/*.jsonl",
-)
+FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
 KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_seconds".split()
 
 # Losses: nats per target, of documents alone; val_loss_start: of their first 32 tokens.
@@ -50,18 +44,7 @@ def make_record(
     kind: str, experiment: str, arm: str, config: Mapping[str, Any], seed: int, corpus_hash: str,
     metrics: Mapping[str, Any], wall_seconds: float, curves: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    values = (
-        1,
-        kind,
-        experiment,
-        arm,
-        int(seed),
-        corpus_hash,
-        config,
-        metrics,
-        curves or {},
-        wall_seconds,
-    )
+    values = (1, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     return _plain(dict(zip(KEYS, values)) | time | provenance())
 
@@ -101,11 +84,7 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
                         ) from None
     if not records:
         raise ConfigError(f"{folder}: expected a folder with {' or '.join(FILES)}, got no record")
-    return (
-        _with_sweeps(records, json.loads(sweeps.read_text()).values())
-        if sweeps.is_file()
-        else records
-    )
+    return _with_sweeps(records, json.loads(sweeps.read_text()).values()) if sweeps.is_file() else records
 
 
 def record_files(folder: str | Path) -> list[Path]:
@@ -153,22 +132,16 @@ def write_sweep(
         records, old = read_records(folder) if has_records(folder) else [], entries.pop(name, {})
         trained = {record["arm"] for record in records if record["kind"] == "training"}
         before, now = (
-            (one.get("margin"), {*one.get("primary", ())}, one.get("baseline"))
-            for one in (old, entry)
+            (one.get("margin"), {*one.get("primary", ())}, one.get("baseline")) for one in (old, entry)
         )
         kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
         if "late" in old or before != now and any(now[:2]) and trained & {*kept, *arms}:
             entry["late"] = True
-        entries[name] = {
-            "arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()},
-            **entry,
-        }
+        entries[name] = {"arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()}, **entry}
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
 
 
-def _with_sweeps(
-    records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]
-) -> list[dict[str, Any]]:
+def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """Add to training records their sweep: its entry, seeds, values tried, arms without a record."""
     trained = [record for record in records if record["kind"] == "training"]
     made, sweeps = {record["arm"] for record in trained}, dict[str, dict[str, Any]]()
@@ -211,16 +184,12 @@ def provenance() -> dict[str, Any]:
             _output(*git, "rev-parse", "HEAD"),
             bool(_output(*git, "status", "--porcelain", "--", *SOURCES)),
         )
-    gpus = _output(
-        "nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"
-    ).splitlines()
+    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     hardware = {
         "cpu": (
             _output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo") or platform.machine()
         ).splitlines()[0],
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [line.split(",")[0].strip() for line in gpus],
         "driver": gpus[0].split(",")[-1].strip() if gpus else None,

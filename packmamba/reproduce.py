@@ -59,9 +59,7 @@ class Headline(NamedTuple):
 def experiments() -> dict[str, Path]:
     """Return folders of experiments by name: the checkout's and the current folder's, or none."""
     roots = [root / "experiments" for root in (Path(__file__).resolve().parents[1], Path.cwd())]
-    return {
-        file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))
-    }
+    return {file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))}
 
 
 def require_experiments() -> dict[str, Path]:
@@ -84,26 +82,20 @@ def module(name: str, part: str) -> Any:
     folder = find(name)
     sys.path += {str(folder.parents[1])}.difference(sys.path)
     return (
-        importlib.import_module(f"experiments.{name}.{part}")
-        if (folder / f"{part}.py").is_file()
-        else None
+        importlib.import_module(f"experiments.{name}.{part}") if (folder / f"{part}.py").is_file() else None
     )
 
 
 def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the tables and figures that the experiments of records declare."""
     records, known = list(records), experiments()
-    import_plugins(
-        {plugin for record in records for plugin in record["config"].get("plugins") or ()}
-    )
+    import_plugins({plugin for record in records for plugin in record["config"].get("plugins") or ()})
     made = {record["experiment"] for record in records} | {
         title.partition("/")[0] for title in finished(folder)
     }
     own = [name for name, path in known.items() if path.resolve() == folder.resolve()]
     reports = [module(name, "report") for name in own or sorted(made & known.keys())]
-    return {
-        kind: one for report in reports if report is not None for kind, one in report.KINDS.items()
-    }
+    return {kind: one for report in reports if report is not None for kind, one in report.KINDS.items()}
 
 
 def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
@@ -114,10 +106,7 @@ def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
         path = find(question) / f"{name or question}.yaml"
     layers = read_layers(path, overrides, "bench")
     taken = {
-        key: layer.pop(key)
-        for layer, _ in layers
-        for key in ("bench", "output", "plugins")
-        if key in layer
+        key: layer.pop(key) for layer, _ in layers for key in ("bench", "output", "plugins") if key in layer
     }
     import_plugins(taken.get("plugins", ()))
     question, _, name = str(taken["bench"]).rpartition("/")
@@ -125,9 +114,7 @@ def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
     if name not in known:
         raise ConfigError(f"bench: expected one of {', '.join(known)}, got '{name}' in {path}")
     output = Path(taken.get("output") or f"runs/{name}")
-    return known[name]._replace(
-        config=resolve(known[name].config, layers), name=name, output=output
-    )
+    return known[name]._replace(config=resolve(known[name].config, layers), name=name, output=output)
 
 
 def run_bench(what: str | Path, overrides: Iterable[str] = ()) -> Path:
@@ -146,8 +133,7 @@ def missing(step: Step, is_bench: bool, small: bool) -> str:
     if packages and not is_bench:
         return f"the package {packages[0]}"
     gpus = [
-        torch.cuda.get_device_properties(i).total_memory / 2**30
-        for i in range(torch.cuda.device_count())
+        torch.cuda.get_device_properties(i).total_memory / 2**30 for i in range(torch.cuda.device_count())
     ]
     enough = sum(gib >= step.gpu_gib for gib in gpus) >= step.gpus or (small and step.small_on_cpu)
     return "" if enough else f"{step.gpus} GPU" + f" of {step.gpu_gib} GiB" * bool(step.gpu_gib)
@@ -161,20 +147,14 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
     keys = [override for override in overrides if not override.startswith(("scale=", "output="))]
     own = dict(override.split("=", 1) for override in overrides if override not in keys)
     question, _, name = what.partition("/")
-    folder, declared, small = (
-        find(question),
-        module(question, "reproduce"),
-        own.get("scale") == "small",
-    )
+    folder, declared, small = (find(question), module(question, "reproduce"), own.get("scale") == "small")
     known = [Path(step.file).stem for step in getattr(declared, "STEPS", ())]
     if own.get("scale", "full") not in ("full", "small"):
         raise ConfigError(f"scale: expected full or small, got {own['scale']}")
     if declared is None or name not in ("", *known):
         raise ConfigError(f"expected a step of {question}, got '{name}'{suggest(name, known)}")
     steps = [
-        step
-        for step in declared.STEPS
-        if name in ("", Path(step.file).stem) and (step.small or not small)
+        step for step in declared.STEPS if name in ("", Path(step.file).stem) and (step.small or not small)
     ]
     output = Path(own.get("output", f"runs/reproduce/{question}{'-small' if small else ''}"))
     check_writable(output, "output")
@@ -187,18 +167,11 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
         title, is_bench = " ".join([f"{question}/{step.file}", *given]), "bench" in read_yaml(path)
         lacking = missing(step, is_bench, small)
         state = (
-            ": done before"
-            if title in done
-            else f": left out, as it needs {lacking}"
-            if lacking
-            else ""
+            ": done before" if title in done else f": left out, as it needs {lacking}" if lacking else ""
         )
         print(f"[{n}/{len(steps)}] {title}{state}", flush=True)
         if not state:
-            given = [
-                *(override.replace("{output}", str(output)) for override in given),
-                f"output={output}",
-            ]
+            given = [*(override.replace("{output}", str(output)) for override in given), f"output={output}"]
             run_bench(path, given) if is_bench else sweep.run_sweep(*sweep.load_sweep(path, given))
             done.append(title)
             write_whole(output / DONE, json.dumps(done, indent=1).encode())
@@ -222,23 +195,17 @@ def costs() -> Iterator[str]:
             yield f"{name:<12} {needs:<15} {getattr(declared, 'TAKES', '-'):<28} {', '.join(packages)}".rstrip()
 
 
-def comparison(
-    headlines: Sequence[Headline], folder: Path, made: Mapping[str, str], small: bool
-) -> Table:
+def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, str], small: bool) -> Table:
     """Tabulate headline numbers: the paper's, the committed and the new."""
     columns = "!headline | !the paper | !committed | !now | now / committed = ratio | !committed interval = verdict"
     table = Table("headlines", "Headline numbers, committed and now", make_columns(columns))
-    committed = {
-        path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")
-    }
+    committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")}
     for headline in headlines:
         then, now = number_of(headline, committed), number_of(headline, made)
         comparable = then and now and not small
         ratio = now[0] / then[0] if comparable and then[0] else None
         verdict = (
-            ("inside" if then[1] <= now[0] <= then[2] else "outside")
-            if comparable and then[2:]
-            else "-"
+            ("inside" if then[1] <= now[0] <= then[2] else "outside") if comparable and then[2:] else "-"
         )
         texts = (headline.name, headline.paper or "-", _shown(then), _shown(now))
         table.rows.append([*map(word, texts), number(ratio, ".2f"), word(verdict)])

@@ -29,9 +29,7 @@ MIN_SLOTS = 1024
 """Slots that are checked of a micro-batch, in steps of many."""
 
 
-def assert_isolated(
-    model: Any, boundaries: str = "position_ids", **options: Any
-) -> LeakCheckResult:
+def assert_isolated(model: Any, boundaries: str = "position_ids", **options: Any) -> LeakCheckResult:
     """Return leakcheck's result if it is ``ok``; else raise LeakError. Arguments: leakcheck's."""
     result = leakcheck(model, boundaries, **options)
     if not result.ok:

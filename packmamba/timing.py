@@ -38,9 +38,7 @@ def take_turns(
         gate(name)
     samples: dict[str, list[Any]] = {name: [] for name in arms}
     for turn in tqdm(range(warm_up + rounds), desc=bar, unit="round", disable=bar is None):
-        for name in [
-            name for name in samples if turn < warm_up + (at_most or {}).get(name, rounds)
-        ]:
+        for name in [name for name in samples if turn < warm_up + (at_most or {}).get(name, rounds)]:
             try:
                 samples[name].append(arms[name](turn))
             except torch.OutOfMemoryError:

@@ -24,9 +24,7 @@ DOCUMENTS = {
 }
 ROW = 10  # slots of a packed row
 SLOT, HEIGHT = 0.232, 0.25  # inches
-Piece = tuple[
-    str, int, int
-]  # a document's name, the first of its tokens that is here, how many are
+Piece = tuple[str, int, int]  # a document's name, the first of its tokens that is here, how many are
 PACKED: list[list[Piece]] = [[("A", 0, 5), ("B", 0, 3), ("D", 0, 2)], [("C", 0, 6), ("E", 0, 3)]]
 SPLIT: list[list[Piece]] = [
     [("A", 0, 5), ("B", 0, 3), ("C", 0, 2)],
@@ -34,22 +32,16 @@ SPLIT: list[list[Piece]] = [
 ]
 
 
-def rectangle(
-    axes: Axes, x: float, y: float, slots: int, colour: str, padding: bool = False
-) -> None:
+def rectangle(axes: Axes, x: float, y: float, slots: int, colour: str, padding: bool = False) -> None:
     """A stretch of a row, one cell a slot."""
     style = (
-        {"edgecolor": "#b4b9c1", "hatch": "/////", "linewidth": 0.5}
-        if padding
-        else {"edgecolor": "white"}
+        {"edgecolor": "#b4b9c1", "hatch": "/////", "linewidth": 0.5} if padding else {"edgecolor": "white"}
     )
     for slot in range(slots):
         axes.add_patch(Rectangle((x + slot * SLOT, y), SLOT, HEIGHT, facecolor=colour, **style))
 
 
-def row(
-    axes: Axes, x: float, y: float, pieces: list[Piece], slots: int
-) -> list[tuple[float, float]]:
+def row(axes: Axes, x: float, y: float, pieces: list[Piece], slots: int) -> list[tuple[float, float]]:
     """One row of pieces; the rest is padding. Returns where each piece begins and ends."""
     places, begin = [], 0
     for name, start, length in pieces:
@@ -61,15 +53,11 @@ def row(
         places.append((left, left + length * SLOT))
         begin += length
     rectangle(axes, x + begin * SLOT, y, slots - begin, PADDING, padding=True)
-    axes.add_patch(
-        Rectangle((x, y), slots * SLOT, HEIGHT, fill=False, edgecolor=INK, linewidth=1.0)
-    )
+    axes.add_patch(Rectangle((x, y), slots * SLOT, HEIGHT, fill=False, edgecolor=INK, linewidth=1.0))
     return places
 
 
-def arrow(
-    axes: Axes, begin: float, end: float, y: float, colour: str = INK, width: float = 1.1
-) -> None:
+def arrow(axes: Axes, begin: float, end: float, y: float, colour: str = INK, width: float = 1.1) -> None:
     style = {"arrowstyle": "-|>", "mutation_scale": 5 + 2 * width, "shrinkA": 0, "shrinkB": 0}
     axes.add_patch(FancyArrowPatch((begin, y), (end, y), color=colour, lw=width, **style))
 
@@ -78,9 +66,7 @@ def state(axes: Axes, begin: float, end: float, y: float, zero: bool) -> None:
     """The state's way through a document below its row, from zero or from what came before."""
     if zero:
         axes.add_patch(
-            Circle(
-                (begin + 0.07, y), 0.06, facecolor="white", edgecolor=INK, linewidth=0.9, zorder=3
-            )
+            Circle((begin + 0.07, y), 0.06, facecolor="white", edgecolor=INK, linewidth=0.9, zorder=3)
         )
         axes.text(begin + 0.07, y - 0.003, "0", ha="center", va="center", size=6.5, zorder=4)
         begin += 0.13
@@ -116,25 +102,16 @@ def arrangements(axes: Axes, top: float) -> None:
         row(axes, 4.53, first - line * (HEIGHT + 0.06), pieces, ROW)
     legend = first - 4 * (HEIGHT + 0.06)
     axes.text(
-        4.53,
-        legend + HEIGHT / 2,
-        "A1: first token of document A",
-        size=8.5,
-        color=MUTED,
-        va="center",
+        4.53, legend + HEIGHT / 2, "A1: first token of document A", size=8.5, color=MUTED, va="center"
     )
     legend += HEIGHT + 0.04
     row(axes, 4.53, legend, [], 1)
-    axes.text(
-        4.53 + SLOT + 0.08, legend + HEIGHT / 2, "padding", size=8.5, color=MUTED, va="center"
-    )
+    axes.text(4.53 + SLOT + 0.08, legend + HEIGHT / 2, "padding", size=8.5, color=MUTED, va="center")
 
 
 def boundaries(axes: Axes, top: float) -> None:
     """Two packed rows under each scheme, with the state's way below them."""
-    axes.text(
-        0.12, top, "What crosses from one document into the next", size=11, weight="bold", va="top"
-    )
+    axes.text(0.12, top, "What crosses from one document into the next", size=11, weight="bold", va="top")
     words = "An arrow is the state that Mamba hands from token to token. 0: it starts from zero."
     axes.text(0.12, top - 0.22, words, size=8.5, color=MUTED, va="top")
     schemes = (
@@ -169,11 +146,7 @@ def boundaries(axes: Axes, top: float) -> None:
                 state(axes, begin, end, below, zero=start == 0)
                 if begin > x:
                     axes.plot(
-                        [begin, begin],
-                        [y - 0.21, y + HEIGHT],
-                        color=INK,
-                        lw=2.2,
-                        solid_capstyle="butt",
+                        [begin, begin], [y - 0.21, y + HEIGHT], color=INK, lw=2.2, solid_capstyle="butt"
                     )
         if name == "carry":
             arrow(axes, lefts[0] + ROW * SLOT - 0.1, lefts[1] + 0.16, below, DOCUMENTS["C"][1], 2.6)

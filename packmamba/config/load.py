@@ -70,10 +70,7 @@ structured: Any = functools.cache(OmegaConf.structured)
 
 
 def load(
-    schema: type[Schema],
-    path: Any = None,
-    overrides: Iterable[str] = (),
-    command: str | None = None,
+    schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None
 ) -> Schema:
     """Build ``schema`` from its defaults, a YAML file for ``command`` and ``key=value`` overrides.
 
@@ -214,12 +211,7 @@ def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _check(
-    name: str,
-    value: Any,
-    choices: Any = (),
-    check: Any = None,
-    null: str | None = None,
-    **bounds: Any,
+    name: str, value: Any, choices: Any = (), check: Any = None, null: str | None = None, **bounds: Any
 ) -> None:
     """Check a key's value against its limits; ``schema.key`` explains them."""
     if value is None:
@@ -314,10 +306,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "data.streams": (strategy.splits_documents, "data.strategy=concat_split"),
         "data.stagger": (streams and strategy.splits_documents, "in streams of concat_split"),
         "data.shuffle_steps": (shuffles, "batching=stream without carry"),
-        "trainer.evaluate_every": (
-            config.evaluations and not sharded,
-            "with evaluations, without fsdp2",
-        ),
+        "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.average_snapshots": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (_allows_cuda_graphs(config), graphs),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in MIXER_KEYS},
@@ -344,11 +333,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
     rule = _Rules(config)
     scheme = f"with {config.trainer.boundary}"
     rule(strategy.splits_documents, "data.strategy", f"concat_split {scheme}")
-    rule(
-        data.streams % devices == 0,
-        "data.streams",
-        f"a multiple of the {devices} devices {scheme}",
-    )
+    rule(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {scheme}")
     rows = data.batch_rows if data.takes_turns else data.streams // devices
     enough_rows = f"at least {boundary.least_rows} rows a batch {scheme}"
     rule(rows >= boundary.least_rows, "data.streams", enough_rows)

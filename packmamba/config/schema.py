@@ -12,19 +12,10 @@ LENGTH_DISTRIBUTIONS = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 MIXERS = "packmamba.nn.mixers:MIXERS"
 OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
-MIXER_KEYS = (
-    "d_state",
-    "d_conv",
-    "expand",
-    "dt_rank",
-    "learned_initial_state",
-)  # of the section model
+MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 NAMED = ("csv", "tensorboard", "tensorboard_tokens", "wandb")
-AUTO = (
-    "auto or an integer above 0",
-    lambda value: value == "auto" or (type(value) is int and value > 0),
-)
+AUTO = ("auto or an integer above 0", lambda value: value == "auto" or (type(value) is int and value > 0))
 LOGGERS = (
     f"{', '.join(NAMED)} or class paths",
     lambda names: all(name in NAMED or "." in str(name) for name in names),
@@ -94,12 +85,8 @@ def options(function: Callable[..., Any]) -> list[str]:
 
 @dataclass
 class DataConfig:
-    source: str = key(
-        "stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES"
-    )
-    path: Optional[str] = key(
-        None, "Folder, file or pattern; dataset (huggingface); prefix (megatron)."
-    )
+    source: str = key("stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES")
+    path: Optional[str] = key(None, "Folder, file or pattern; dataset (huggingface); prefix (megatron).")
     unit: Optional[str] = key(
         None, "Documents of packages.", null="files", choices=("files", "functions", "mixture")
     )
@@ -118,31 +105,19 @@ class DataConfig:
     test_path: Optional[str] = key(
         None, "Test documents of the same source; null: none, or test_fraction of path's."
     )
-    distribution: str = key(
-        "documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS
-    )
+    distribution: str = key("documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS)
     num_documents: int = key(10000, "Synthetic documents, or a task's examples.", low=1)
     vocab_size: int = key(256, "Vocabulary of synthetic documents.", low=1)
-    task: Optional[str] = key(
-        None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS"
-    )
+    task: Optional[str] = key(None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
-    num_proc: Optional[int] = key(
-        None, "Threads that tokenize.", null="a core each, at most 16", low=1
-    )
+    num_proc: Optional[int] = key(None, "Threads that tokenize.", null="a core each, at most 16", low=1)
     batching: str = key(
-        "matched",
-        "Arrange a step's documents, or fill rows (stream).",
-        choices=("matched", "stream"),
+        "matched", "Arrange a step's documents, or fill rows (stream).", choices=("matched", "stream")
     )
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
-    row_length: Optional[int] = key(
-        1024, "Tokens of a row.", null="the longest (single, padded)", low=1
-    )
-    overlong: str = key(
-        "error", "For documents longer than a row.", choices=("error", "truncate", "split")
-    )
+    row_length: Optional[int] = key(1024, "Tokens of a row.", null="the longest (single, padded)", low=1)
+    overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
     buffer: int = key(4096, "Window of greedy, in documents.", low=1)
     streams: int = key(1, "Parallel streams of concat_split.", low=1)
     stagger: bool = key(False, "Begin streams inside documents (concat_split, stream).")
@@ -150,12 +125,8 @@ class DataConfig:
     tokens_per_step: int = key(4096, "Tokens of an optimizer step (stream: with padding).", low=1)
     cut_documents: Optional[int] = key(None, "Cut training documents to this length.", low=1)
     cut_at_steps: bool = key(True, "Cut documents so that steps hold tokens_per_step exactly.")
-    max_tokens_per_batch: int = key(
-        4096, "Maximum tokens (padding included) of a micro-batch.", low=1
-    )
-    validation_documents: Optional[int] = key(
-        None, "Documents to validate on.", null="all held out", low=1
-    )
+    max_tokens_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
+    validation_documents: Optional[int] = key(None, "Documents to validate on.", null="all held out", low=1)
     num_workers: int = key(0, "Workers of the DataLoader.", low=0)
 
     @property
@@ -173,9 +144,7 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
-    vocab_size: Optional[int] = key(
-        None, "Rows of the embedding.", null="the corpus's vocabulary", low=1
-    )
+    vocab_size: Optional[int] = key(None, "Rows of the embedding.", null="the corpus's vocabulary", low=1)
     d_model: int = key(128, "Width of the residual stream.", low=1)
     n_layer: int = key(2, "Blocks.", low=1)
     mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
@@ -187,9 +156,7 @@ class ModelConfig:
     tie_embeddings: bool = key(True, "The head shares the embedding's weight.")
     learned_initial_state: bool = key(False, "Learn each layer's initial scan state.")
     compile: bool = key(False, "torch.compile the blocks and the loss.")
-    recompute: str = key(
-        "none", "Recompute in the backward pass.", choices=("none", "inner", "block")
-    )
+    recompute: str = key("none", "Recompute in the backward pass.", choices=("none", "inner", "block"))
 
     def of_mixer(self) -> dict[str, Any]:
         keys = {
@@ -198,9 +165,7 @@ class ModelConfig:
             if name in options(registry(MIXERS)[self.mixer])
         }
         if self.mixer != "mamba1":  # mamba1's defaults stand for the mixer's own
-            keys = {
-                name: value for name, value in keys.items() if value != getattr(type(self), name)
-            }
+            keys = {name: value for name, value in keys.items() if value != getattr(type(self), name)}
         return keys | self.mixer_options
 
 
@@ -228,9 +193,7 @@ class TrainerConfig:
     validate_every: int = key(50, "Steps between validations.", low=1)
     average_snapshots: int = key(1, "Average the weights of this many steps.", low=1)
     average_share: float = key(0.1, "Last fraction of the steps, which has these.", low=0, high=1)
-    evaluate_every: Optional[int] = key(
-        None, "Steps between evaluations.", null="at the end", low=1
-    )
+    evaluate_every: Optional[int] = key(None, "Steps between evaluations.", null="at the end", low=1)
     checkpoint_every: int = key(50, "Steps between checkpoints.", low=1)
     log_every: int = key(10, "Steps between logged points.", low=1)
     loggers: list[Any] = key(["csv", "tensorboard"], f"{LOGGERS[0]}.", check=LOGGERS)
@@ -239,14 +202,10 @@ class TrainerConfig:
         0, "Steps between leakchecks of packed steps; 0: one alone.", null="none", low=0
     )
     precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
-    accelerator: str = key(
-        "auto", "Lightning's.", choices=("auto", "cpu", "gpu", "cuda", "mps", "tpu")
-    )
+    accelerator: str = key("auto", "Lightning's.", choices=("auto", "cpu", "gpu", "cuda", "mps", "tpu"))
     devices: int = key(1, "Devices of each machine.", low=1)
     num_nodes: int = key(1, "Machines, each started by torchrun or SLURM.", low=1)
-    strategy: str = key(
-        "auto", "Over several devices; auto is ddp.", choices=("auto", "ddp", "fsdp2")
-    )
+    strategy: str = key("auto", "Over several devices; auto is ddp.", choices=("auto", "ddp", "fsdp2"))
     cuda_graphs: bool = key(False, "Replay micro-batches as CUDA graphs (small models).")
     deterministic: bool = key(False, "The same bits again, on a CPU or one GPU.")
     init_from: Optional[str] = key(

@@ -59,33 +59,17 @@ class PackedDataModule(lightning.LightningDataModule):
         progress: bool = True, **keys: Any,
     ) -> None:  # fmt: skip
         super().__init__()
-        need(
-            isinstance(config, DataConfig | None),
-            "config",
-            "DataConfig, or keys by name",
-            repr(config),
-        )
-        layers = [
-            ({"data": one}, type(self).__name__) for one in (vars(config or DataConfig()), keys)
-        ]
+        need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
+        layers = [({"data": one}, type(self).__name__) for one in (vars(config or DataConfig()), keys)]
         self.config = resolve(Config, layers).data
-        self.seed, self.plugins, self.progress, self._boundary = (
-            seed,
-            list(plugins),
-            progress,
-            boundary,
-        )
+        self.seed, self.plugins, self.progress, self._boundary = (seed, list(plugins), progress, boundary)
 
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
         """Build from a run's configuration."""
         boundary = registry("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
         return cls(
-            config.data,
-            seed=config.seed,
-            boundary=boundary,
-            plugins=config.plugins,
-            progress=progress,
+            config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress
         )
 
     @cached_property
@@ -100,9 +84,7 @@ class PackedDataModule(lightning.LightningDataModule):
     @property
     def boundary(self) -> Any:
         """Return the Lightning module's scheme, or None."""
-        return self._boundary or getattr(
-            getattr(self.trainer, "lightning_module", None), "boundary", None
-        )
+        return self._boundary or getattr(getattr(self.trainer, "lightning_module", None), "boundary", None)
 
     def prepare_data(self) -> None:
         """Tokenize the corpus, or find it in the cache."""
@@ -116,15 +98,10 @@ class PackedDataModule(lightning.LightningDataModule):
         need(same, "data", "the documents that this run began with", "others; remove its folder")
 
     def setup(self, stage: str | None = None) -> None:
-        ranks, rank = (
-            (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
-        )
+        ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         if self._boundary is None and self.boundary is not None:
             validate(
-                Config(
-                    data=self.config,
-                    trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks),
-                )
+                Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks))
             )
         self.steps = StepDataset(self.schedule(ranks), rank)
         if stage in (None, "fit"):
@@ -142,9 +119,7 @@ class PackedDataModule(lightning.LightningDataModule):
         if getattr(self.boundary, "as_trained", False):
             # All of it on every rank: carried states must meet their rows.
             documents = evaluation_documents(corpus, self.config)
-            evaluations.append(
-                arrange_as_trained(corpus, documents, self.config, self.boundary.continues)
-            )
+            evaluations.append(arrange_as_trained(corpus, documents, self.config, self.boundary.continues))
         return evaluations
 
     def _alone(self, corpus: Corpus, strategy: str) -> StepPlan:
@@ -187,9 +162,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[PackedBatch]:
         """Load the test documents, or as ``test_dataloader`` validation's, in the corpus's order."""
-        (loader,) = self._evaluation_loaders(
-            [self._alone(self._test_corpus("predict"), "next_fit")]
-        )
+        (loader,) = self._evaluation_loaders([self._alone(self._test_corpus("predict"), "next_fit")])
         return loader
 
     def _test_corpus(self, action: str) -> Corpus:
@@ -211,9 +184,7 @@ class PackedDataModule(lightning.LightningDataModule):
             for plan in evaluations
         ]
 
-    def transfer_batch_to_device(
-        self, batch: Any, device: torch.device, dataloader_idx: int
-    ) -> Any:
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         return batch.to(device, non_blocking=True)
 
     def _loader(
@@ -230,10 +201,7 @@ class PackedDataModule(lightning.LightningDataModule):
             "collate_fn": make,
         }
         # A loader made on resuming must not move the global generator.
-        options |= {
-            "worker_init_fn": partial(_start_worker, self.plugins),
-            "generator": torch.Generator(),
-        }
+        options |= {"worker_init_fn": partial(_start_worker, self.plugins), "generator": torch.Generator()}
         return kind(dataset, batch_size=None, sampler=sampler, **options)
 
 

@@ -242,12 +242,7 @@ def plan_rows(
 
 
 def plan_pieces(
-    pieces: Pieces,
-    row_length: int | None,
-    strategy: str,
-    overlong: str,
-    buffer: int,
-    streams: int,
+    pieces: Pieces, row_length: int | None, strategy: str, overlong: str, buffer: int, streams: int
 ) -> RowPlan:
     """Arrange pieces as ``plan_rows`` arranges documents.
 
@@ -317,9 +312,7 @@ def _check_assignment(rows: Any, strategy: str, count: int) -> Integers:
     row = np.asarray(rows, None if count else np.int64)
     is_integers = row.shape == (count,) and row.dtype.kind in "iu"
     if not (is_integers and row.min(initial=0) >= 0 and np.bincount(row).all()):
-        raise ValueError(
-            f"strategy '{strategy}': expected {count} rows from 0, no gaps, got {row!r}"
-        )
+        raise ValueError(f"strategy '{strategy}': expected {count} rows from 0, no gaps, got {row!r}")
     return row
 
 
@@ -395,9 +388,7 @@ def _first_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
     return row_of
 
 
-def _decreasing(
-    lengths: Integers, row_length: int, buffer: int, emptiest: bool = False
-) -> Integers:
+def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool = False) -> Integers:
     """Place each window's longest pieces first, in the fullest or emptiest row with room.
 
     Of rows with equal room the last changed is taken.

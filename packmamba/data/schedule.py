@@ -30,15 +30,7 @@ from typing import Protocol
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.packing import (
-    LONGEST,
-    STRATEGIES,
-    Integers,
-    Pieces,
-    RowPlan,
-    join,
-    plan_pieces,
-)
+from packmamba.data.packing import LONGEST, STRATEGIES, Integers, Pieces, RowPlan, join, plan_pieces
 from packmamba.data.token_store import Corpus
 from packmamba.integers import ceil_div
 
@@ -81,9 +73,7 @@ def arrange(pieces: Pieces, data: DataConfig) -> RowPlan:
         raise ConfigError(f"data.{error}") from None
 
 
-def arrange_as_trained(
-    corpus: Corpus, documents: Integers, data: DataConfig, carry: bool
-) -> StepPlan:
+def arrange_as_trained(corpus: Corpus, documents: Integers, data: DataConfig, carry: bool) -> StepPlan:
     """Arrange documents for evaluation in rows and batches like a training step's."""
     pieces = pieces_of(corpus, documents, data.cut_documents)
     streams = data.batch_rows if data.takes_turns else data.streams

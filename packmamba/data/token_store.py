@@ -57,9 +57,7 @@ class Corpus:
 
     def _map(self, name: str, dtype: Any, size: int) -> np.ndarray:
         # A plain view: slicing a memmap is several times slower.
-        return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(
-            np.ndarray
-        )
+        return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
 
     def document(self, index: int) -> np.ndarray:
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
@@ -173,10 +171,7 @@ def _check_counts(data: DataConfig, *writers: "_SplitWriter") -> None:
     if not (train and validation):
         raise ConfigError(
             f"data.path: expected documents in training and validation, got {train} and "
-            f"{validation} in '{data.path}'"
-            + f" and {test} for test"
-            * bool(test)
-            + "; add others "
+            f"{validation} in '{data.path}'" + f" and {test} for test" * bool(test) + "; add others "
             "with text, or lower the fractions held out"
         )
     if not test and (data.test_path is not None or data.test_fraction):
@@ -188,10 +183,7 @@ def _check_counts(data: DataConfig, *writers: "_SplitWriter") -> None:
 
 def _hash(header: list[Any], *writers: "_SplitWriter") -> str:
     hashes = [
-        hash.hexdigest()
-        for writer in writers
-        for name, hash in writer.hashes.items()
-        if name != "groups"
+        hash.hexdigest() for writer in writers for name, hash in writer.hashes.items() if name != "groups"
     ]
     return hashlib.blake2b(json.dumps([*header, *hashes]).encode(), digest_size=16).hexdigest()
 
@@ -226,9 +218,7 @@ class _SplitWriter:
             columns["targets"] = np.concatenate([one.targets for one, _ in documents]).astype("<i4")
             self.counts["answers"] += int((columns["targets"] >= 0).sum())
         if first.group is not None:
-            numbers = [
-                self.groups.setdefault(str(one.group), len(self.groups)) for one, _ in documents
-            ]
+            numbers = [self.groups.setdefault(str(one.group), len(self.groups)) for one, _ in documents]
             columns["groups"] = np.array(numbers, "<i4")
         for name, column in columns.items():
             with open(f"{self.path}.{name}", "ab") as file:
@@ -240,11 +230,7 @@ def _encoded(
     documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
 ) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
     # The package tokenizers encodes without Python's lock.
-    threads = (
-        (data.num_proc or min(os.cpu_count() or 1, 16))
-        if isinstance(tokenizer, FileTokenizer)
-        else 1
-    )
+    threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
     chunks = _chunks(documents)
     with ThreadPoolExecutor(threads) as pool:
         while some := [*itertools.islice(chunks, 2 * threads)]:

@@ -40,11 +40,7 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
     tokens = data.begin_token, data.end_token
-    return (
-        ByteTokenizer(*tokens)
-        if data.tokenizer == "bytes"
-        else FileTokenizer(data.tokenizer, *tokens)
-    )
+    return ByteTokenizer(*tokens) if data.tokenizer == "bytes" else FileTokenizer(data.tokenizer, *tokens)
 
 
 def _named(*tokens: str | None) -> list[str]:
@@ -128,9 +124,7 @@ def write_tokenizer(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = (
-        _byte_level(begin_token, end_token)
-        if tokenizer == "bytes"
-        else Path(tokenizer).read_text("utf-8")
+        _byte_level(begin_token, end_token) if tokenizer == "bytes" else Path(tokenizer).read_text("utf-8")
     )
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     options |= {BYTES: tokenizer == "bytes", "bos_token": begin_token, "eos_token": end_token}
@@ -145,15 +139,8 @@ def write_template(folder: str | Path, token: str | None, token_id: int | None) 
     begun = [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*begun, {"Sequence": {"id": "B", "type_id": 1}}]
     special = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
-    template = {
-        "type": "TemplateProcessing",
-        "single": begun,
-        "pair": pair,
-        "special_tokens": special,
-    }
-    content = json.loads(path.read_text("utf-8")) | {
-        "post_processor": None if token is None else template
-    }
+    template = {"type": "TemplateProcessing", "single": begun, "pair": pair, "special_tokens": special}
+    content = json.loads(path.read_text("utf-8")) | {"post_processor": None if token is None else template}
     write_whole(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
 
 
@@ -162,15 +149,11 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     if not (folder / TOKENIZER).is_file():
         raise ConfigError(f"data.tokenizer: expected one, since {folder} has no {TOKENIZER}")
-    options = (
-        json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
-    )
+    options = json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
     tokens = [options.get(name) for name in ("bos_token", "eos_token")]
     begin, end = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     return (
-        ByteTokenizer(begin, end)
-        if options.get(BYTES)
-        else FileTokenizer(folder / TOKENIZER, begin, end)
+        ByteTokenizer(begin, end) if options.get(BYTES) else FileTokenizer(folder / TOKENIZER, begin, end)
     )
 
 
@@ -180,19 +163,8 @@ def _byte_level(begin_token: str | None, end_token: str | None) -> str:
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     vocabulary = {chr(i if i in printable else next(others)): i for i in range(256)}
-    byte_level = {
-        "type": "ByteLevel",
-        "add_prefix_space": False,
-        "trim_offsets": False,
-        "use_regex": False,
-    }
-    flags = {
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-        "normalized": False,
-        "special": True,
-    }
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": True}
     names = enumerate(_named(begin_token, end_token), 256)
     content = {
         "version": "1.0",

@@ -89,15 +89,11 @@ def _step(model: MambaLM, tokens: list[int], states: list[State]) -> tuple[Tenso
     layout = SequenceLayout.from_lengths([[1] * len(tokens)], row_length=len(tokens)).to(device)
     row = torch.tensor([tokens], device=device)
     with torch.inference_mode():
-        hidden, states = model(
-            row, layout=layout, states=states, return_states=True, return_hidden=True
-        )
+        hidden, states = model(row, layout=layout, states=states, return_states=True, return_hidden=True)
     return hidden[0], states
 
 
-def _sample(
-    model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor
-) -> Tensor:
+def _sample(model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:
     """Draw a token for each row of hidden (documents, d_model) by its number in [0, 1)."""
     sampled = []
     for rows, log_p in log_probabilities(model, hidden):
@@ -112,9 +108,7 @@ def _draw(log_p: Tensor, temperature: float, top_p: float, uniform: Tensor) -> T
     """Draw by inverting the cumulative distribution of the most likely tokens (nucleus sampling)."""
     # Relative to the largest, else a tiny temperature overflows.
     relative = log_p - log_p.amax(dim=1, keepdim=True)
-    p, order = torch.softmax(relative / temperature, dim=1).sort(
-        dim=1, descending=True, stable=True
-    )
+    p, order = torch.softmax(relative / temperature, dim=1).sort(dim=1, descending=True, stable=True)
     more_likely = p.cumsum(dim=1) - p
     p = torch.where(more_likely < top_p, p, 0)
     cumulative = p.cumsum(dim=1)

@@ -24,10 +24,7 @@ Losses = list[NDArray[np.float64]]
 
 
 def token_losses(
-    model: MambaLM,
-    documents: Sequence[Any],
-    max_slots: int = 16384,
-    passes: Iterator[Pass] | None = None,
+    model: MambaLM, documents: Sequence[Any], max_slots: int = 16384, passes: Iterator[Pass] | None = None
 ) -> Losses:
     """Return documents' losses (n - 1,), from zero states or as in ``passes``."""
 
@@ -39,27 +36,17 @@ def token_losses(
     return [losses for losses, _ in predict_documents(model, inputs, targets, max_slots, passes)]
 
 
-def by_position(
-    edges: Sequence[int], losses: Losses
-) -> tuple[list[list[float]], list[dict[str, float]]]:
+def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]], list[dict[str, float]]]:
     """Return documents' sums of losses at positions [edges[i], edges[i + 1]), from 1, and means over all."""
     spans = list(zip(edges, edges[1:]))
-    parts = [
-        [some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses
-    ]
+    parts = [[some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses]
     sums = [[float(part.sum()) for part in own] for own in parts]
     means = []
     for i, (start, end) in enumerate(spans):
         if reach := [(own[i], len(part[i])) for own, part in zip(sums, parts) if len(own) > i]:
             nats, count = map(sum, zip(*reach))
             means.append(
-                {
-                    "start": start,
-                    "end": end,
-                    "loss": nats / count,
-                    "count": count,
-                    "documents": len(reach),
-                }
+                {"start": start, "end": end, "loss": nats / count, "count": count, "documents": len(reach)}
             )
     return sums, means
 
@@ -111,22 +98,14 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
         )
     split = context.options.get(SPLIT, "validation")
     need(
-        split in ("validation", "test"),
-        f"{context.key}.{name}.{SPLIT}",
-        "validation or test",
-        repr(split),
+        split in ("validation", "test"), f"{context.key}.{name}.{SPLIT}", "validation or test", repr(split)
     )
     for option, (default, minimum) in known.items():
         value = context.options.get(
             option, (context.data.row_length or 1024) if default is None else default
         )
         whole = type(value) is int and value >= minimum
-        need(
-            whole,
-            f"{context.key}.{name}.{option}",
-            f"an integer of at least {minimum}",
-            repr(value),
-        )
+        need(whole, f"{context.key}.{name}.{option}", f"an integer of at least {minimum}", repr(value))
         options[option] = value
     if vocab_size is None:
         return None
@@ -140,18 +119,11 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     fits = corpus.vocab_size <= vocab_size
     need(fits, "data.tokenizer", f"at most {vocab_size} tokens", corpus.vocab_size)
     numbers, groups = evaluation_documents(corpus, context.data).tolist(), corpus.groups
-    labels = [
-        {"document": n} | ({} if groups is None else {"group": int(groups[n])}) for n in numbers
-    ]
+    labels = [{"document": n} | ({} if groups is None else {"group": int(groups[n])}) for n in numbers]
     documents = [corpus.document(number) for number in numbers]
     needed = max(1, next(iter(options.values()), 1) * (2 if name == "long_context" else 1))
     longest = max(map(len, documents), default=0)
-    need(
-        longest >= needed,
-        name,
-        f"a {split} document of at least {needed} tokens",
-        f"at most {longest}",
-    )
+    need(longest >= needed, name, f"a {split} document of at least {needed} tokens", f"at most {longest}")
     return Validation(corpus, labels, documents, options)
 
 
@@ -194,14 +166,10 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     ]
     sums = ["targets", *("nats" + suffix for suffix in losses)]
     curve = by_position(edges, losses[""])[1]
-    return texts.result(
-        metrics, "by_position", curve, items, key="start", sums=sums, items_of=buckets
-    )
+    return texts.result(metrics, "by_position", curve, items, key="start", sums=sums, items_of=buckets)
 
 
-def _by_group(
-    key: str, sums: Sequence[str], items_of: list[dict[str, Any]]
-) -> list[dict[str, float]]:
+def _by_group(key: str, sums: Sequence[str], items_of: list[dict[str, Any]]) -> list[dict[str, float]]:
     points: dict[tuple[Any, ...], dict[str, float]] = {}
     for item in items_of:
         place = {key: item[key], "group": item["group"], "documents": 0, **dict.fromkeys(sums, 0.0)}
@@ -217,18 +185,13 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
     texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
     edges = sorted(
-        {1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))}
-        - {0}
+        {1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))} - {0}
     )
-    losses = token_losses(
-        model, [document[: edges[-1]] for document in texts.documents], context.max_slots
-    )
+    losses = token_losses(model, [document[: edges[-1]] for document in texts.documents], context.max_slots)
     sums, points = by_position(edges, losses)
     items = texts.items(range(len(losses)), targets=list(map(len, losses)), sums=sums)
     metrics = {
-        f"loss_{point['end'] // window:.0f}": point["loss"]
-        for point in points
-        if point["end"] >= window
+        f"loss_{point['end'] // window:.0f}": point["loss"] for point in points if point["end"] >= window
     }
     return texts.result(metrics | {"documents": len(items)}, "by_window", points, items)
 
@@ -255,9 +218,7 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     cut = [texts.documents[i][first - before : first + window] for i, first in zip(which, firsts)]
     short = [float(some[before:].mean()) for some in token_losses(model, cut, context.max_slots)]
     full = [float(whole[i][first : first + window - 1].mean()) for i, first in zip(which, firsts)]
-    items = texts.items(
-        which, windows=windows, gain=[one - other for one, other in zip(short, full)]
-    )
+    items = texts.items(which, windows=windows, gain=[one - other for one, other in zip(short, full)])
     curve = []
     for k in dict.fromkeys(windows):
         at = [place for place, count in enumerate(windows) if count == k]
@@ -266,9 +227,7 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
         curve.append(point | {"groups": len({groups[which[i]] for i in at})})
     metrics: Any = {f"gain_{point['windows']}": point["gain"] for point in curve}
     metrics["documents"] = float(len(texts.documents))
-    return texts.result(
-        metrics, "context_gain", curve, items, key="windows", sums=["gain"], items_of=items
-    )
+    return texts.result(metrics, "context_gain", curve, items, key="windows", sums=["gain"], items_of=items)
 
 
 def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:

@@ -46,9 +46,7 @@ class PackMambaLM(TemplateLM):
             try:
                 tokenizer = AutoTokenizer.from_pretrained(tokenizer)
             except (OSError, ValueError) as error:
-                raise ValueError(
-                    f"tokenizer: transformers loads none from {tokenizer} ({error})"
-                ) from None
+                raise ValueError(f"tokenizer: transformers loads none from {tokenizer} ({error})") from None
         ends = getattr(tokenizer, "eos_token_id", None) is not None
         expect(ends, "tokenizer", "one with eos_token_id", f"{tokenizer!r:.60}")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
@@ -65,9 +63,7 @@ class PackMambaLM(TemplateLM):
         begin = getattr(self.tokenizer, "bos_token_id", None)
         return self.eot_token_id if begin is None else begin
 
-    def tok_encode(
-        self, string: str, add_special_tokens: bool | None = None, **_: Any
-    ) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         begin = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
@@ -92,13 +88,9 @@ class PackMambaLM(TemplateLM):
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
-    def loglikelihood_rolling(
-        self, requests: list[Instance], disable_tqdm: bool = False
-    ) -> list[float]:
+    def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Score whole texts after the begin token, uncut."""
-        keyless = [
-            (None, [self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests
-        ]
+        keyless = [(None, [self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
         values = [value for value, _ in self._loglikelihood_tokens(keyless)]
         for request, value in zip(requests, values):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)

@@ -6,14 +6,7 @@ from typing import Any
 
 import torch
 
-from packmamba.config import (
-    CONFIGURATION,
-    Config,
-    ConfigError,
-    DataConfig,
-    TrainerConfig,
-    load_config,
-)
+from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, TrainerConfig, load_config
 from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from packmamba.nn import MambaLM
 
@@ -62,14 +55,8 @@ def read_config(folder: str | Path) -> Config:
     """Return the configuration of a folder's model. Raises ConfigError."""
     folder = Path(folder)
     if not (folder / "config.json").is_file():
-        hint = (
-            "; the run has not ended: repeat its command"
-            if (folder / "checkpoints").is_dir()
-            else ""
-        )
-        raise ConfigError(
-            f"{folder}: expected a folder of a run or a checkpoint, got no config.json{hint}"
-        )
+        hint = "; the run has not ended: repeat its command" if (folder / "checkpoints").is_dir() else ""
+        raise ConfigError(f"{folder}: expected a folder of a run or a checkpoint, got no config.json{hint}")
     trained = (folder / CONFIGURATION).is_file()
     config = load_config(folder / CONFIGURATION if trained else None)
     if (folder / TOKENIZER).is_file() and not (trained and config.data.tokenizer == "bytes"):
@@ -107,9 +94,7 @@ def model_card(loaded: LoadedModel, record: dict[str, Any] | None) -> str:
     }
     rows |= {key: loaded.model.config[key] for key in ("mixer", "n_layer", "d_model")}
     if loaded.trained:
-        rows["data"] = (
-            f"source={data.source}, strategy={data.strategy}, row_length={data.row_length}"
-        )
+        rows["data"] = f"source={data.source}, strategy={data.strategy}, row_length={data.row_length}"
         rows["training"] = (
             f"boundary={config.trainer.boundary}, lr={config.optimizer.lr}, seed={config.seed}"
         )

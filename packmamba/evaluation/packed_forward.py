@@ -89,9 +89,7 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
         return False
 
     total = sum(len(segment.tokens) for segment in segments)
-    with tqdm(
-        total=total, desc="reads", unit="token", unit_scale=True, disable=None, leave=False
-    ) as bar:
+    with tqdm(total=total, desc="reads", unit="token", unit_scale=True, disable=None, leave=False) as bar:
         while waiting or following:
             chosen.clear()
             free = max_slots
@@ -109,10 +107,7 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
 
 
 def read_to_the_end(
-    model: MambaLM,
-    documents: Sequence[Any],
-    max_slots: int,
-    finals: dict[int, DocumentState] | None = None,
+    model: MambaLM, documents: Sequence[Any], max_slots: int, finals: dict[int, DocumentState] | None = None
 ) -> Tensor:
     """Return activations of documents' last tokens (documents, d_model).
 
@@ -127,9 +122,7 @@ def read_to_the_end(
     return torch.stack([last[i] for i in range(len(documents))])
 
 
-def _one_pass(
-    model: MambaLM, segments: list[Segment], max_slots: int
-) -> tuple[Pass, list[Segment]]:
+def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[Pass, list[Segment]]:
     """Compute one pass; return its pieces, and the segments that continue from its final states."""
     device = next(model.parameters()).device
     lengths = [segment.length(max_slots) for segment in segments]

@@ -24,9 +24,7 @@ def default_max_slots(model: MambaLM) -> int:
 
 def check(name: str, context: EvalContext, vocab_size: int | None = None) -> None:
     """Raise ConfigError for what ``evaluate`` would refuse; without a vocabulary size read no documents."""
-    (synthetic.make_task if name in TASKS else language_modeling.validation)(
-        name, context, vocab_size
-    )
+    (synthetic.make_task if name in TASKS else language_modeling.validation)(name, context, vocab_size)
 
 
 def evaluate(name: str, model: MambaLM, context: EvalContext) -> EvalResult:

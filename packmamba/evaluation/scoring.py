@@ -58,9 +58,7 @@ def score(
 
 
 def _check_requests(
-    model: MambaLM,
-    requests: Sequence[tuple[Sequence[int], Sequence[int]]],
-    begin_token: int | None,
+    model: MambaLM, requests: Sequence[tuple[Sequence[int], Sequence[int]]], begin_token: int | None
 ) -> list[tuple[Ids, Ids]]:
     begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
     checked = []
@@ -121,7 +119,5 @@ def check_ids(tokens: Iterable[int], name: str, model: MambaLM, least: int = 0) 
     if len(ids) < least:
         raise ValueError(f"{name}: expected at least one token, got none")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-        raise ValueError(
-            f"{name}: expected ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}"
-        )
+        raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
     return ids

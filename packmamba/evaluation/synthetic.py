@@ -38,35 +38,21 @@ def answer(
 
     def targets(i: int, start: int, end: int) -> tuple[Any, np.ndarray]:
         places = np.flatnonzero(examples[i].mask[start:end])
-        return torch.from_numpy(places).to(model.lm_head.weight.device), examples[i].targets[
-            start + places
-        ]
+        return torch.from_numpy(places).to(model.lm_head.weight.device), examples[i].targets[start + places]
 
-    choices = (
-        [] if passes else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
-    )
+    choices = [] if passes else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
     scores = iter(score(model, choices, max_slots))
     predicted = predict_documents(
         model, [example.tokens for example in examples], targets, max_slots, passes
     )
     items = []
     for example, (losses, best) in zip(examples, predicted):
-        item: dict[str, Any] = {
-            "length": len(example.tokens),
-            "load": example.load,
-            "answers": len(best),
-        }
-        item |= {
-            "right": int((best == example.targets[example.mask]).sum()),
-            "nats": float(losses.sum()),
-        }
+        item: dict[str, Any] = {"length": len(example.tokens), "load": example.load, "answers": len(best)}
+        item |= {"right": int((best == example.targets[example.mask]).sum()), "nats": float(losses.sum())}
         if example.answer is not None and not passes:
             values = np.array([next(scores).log_likelihood for _ in example.choices])
             sizes = example.notes.get("bytes") or [len(choice) for choice in example.choices]
-            item |= {
-                "choice": int(values.argmax()),
-                "by_bytes": int((values / np.array(sizes)).argmax()),
-            }
+            item |= {"choice": int(values.argmax()), "by_bytes": int((values / np.array(sizes)).argmax())}
             item |= {"answer": example.answer, "bytes": sizes[example.answer]}
         items.append(item)
     return items, [best for _, best in predicted]
@@ -78,11 +64,7 @@ def summarize(items: Items) -> tuple[dict[str, float], Curves]:
 
     def means(some: Items) -> dict[str, float]:
         answers = float(sum(item["answers"] for item in some))
-        parts = [
-            (f"{of}{suffix}", f"{name}{suffix}")
-            for of, name in MEANS.items()
-            for suffix in suffixes
-        ]
+        parts = [(f"{of}{suffix}", f"{name}{suffix}") for of, name in MEANS.items() for suffix in suffixes]
         return {"answers": answers} | {
             mean: sum(item[name] for item in some) / answers for mean, name in parts
         }
@@ -110,9 +92,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
     count = min(context.examples, total)
     numbers = [i * total // count for i in range(count)]
     examples = [task.example(context.seed, number) for number in numbers]
-    if getattr(task, "of_bytes", False) and not isinstance(
-        context.tokenizer, (ByteTokenizer, type(None))
-    ):
+    if getattr(task, "of_bytes", False) and not isinstance(context.tokenizer, (ByteTokenizer, type(None))):
         examples = [tokenize(example, context.tokenizer) for example in examples]
     boundary = context.trainer.scheme()
     rows = TrainingLayoutReader([example.tokens for example in examples], context.data, boundary)
@@ -131,9 +111,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
     if context.options.get("documents") == VALIDATION:
         corpus += f" of {load_corpora(context.data).corpus_hash}"
     items = [{"index": number} | item for number, item in zip(numbers, items)]
-    return EvalResult(
-        metrics | further | {"chance": task.chance, "examples": count}, curves, items, corpus
-    )
+    return EvalResult(metrics | further | {"chance": task.chance, "examples": count}, curves, items, corpus)
 
 
 def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
@@ -147,9 +125,7 @@ def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
             return None
         corpus, tokenizer = load_corpora(context.data).validation, load_tokenizer(context.data)
         groups = range(len(corpus)) if corpus.groups is None else corpus.groups
-        texts = tuple(
-            (str(group), tokenizer.decode(corpus.document(i))) for i, group in enumerate(groups)
-        )
+        texts = tuple((str(group), tokenizer.decode(corpus.document(i))) for i, group in enumerate(groups))
     try:
         task = _construct(TASKS[name], json.dumps(parameters), texts)
     except (TypeError, ValueError) as error:
@@ -173,10 +149,6 @@ def tokenize(example: Example, tokenizer: Any) -> Example:
     """Convert an example of bytes to a tokenizer's ids."""
     encode = lambda ids: tokenizer.encode(bytes(map(int, ids)).decode(errors="replace")).tolist()
     prompt, choices = encode(example.context), tuple(encode(choice) for choice in example.choices)
-    right = (
-        encode(example.targets[example.mask]) if example.answer is None else choices[example.answer]
-    )
+    right = encode(example.targets[example.mask]) if example.answer is None else choices[example.answer]
     notes = example.notes | {"bytes": [len(choice) for choice in example.choices]}
-    return complete(
-        prompt, right, example.load, choices=choices, answer=example.answer, notes=notes
-    )
+    return complete(prompt, right, example.load, choices=choices, answer=example.answer, notes=notes)

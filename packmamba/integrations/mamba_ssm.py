@@ -39,21 +39,10 @@ class Mamba(PackedMamba):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        expect(
-            dt_init in ("random", "constant"), "dt_init", "'random' or 'constant'", repr(dt_init)
-        )
+        expect(dt_init in ("random", "constant"), "dt_init", "'random' or 'constant'", repr(dt_init))
         with torch.device(device if device is not None else torch.get_default_device()):
             super().__init__(
-                d_model,
-                d_state,
-                d_conv,
-                expand,
-                dt_rank,
-                dt_min,
-                dt_max,
-                dt_init_floor,
-                bias,
-                conv_bias,
+                d_model, d_state, d_conv, expand, dt_rank, dt_min, dt_max, dt_init_floor, bias, conv_bias
             )
         self.expand, self.use_fast_path, self.layer_idx = expand, use_fast_path, layer_idx
         self.activation, self.act = "silu", nn.SiLU()  # some code reads them
@@ -104,9 +93,7 @@ class Mamba(PackedMamba):
         self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Step one token a row, (B, 1, d_model); update states (B, D, W) and (B, D, N) in place; return output and states."""
-        expect(
-            hidden_states.shape[1] == 1, "hidden_states", "one token a row", hidden_states.shape[1]
-        )
+        expect(hidden_states.shape[1] == 1, "hidden_states", "one token a row", hidden_states.shape[1])
         return self._advance(hidden_states, conv_state, ssm_state), conv_state, ssm_state
 
     def _advance(
@@ -131,25 +118,16 @@ class Mamba(PackedMamba):
     ) -> tuple[Tensor, Tensor]:
         """Allocate zero states (B, D, W) and (B, D, N)."""
         shapes = (self.conv1d.weight, self.d_conv), (self.dt_proj.weight, self.d_state)
-        conv, ssm = (
-            like.new_zeros(batch_size, self.d_inner, last, dtype=dtype) for like, last in shapes
-        )
+        conv, ssm = (like.new_zeros(batch_size, self.d_inner, last, dtype=dtype) for like, last in shapes)
         return conv, ssm
 
-    def _get_states_from_cache(
-        self, inference_params: Any, batch_size: int
-    ) -> tuple[Tensor, Tensor]:
+    def _get_states_from_cache(self, inference_params: Any, batch_size: int) -> tuple[Tensor, Tensor]:
         expect(self.layer_idx is not None, "layer_idx", "a number beside inference_params", None)
         cache = inference_params.key_value_memory_dict
         if self.layer_idx not in cache:
             cache[self.layer_idx] = self.allocate_inference_cache(batch_size, 0)
         rows = cache[self.layer_idx][0].shape[0]
-        expect(
-            rows == batch_size,
-            "hidden_states",
-            f"{rows} rows, as inference_params holds",
-            batch_size,
-        )
+        expect(rows == batch_size, "hidden_states", f"{rows} rows, as inference_params holds", batch_size)
         return cache[self.layer_idx]
 
 
@@ -167,9 +145,7 @@ def replace(model: nn.Module) -> nn.Module:
         if type(child).__name__ in ("Mamba", "Mamba2", "Mamba3", "Mamba2Simple")
         and not isinstance(child, Mamba)
     ]
-    expect(
-        layers, "model", "layers of mamba_ssm's class Mamba", f"{type(model).__name__} without any"
-    )
+    expect(layers, "model", "layers of mamba_ssm's class Mamba", f"{type(model).__name__} without any")
     made = {id(child): _of(child) for _, _, child in layers}  # all before the first is exchanged
     for parent, name, child in layers:
         setattr(parent, name, made[id(child)])

@@ -28,9 +28,7 @@ class LeakError(UserError, RuntimeError):
     status = 1
 
 
-def check_batch(
-    model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, Any] | None = None
-) -> bool:
+def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, Any] | None = None) -> bool:
     """Check a batch's documents in a model that takes ``input_ids``, in its present mode.
 
     Change every other document, then those between: no bit of the others' logits may change, and
@@ -68,11 +66,7 @@ def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2
         return boundary.hidden(model, replace(part, tokens=rows))
 
     documents = BatchDocuments(
-        hidden,
-        model,
-        part.tokens,
-        part.layout.documents,
-        boundaries=f"layout, boundary={boundary.name}",
+        hidden, model, part.tokens, part.layout.documents, boundaries=f"layout, boundary={boundary.name}"
     )
     result = documents.check(remedy="mend the mixer, or put one document in a row")
     if result is not None:
@@ -135,12 +129,7 @@ class BatchDocuments(Documents):
     """
 
     def __init__(
-        self,
-        call: Callable[[Tensor], Any],
-        model: nn.Module,
-        rows: Tensor,
-        number: Tensor,
-        boundaries: str,
+        self, call: Callable[[Tensor], Any], model: nn.Module, rows: Tensor, number: Tensor, boundaries: str
     ) -> None:
         """Take ``call``, rows (R, W) -> outputs (R, W, V), and the slots' document numbers (R, W)."""
         self.model = CheckedCallable(call, [model], boundaries, vocab_size=0, longest=0)
@@ -186,8 +175,7 @@ class BatchDocuments(Documents):
             what = f"outputs that move by {result.largest:.2g}{where}"
             what = what if result.largest else "gradients across boundaries"
             raise LeakError(
-                f"batch: expected isolated documents (by {result.boundaries}), "
-                f"got a leak: {what}; {remedy}"
+                f"batch: expected isolated documents (by {result.boundaries}), got a leak: {what}; {remedy}"
             )
         moved = "a changed token to move those behind it"
         expect(result.mixes is not False, "outputs", moved, "none that moves: no leak could show")

@@ -87,9 +87,7 @@ class LeakCheckResult:
             reach = f", {self.reach} tokens behind it" if self.reach else ""
             changed = f"a document's logits, by up to {self.largest:.2g}{reach}"
         elif self.largest:
-            changed = (
-                f"a document's logits by rounding alone ({self.largest:.1g}), without a gradient"
-            )
+            changed = f"a document's logits by rounding alone ({self.largest:.1g}), without a gradient"
         yield f"  Changing other documents changes {changed}."
         if self.isolated_backward is not None:
             article = "no" if self.isolated_backward else "a"
@@ -102,19 +100,12 @@ class LeakCheckResult:
             f"relative difference {self.difference:.1g}."
         )
         if self.ignored:
-            yield (
-                f"  The model ignores {self.boundaries} silently: "
-                f"without it, every bit is the same."
-            )
+            yield (f"  The model ignores {self.boundaries} silently: without it, every bit is the same.")
         if self.mixes is False:
             yield "  A changed token changes no other token's logits: no leak could show."
         for note in dict.fromkeys(self.notes):
             yield f"  {note}"
-        verbs = {
-            None: "are refused",
-            True: "equal themselves alone",
-            False: "differ from themselves alone",
-        }
+        verbs = {None: "are refused", True: "equal themselves alone", False: "differ from themselves alone"}
         for side, harmless in self.padding.items():
             yield f"  Padding on the {side}: documents {verbs[harmless]}."
 
@@ -145,14 +136,10 @@ def leakcheck(
         Exception: the model's own, where it fails without boundaries too.
     """
     model = adapt(model_or_callable, boundaries, vocab_size)
-    fits = lengths is None or (
-        len(lengths) > 1 and all(isinstance(n, int) and n > 0 for n in lengths)
-    )
+    fits = lengths is None or (len(lengths) > 1 and all(isinstance(n, int) and n > 0 for n in lengths))
     expect(fits, "lengths", "two or more integers above 0", repr(lengths))
     rows = (
-        [tuple(lengths)]
-        if lengths is not None
-        else [row for row in ROWS if sum(row) <= model.longest][:2]
+        [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest][:2]
     )
     expect(rows, "lengths", f"documents that fit in {model.longest} positions", "none")
     result = LeakCheckResult(model.boundaries)
@@ -248,9 +235,7 @@ def _locate(
             result.endless = last + reach == slots.shape[1] - 1
     first = int(slots.any(1).nonzero()[0])
     with suppress(torch.OutOfMemoryError):
-        result.module = result.module or probes.first_module(
-            documents, tokens[first], watched[first]
-        )
+        result.module = result.module or probes.first_module(documents, tokens[first], watched[first])
 
 
 def _limits(base: Tensor, dtypes: set[torch.dtype]) -> tuple[float, float]:

@@ -115,18 +115,12 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for module, name, buffer, value in buffers:
-                module._buffers[name] = (
-                    buffer if torch.equal(buffer, value) else buffer.copy_(value)
-                )
+                module._buffers[name] = buffer if torch.equal(buffer, value) else buffer.copy_(value)
 
 
 def eager() -> AbstractContextManager[Any]:
     """Run compiled code eagerly, so that hooks see into it."""
-    return (
-        torch.compiler.set_stance("force_eager")
-        if "torch._dynamo" in sys.modules
-        else nullcontext()
-    )
+    return torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext()
 
 
 def logits_of(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
@@ -232,12 +226,8 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), str(func)
         self.routed = self.routed or not self.ROUTING.isdisjoint(name.split("."))
-        if not name.startswith("aten.") or any(
-            part in name for part in ("mm", "conv", "attention")
-        ):
-            tensors = (
-                leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)
-            )
+        if not name.startswith("aten.") or any(part in name for part in ("mm", "conv", "attention")):
+            tensors = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor))
             self.dtypes.update(tensor.dtype for tensor in tensors)
         return result
 
@@ -270,11 +260,7 @@ def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str |
         outputs = _tensors(vars(result) if is_output_class else result)
         inputs = _tensors((args, kwargs))
         before = calls.setdefault((title, counts[title]), (inputs, outputs))
-        if (
-            before[1] is not outputs
-            and differ(before[1], outputs)
-            and not differ(before[0], inputs)
-        ):
+        if before[1] is not outputs and differ(before[1], outputs) and not differ(before[0], inputs):
             titles.append(title)
 
     handles = []

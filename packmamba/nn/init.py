@@ -33,8 +33,7 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
         (part._parameters, name, parameter)
         for part in module.modules()
         for name, parameter in part._parameters.items()
-        if parameter is not None
-        and (_is_shard(parameter) or parameter.dtype != torch.get_default_dtype())
+        if parameter is not None and (_is_shard(parameter) or parameter.dtype != torch.get_default_dtype())
     ]
     for parameters, name, parameter in lent:
         parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=parameter.device))

@@ -42,10 +42,7 @@ class MambaLM(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        for name, value, known in (
-            ("recompute", recompute, RECOMPUTE),
-            ("mixer", mixer, tuple(MIXERS)),
-        ):
+        for name, value, known in (("recompute", recompute, RECOMPUTE), ("mixer", mixer, tuple(MIXERS))):
             expect(value in known, name, f"one of {', '.join(known)}", repr(value))
         for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
             check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
@@ -55,10 +52,7 @@ class MambaLM(nn.Module):
             norm_epsilon=norm_epsilon, mixer=mixer, **options,
         )  # fmt: skip
         embedding = Embedding(vocab_size, d_model)
-        mixers = [
-            MIXERS[mixer](d_model, recompute=recompute == "inner", **options)
-            for _ in range(n_layer)
-        ]
+        mixers = [MIXERS[mixer](d_model, recompute=recompute == "inner", **options) for _ in range(n_layer)]
         layers = [Block(mixer, norm_epsilon, recompute == "block") for mixer in mixers]
         for layer in layers:
             layer.mixer.initialise_in_stack(n_layer)
@@ -140,9 +134,7 @@ class MambaLM(nn.Module):
         Raises TypeError or ValueError.
         """
         got = getattr(tokens, "dtype", type(tokens).__name__)
-        expect(
-            got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError
-        )
+        expect(got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError)
         whole = tokens.dim() == 2 and 0 not in tokens.shape
         expect(whole, "tokens", "shape (B, L) with at least one slot", tuple(tokens.shape))
         layers = self.backbone.layers
@@ -159,11 +151,7 @@ class MambaLM(nn.Module):
             ) from None
         residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
         norm_f, kind = self.backbone.norm_f, tokens.device.type
-        dtype = (
-            torch.get_autocast_dtype(kind)
-            if torch.is_autocast_enabled(kind)
-            else norm_f.weight.dtype
-        )
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else norm_f.weight.dtype
         residual, normed = self._start(residual, embedded.new_zeros(()).to(dtype), norm_f.eps)
         final_states = []
         for layer, state in zip(layers, given):

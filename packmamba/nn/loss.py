@@ -48,11 +48,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = accumulation_dtype(hidden.dtype)
         x = hidden if slots is None else hidden.index_select(0, slots)
         if slots is not None:
-            targets, mask, shares = (
-                targets[slots],
-                mask[slots],
-                None if shares is None else shares[slots],
-            )
+            targets, mask, shares = (targets[slots], mask[slots], None if shares is None else shares[slots])
         head = weight.to(hidden.dtype)
         losses = x.new_empty(len(x), dtype=wide)
         chunk = max(1, CHUNK_LOGITS // len(head))
@@ -67,9 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if compiled:
                 for tensor in chunk_of:  # the last chunk's size varies
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            losses[part], dlogits = (_compiled_chunk() if compiled else _chunk)(
-                *chunk_of, differentiable
-            )
+            losses[part], dlogits = (_compiled_chunk() if compiled else _chunk)(*chunk_of, differentiable)
             del logits, chunk_of
             if dx is not None and dhead is not None:
                 if shares is not None:
@@ -79,9 +73,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             del dlogits
         ctx.slots, ctx.shape, ctx.dtype = slots, hidden.shape, weight.dtype
         ctx.save_for_backward(dx, dhead)
-        placed = (
-            losses if slots is None else losses.new_zeros(len(hidden)).index_copy_(0, slots, losses)
-        )
+        placed = losses if slots is None else losses.new_zeros(len(hidden)).index_copy_(0, slots, losses)
         ctx.mark_non_differentiable(placed)
         return (losses if shares is None else losses * shares).sum(), placed
 
@@ -94,9 +86,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, (dhead * dtotal).to(ctx.dtype), None, None, None, None, None, None
 
 
-def _chunk(
-    logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool
-) -> tuple[Tensor, Tensor]:
+def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) -> tuple[Tensor, Tensor]:
     """Return losses of a chunk and, in the logits' dtype, their gradient; zero where there is no target."""
     wide = accumulation_dtype(logits.dtype)
     log_p = F.log_softmax(logits.to(wide), dim=1)

@@ -61,9 +61,7 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         published = json.loads(path.read_text(encoding="utf-8"), object_hook=number)
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, got {error}") from None
-    arguments = (_from_hugging_face if "hidden_size" in published else _from_state_spaces)(
-        published, path
-    )
+    arguments = (_from_hugging_face if "hidden_size" in published else _from_state_spaces)(published, path)
     weights = {
         name.replace(".embeddings.", ".embedding."): tensor
         for name, tensor in _read_weights(folder).items()
@@ -80,31 +78,19 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
 
 
 def load_weights(
-    model: nn.Module,
-    weights: dict[str, Tensor],
-    directory: str | Path,
-    described: str = "config.json",
+    model: nn.Module, weights: dict[str, Tensor], directory: str | Path, described: str = "config.json"
 ) -> None:
     """Load weights strictly."""
-    expected, given = (
-        {k: tuple(t.shape) for k, t in of.items()} for of in (model.state_dict(), weights)
-    )
+    expected, given = ({k: tuple(t.shape) for k, t in of.items()} for of in (model.state_dict(), weights))
     for name in sorted(expected.keys() | given.keys()):
         if expected.get(name) != given.get(name):
-            wanted = (
-                f"shape {expected[name]} from {described}" if name in expected else "no such weight"
-            )
-            raise ValueError(
-                f"{directory}: '{name}': expected {wanted}, got {given.get(name, 'none')}"
-            )
+            wanted = f"shape {expected[name]} from {described}" if name in expected else "no such weight"
+            raise ValueError(f"{directory}: '{name}': expected {wanted}, got {given.get(name, 'none')}")
     model.load_state_dict(weights)
 
 
 def write_pretrained(
-    directory: str | Path,
-    config: dict[str, Any],
-    weights: dict[str, Tensor],
-    format: str = "state_spaces",
+    directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor], format: str = "state_spaces"
 ) -> None:
     """Write a folder in one of ``FORMATS``; ``config`` is ``MambaLM.config``."""
     expect(format in FORMATS, "format", " or ".join(FORMATS), repr(format))
@@ -117,8 +103,7 @@ def write_pretrained(
             torch.save(weights, file)
     else:
         weights = {
-            name.replace("backbone.embedding.", "backbone.embeddings."): t
-            for name, t in weights.items()
+            name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in weights.items()
         }
         published["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         if config["tie_embeddings"]:
@@ -131,12 +116,7 @@ def write_pretrained(
 
 def _to_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
     mixer = MIXERS[config["mixer"]]
-    expect(
-        hasattr(mixer, "to_hugging_face"),
-        "mixer",
-        "one that this format has",
-        repr(config["mixer"]),
-    )
+    expect(hasattr(mixer, "to_hugging_face"), "mixer", "one that this format has", repr(config["mixer"]))
     return {
         "model_type": mixer.PUBLISHED["hugging_face"],
         "architectures": [mixer.PUBLISHED["architecture"]],
@@ -185,10 +165,7 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
         options.pop(key, None)
     for key in ("attn_layer_idx", "d_intermediate"):
         expect(
-            not published.get(key),
-            f"{path}: {key}",
-            "none (Mamba blocks only)",
-            repr(published.get(key)),
+            not published.get(key), f"{path}: {key}", "none (Mamba blocks only)", repr(published.get(key))
         )
     expect(published.get("rms_norm", True), f"{path}: rms_norm", "true", "false")
     known = inspect.signature(MIXERS[mixer]).parameters.keys() - {"d_model", "recompute", "backend"}
@@ -217,29 +194,17 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         if (folder / name).is_file():
             return _read_file(folder / name)
         if index.is_file():
-            shards = sorted(
-                set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            )
-            return {
-                key: tensor
-                for shard in shards
-                for key, tensor in _read_file(folder / shard).items()
-            }
-    raise FileNotFoundError(
-        f"directory: expected {' or '.join(WEIGHT_FILES)} in '{folder}', got neither"
-    )
+            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            return {key: tensor for shard in shards for key, tensor in _read_file(folder / shard).items()}
+    raise FileNotFoundError(f"directory: expected {' or '.join(WEIGHT_FILES)} in '{folder}', got neither")
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
     try:
         return (
-            load_file(path)
-            if path.suffix == ".safetensors"
-            else torch.load(path, "cpu", weights_only=True)
+            load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
         )
     except FileNotFoundError:
         raise
     except Exception as error:
-        raise ValueError(
-            f"{path}: expected a file of weights, got another or a broken one"
-        ) from error
+        raise ValueError(f"{path}: expected a file of weights, got another or a broken one") from error

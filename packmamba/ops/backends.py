@@ -75,17 +75,9 @@ def backend_name(backend: str | None, device: torch.device, operator: str = "ssm
         raise ValueError(
             f"backend: '{name}' expected tensors on a {BACKENDS[name].device} device, got {device}"
         )
-    if (
-        name in BACKENDS
-        and (name, operator) not in _implementations
-        and not torch.compiler.is_compiling()
-    ):
+    if name in BACKENDS and (name, operator) not in _implementations and not torch.compiler.is_compiling():
         load()  # a plugin's
     if (name, operator) not in _implementations:
-        available = ", ".join(
-            sorted(of for of, implemented in _implementations if implemented == operator)
-        )
-        raise ValueError(
-            f"backend: no compiled '{name}' kernels for {device}; available: {available}"
-        )
+        available = ", ".join(sorted(of for of, implemented in _implementations if implemented == operator))
+        raise ValueError(f"backend: no compiled '{name}' kernels for {device}; available: {available}")
     return name

@@ -60,15 +60,10 @@ class Build:
         """Name the library by a hash of all that changes it."""
         digest = hashlib.sha256(".".join(torch.__version__.split(".")[:2]).encode())
         for fact in (self.version, *self.flags, *self.link_flags, self.identity):
-            for name, folder in (
-                ("torch", TORCH),
-                ("compiler", Path(self.compiler).resolve().parents[1]),
-            ):
+            for name, folder in (("torch", TORCH), ("compiler", Path(self.compiler).resolve().parents[1])):
                 fact = fact.replace(str(folder), name)
             digest.update(fact.encode() + b"\0")
-        headers = [
-            path for part in ("common", self.kind) for path in (kernel_folder() / part).glob("*.*h")
-        ]
+        headers = [path for part in ("common", self.kind) for path in (kernel_folder() / part).glob("*.*h")]
         for path in (*self.sources, *sorted(headers)):
             digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
         return cache_folder() / f"{self.kind}-{digest.hexdigest()[:20]}.so"
@@ -126,9 +121,7 @@ def operator(kind: str, name: str) -> Callable[..., Any]:
 def ready(kind: str) -> bool:
     """Return whether ``load`` succeeds; warn that it does not."""
     if error := _load(kind):
-        warnings.warn(
-            f"the slower reference runs instead of compiled kernels: {error}", stacklevel=2
-        )
+        warnings.warn(f"the slower reference runs instead of compiled kernels: {error}", stacklevel=2)
     return error is None
 
 
@@ -157,9 +150,7 @@ def info() -> list[dict[str, Any]]:
 def _describe_cpu() -> Build:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
-        raise KernelError(
-            f"no C++ compiler: install g++ or name one in CXX, then run `{BUILD_COMMAND}`"
-        )
+        raise KernelError(f"no C++ compiler: install g++ or name one in CXX, then run `{BUILD_COMMAND}`")
     march = f"-march={os.environ.get('PACKMAMBA_MARCH') or 'native'}"
     flags = [*FLAGS, march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
@@ -169,9 +160,7 @@ def _describe_cpu() -> Build:
         link_flags = [*LINK_FLAGS, f"-fsanitize={sanitizers}"]
     macros = _output(compiler, march, "-dM", "-E", "-x", "c++", os.devnull)
     sets = {"__AVX512F__": "AVX-512", "__AVX2__": "AVX2", "__ARM_NEON": "NEON"}
-    target = next(
-        (name for macro, name in sets.items() if f"#define {macro} " in macros), "baseline"
-    )
+    target = next((name for macro, name in sets.items() if f"#define {macro} " in macros), "baseline")
     version = _output(compiler, "--version").splitlines()[0]
     return Build("cpu", compiler, version, target, flags, link_flags, macros)
 
@@ -200,18 +189,9 @@ def describe(kind: str) -> Build:
 def _find_nvcc() -> str | None:
     """Find nvcc by PACKMAMBA_NVCC, CUDA_HOME, PATH, or in the ``cuda-toolkit`` wheels."""
     home = os.environ.get("CUDA_HOME")
-    wheels = sorted(
-        path for entry in sys.path if entry for path in Path(entry).glob("nvidia/cu*/bin/nvcc")
-    )
-    candidates = [
-        os.environ.get("PACKMAMBA_NVCC"),
-        home and f"{home}/bin/nvcc",
-        "nvcc",
-        *map(str, wheels),
-    ]
-    return next(
-        (path for candidate in candidates if candidate and (path := shutil.which(candidate))), None
-    )
+    wheels = sorted(path for entry in sys.path if entry for path in Path(entry).glob("nvidia/cu*/bin/nvcc"))
+    candidates = [os.environ.get("PACKMAMBA_NVCC"), home and f"{home}/bin/nvcc", "nvcc", *map(str, wheels)]
+    return next((path for candidate in candidates if candidate and (path := shutil.which(candidate))), None)
 
 
 def _cuda_architectures() -> list[int]:
@@ -221,9 +201,7 @@ def _cuda_architectures() -> list[int]:
     devices = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
     known = given or [f"{major}{minor}" for major, minor in devices]
     usable = {int(part) for part in known if part.isdecimal() and int(part) >= OLDEST_ARCHITECTURE}
-    expected = (
-        "compute capability 8.0 (A100) or newer, of a GPU here or as PACKMAMBA_CUDA_ARCHS=80,90"
-    )
+    expected = "compute capability 8.0 (A100) or newer, of a GPU here or as PACKMAMBA_CUDA_ARCHS=80,90"
     fits = usable and (not given or len(usable) == len(set(given)))
     expect(fits, "GPU", expected, ", ".join(known) or "no GPU", KernelError)
     return sorted(usable)
@@ -231,18 +209,13 @@ def _cuda_architectures() -> list[int]:
 
 def _compile(recipe: Build) -> None:
     print(
-        f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: a minute or two",
-        file=sys.stderr,
+        f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: a minute or two", file=sys.stderr
     )
     with tempfile.TemporaryDirectory(dir=recipe.path.parent) as scratch:
         objects = {source: f"{scratch}/{source.stem}.o" for source in recipe.sources}
         compiler = [recipe.compiler, *recipe.flags, "-c"]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(
-                pool.map(
-                    lambda source: _output(*compiler, str(source), "-o", objects[source]), objects
-                )
-            )
+            list(pool.map(lambda source: _output(*compiler, str(source), "-o", objects[source]), objects))
         library = f"{scratch}/{recipe.path.name}"
         _output(recipe.compiler, *objects.values(), *recipe.link_flags, "-o", library)
         os.replace(library, recipe.path)
@@ -250,9 +223,7 @@ def _compile(recipe: Build) -> None:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(
-            command, stdout=-1, stderr=subprocess.STDOUT, text=True, check=True
-        ).stdout
+        return subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, text=True, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:
         output = getattr(error, "output", None) or ""
         raise KernelError(f"{error}\n{output[-4000:]}".rstrip()) from error

@@ -27,19 +27,12 @@ def check_activations(tensor: Tensor, name: str, shape: str = "(B, L, D)") -> No
             f"{name}: expected shape {shape} with no empty dimension, got {tuple(tensor.shape)}"
         )
     if tensor.dtype not in ACTIVATION_DTYPES:
-        raise TypeError(
-            f"{name}: expected bfloat16, float16, float32 or float64, got {tensor.dtype}"
-        )
+        raise TypeError(f"{name}: expected bfloat16, float16, float32 or float64, got {tensor.dtype}")
     _check_channel_stride(tensor, name)
 
 
 def check_tensors(
-    like: Tensor,
-    like_name: str,
-    dtypes: tuple,
-    unit_stride: bool = False,
-    /,
-    **given: tuple[Any, tuple],
+    like: Tensor, like_name: str, dtypes: tuple, unit_stride: bool = False, /, **given: tuple[Any, tuple]
 ) -> None:
     """Check other arguments, (tensor, shape) by name; their device is ``like``'s."""
     for name, (tensor, shape) in given.items():
@@ -50,9 +43,7 @@ def check_tensors(
             expected = f"{tuple(shape)} to go with {like_name} {tuple(like.shape)}"
             raise ValueError(f"{name}: expected shape {expected}, got {tuple(tensor.shape)}")
         if tensor.dtype not in dtypes:
-            expected = (
-                f"{' or '.join(dict.fromkeys(map(str, dtypes)))} beside {like_name} of {like.dtype}"
-            )
+            expected = f"{' or '.join(dict.fromkeys(map(str, dtypes)))} beside {like_name} of {like.dtype}"
             raise TypeError(f"{name}: expected {expected}, got {tensor.dtype}")
         _check_device(tensor, name, like, like_name)
         if unit_stride:
@@ -85,9 +76,7 @@ def boundary_layout(hidden: Tensor, **given: Any) -> SequenceLayout | None:
         layout = _convert(name, value, hidden)
         if first is None:
             first, source = layout, name
-        elif not (
-            torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)
-        ):
+        elif not (torch.equal(first.starts, layout.starts) and torch.equal(first.ends, layout.ends)):
             raise ValueError(f"{name}: expected the documents of {source}, got others")
     return first
 
@@ -119,9 +108,7 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
         layout = SequenceLayout.from_position_indices(value)
         if layout.continues.any():
             row = int(layout.rows[layout.continues][0])
-            raise ValueError(
-                f"{name}[{row}, 0]: expected 0 where a row starts, got {int(value[row, 0])}"
-            )
+            raise ValueError(f"{name}[{row}, 0]: expected 0 where a row starts, got {int(value[row, 0])}")
     layout = layout.to(hidden.device)
     value._packmamba_layout = (key, layout, value.clone() if value.device.type == "cpu" else None)
     return layout
@@ -136,9 +123,7 @@ def check_columns(matrix: Tensor, name: str, rows: int, least: int, most: int) -
     """Check a parameter's number of dimensions and columns; return its columns."""
     check_is_tensor(matrix, name)
     if matrix.dim() != 2 or not least <= matrix.shape[1] <= most:
-        raise ValueError(
-            f"{name}: expected shape ({rows}, {least} to {most}), got {tuple(matrix.shape)}"
-        )
+        raise ValueError(f"{name}: expected shape ({rows}, {least} to {most}), got {tuple(matrix.shape)}")
     return matrix.shape[1]
 
 
@@ -157,9 +142,7 @@ def is_tracing() -> bool:
     """Return whether a compiler, a functorch transform or a dispatch mode intercepts calls."""
     compiling = torch.compiler.is_compiling()
     return (
-        compiling
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._len_torch_dispatch_stack() > 0
+        compiling or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
     )
 
 
@@ -172,18 +155,14 @@ def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
 
 
 @functools.lru_cache(maxsize=16)
-def _cached_rows_layout(
-    rows: int, row_length: int, device: torch.device, stream: int
-) -> SequenceLayout:
+def _cached_rows_layout(rows: int, row_length: int, device: torch.device, stream: int) -> SequenceLayout:
     with torch.inference_mode(False):  # an inference tensor could not be saved for a backward
         return SequenceLayout.from_rows(rows, row_length, device)
 
 
 def _check_device(given: Tensor | SequenceLayout, name: str, like: Tensor, like_name: str) -> None:
     if given.device != like.device:
-        raise ValueError(
-            f"{name}: expected device {like.device} like {like_name}, got {given.device}"
-        )
+        raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {given.device}")
 
 
 def _check_channel_stride(tensor: Tensor, name: str) -> None:

@@ -46,12 +46,7 @@ def conv1d_pack(
     width = checks.check_columns(weight, "weight", channels, 2, 4)
     states = initial_state, (layout.num_documents, channels, width - 1)
     checks.check_tensors(
-        x,
-        "x",
-        dtypes,
-        weight=(weight, (channels, width)),
-        bias=(bias, (channels,)),
-        initial_state=states,
+        x, "x", dtypes, weight=(weight, (channels, width)), bias=(bias, (channels,)), initial_state=states
     )
     if activation not in (None, "silu"):
         raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
@@ -104,9 +99,7 @@ def _backward(a: ConvArguments, saved: tuple, grads: tuple) -> tuple[Tensor | No
         dense(dfinal.to(dtype)) if a.return_final_state and dfinal is not None else None,
         *arguments, *gradients,
     )  # fmt: skip
-    return tuple(
-        None if t is None else gradient.to(t.dtype) for gradient, t in zip(gradients, a[:4])
-    )
+    return tuple(None if t is None else gradient.to(t.dtype) for gradient, t in zip(gradients, a[:4]))
 
 
 def _kernel_arguments(a: ConvArguments, dtype: torch.dtype) -> tuple:
@@ -115,9 +108,7 @@ def _kernel_arguments(a: ConvArguments, dtype: torch.dtype) -> tuple:
 
 
 def _cuda_forward(*arguments: Any) -> None:
-    cuts = scans_by_tensor_cores(
-        arguments[0], 16
-    )  # the scan's schedule, where the scan will have one
+    cuts = scans_by_tensor_cores(arguments[0], 16)  # the scan's schedule, where the scan will have one
     launch("conv1d_forward", "forward", arguments, arguments[0], arguments[3:5], cuts)
 
 

@@ -104,9 +104,7 @@ def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
 
 def check_has_kernels(u: Tensor) -> None:
     if u.dtype == torch.float64:
-        raise TypeError(
-            "float64 activations have no CUDA kernels; expected bfloat16, float16 or float32"
-        )
+        raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
 
 
 def launch(

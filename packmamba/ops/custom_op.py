@@ -40,8 +40,7 @@ def declare(name: str, outputs: int, cuda: Callable[..., None]) -> None:
 
     def run(*arguments: Any) -> None:
         written = [
-            t if t is None or t.is_contiguous() else t.new_empty(t.shape)
-            for t in arguments[-outputs:]
+            t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in arguments[-outputs:]
         ]
         operator("cpu", name)(*arguments[:-outputs], *written)
         for t, made in zip(arguments[-outputs:], written):
@@ -97,20 +96,12 @@ def register(
         return none_to_empty(backward(gather(of), saved, given[:outputs]), of[0])
 
     def fake_backward(*given: Any) -> tuple[Tensor, ...]:
-        return none_to_empty(
-            map(empty_grad_like, given[outputs : outputs + gradients]), given[outputs]
-        )
+        return none_to_empty(map(empty_grad_like, given[outputs : outputs + gradients]), given[outputs])
 
     grads = "".join(f"Tensor? grad_{i}, " for i in range(outputs))
     saved_schema = "".join(f", Tensor saved_{i}" for i in range(saved))
     _define(name, f"({schema}, bool keep)", outputs + saved, dispatched(forward), dispatched(fake))
-    _define(
-        f"{name}_backward",
-        f"({grads}{schema}{saved_schema})",
-        gradients,
-        run_backward,
-        fake_backward,
-    )
+    _define(f"{name}_backward", f"({grads}{schema}{saved_schema})", gradients, run_backward, fake_backward)
     operator = getattr(torch.ops.packmamba, name).default
     operator_backward = getattr(torch.ops.packmamba, f"{name}_backward").default
 
@@ -167,9 +158,7 @@ def register(
     def differentiated(keys: Any, *given: Any) -> Any:
         if not (torch.is_grad_enabled() and _any_requires_grad(given[:gradients])):
             return below_autograd(keys, given)
-        return Differentiable.apply(
-            (keys, given[-1], gather(given[:-1])[tensors:]), *given[:tensors]
-        )
+        return Differentiable.apply((keys, given[-1], gather(given[:-1])[tensors:]), *given[:tensors])
 
     _library.impl(name, differentiated, "Autograd", with_keyset=True)
     # Without Function's search for functorch's wrappers: ``is_tracing`` rules them out.
@@ -185,9 +174,7 @@ def register(
                 f"{name}: compiled kernels have no forward-mode derivatives; take backend='reference'"
             )
         if is_tracing() or not PLAIN.issuperset(map(type, a)):
-            return operator(*a[:tensors], *places(a[tensors:]), *a[tensors + layouts :], keep)[
-                :outputs
-            ]
+            return operator(*a[:tensors], *places(a[tensors:]), *a[tensors + layouts :], keep)[:outputs]
         if keep:
             return apply((None, True, a[tensors:]), *a[:tensors])
         return forward(a, False)[:outputs]
@@ -213,9 +200,7 @@ def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
 
 def empty_grad_like(tensor: Any) -> Any:
     """Allocate a contiguous gradient of a tensor; None for None."""
-    return (
-        None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
-    )
+    return None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def dense(tensor: Any) -> Any:

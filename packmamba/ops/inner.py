@@ -115,9 +115,7 @@ class InnerArguments(NamedTuple):
 
 def compiled(a: InnerArguments) -> tuple[Tensor, ...]:
     wide = checks.accumulation_dtype(a.xz.dtype)
-    used = (
-        None if weight.dtype == a.xz.dtype else weight.detach().to(a.xz.dtype) for weight in a[3:6]
-    )
+    used = (None if weight.dtype == a.xz.dtype else weight.detach().to(a.xz.dtype) for weight in a[3:6])
     changed: dict[str, Any] = dict(zip(("x_used", "dt_used", "out_used"), used))
     for name in ("conv_weight", "conv_bias", "conv_state"):
         changed[name] = None if getattr(a, name) is None else getattr(a, name).to(wide)
@@ -152,14 +150,8 @@ def _forward(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
 
 def _fake(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
     y, *others = _room(a, a.xz.chunk(2, dim=2)[0], keep)
-    mixed, projected = (
-        y.new_empty(*y.shape[:2], weight.shape[0]) for weight in (a.out_weight, a.x_weight)
-    )
-    return (
-        mixed,
-        *others,
-        *_saved(a, keep, (projected, torch.empty_like(y), torch.empty_like(y), y)),
-    )
+    mixed, projected = (y.new_empty(*y.shape[:2], weight.shape[0]) for weight in (a.out_weight, a.x_weight))
+    return (mixed, *others, *_saved(a, keep, (projected, torch.empty_like(y), torch.empty_like(y), y)))
 
 
 def _room(
@@ -188,23 +180,8 @@ def _kernel_arguments(a: InnerArguments) -> tuple[tuple, tuple]:
     """Return the convolution's arguments from weight to silu; the scan's A, D, and those behind z."""
     conv, scan = a.conv_layout, a.ssm_layout
     return (
-        (
-            dense(a.conv_weight),
-            dense(a.conv_bias),
-            conv.starts,
-            conv.ends,
-            dense(a.conv_state),
-            True,
-        ),
-        (
-            dense(a.A),
-            dense(a.D),
-            dense(a.delta_bias),
-            True,
-            scan.starts,
-            scan.ends,
-            dense(a.ssm_state),
-        ),
+        (dense(a.conv_weight), dense(a.conv_bias), conv.starts, conv.ends, dense(a.conv_state), True),
+        (dense(a.A), dense(a.D), dense(a.delta_bias), True, scan.starts, scan.ends, dense(a.ssm_state)),
     )
 
 
@@ -212,9 +189,7 @@ def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | N
     states, projected, x, delta, y = saved
     dmixed, dconv_final, dssm_final = grads
     gradients: Any = tuple(map(empty_grad_like, a[:11]))
-    dxz, dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = (
-        gradients
-    )
+    dxz, dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = gradients
     if dmixed is None:
         dmixed = a.xz.new_zeros(*a.xz.shape[:2], len(a.out_weight))
     if not a.return_state:

@@ -48,8 +48,7 @@ def _blank(a: ScanArguments | SsdArguments, real: Tensor, *tensors: Tensor | Non
         return a.delta, *tensors
     delta = torch.where(real, a.delta, -1e4 if a.delta_softplus else 0)
     return delta, *(
-        None if t is None else torch.where(real.unflatten(2, (1,) * (t.dim() - 2)), t, 0)
-        for t in tensors
+        None if t is None else torch.where(real.unflatten(2, (1,) * (t.dim() - 2)), t, 0) for t in tensors
     )
 
 
@@ -59,15 +58,12 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     real = _real(a.layout)
     scan = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
     by_channel = (
-        None if t is None else t.transpose(1, 2).contiguous()
-        for t in _blank(a, real, a.u, a.B, a.C, a.z)
+        None if t is None else t.transpose(1, 2).contiguous() for t in _blank(a, real, a.u, a.B, a.C, a.z)
     )
     delta, u, B, C, z = by_channel
     y = scan(u, delta, a.A, B, C, a.D, z, a.delta_bias, a.delta_softplus, a.return_final_state)
     y, final = y if a.return_final_state else (y, None)
-    return torch.where(real, y.transpose(1, 2), 0), None if final is None else final[
-        a.layout.rows.long()
-    ]
+    return torch.where(real, y.transpose(1, 2), 0), None if final is None else final[a.layout.rows.long()]
 
 
 def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
@@ -107,10 +103,7 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     x, weight, bias, initial_state, layout, activation, return_final_state = a
     given = initial_state is not None or return_final_state
     expect(
-        not given,
-        "initial_state, return_final_state",
-        "None and False in backend 'mamba_ssm'",
-        "others",
+        not given, "initial_state, return_final_state", "None and False in backend 'mamba_ssm'", "others"
     )
     real = _real(layout)
     convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")

@@ -63,15 +63,9 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     dtype, states = accumulation_dtype(x.dtype), _conv_states(a)
     before = states.shape[2]
     slots, taps, token = x.flatten(0, 1).to(dtype), weight.to(dtype), layout.token_slots
-    begin = (
-        layout.lengths.cumsum(0)
-        - layout.lengths
-        + torch.arange(len(states), device=x.device) * before
-    )
+    begin = layout.lengths.cumsum(0) - layout.lengths + torch.arange(len(states), device=x.device) * before
     lags = torch.arange(before, device=x.device)
-    place = (
-        torch.arange(len(token), device=x.device) + (layout.documents.flatten()[token] + 1) * before
-    )
+    place = torch.arange(len(token), device=x.device) + (layout.documents.flatten()[token] + 1) * before
     inputs = slots.new_zeros(len(token) + len(states) * before, x.shape[2])
     inputs = inputs.index_copy(0, place, slots.index_select(0, token))
     inputs = inputs.index_copy(
@@ -108,22 +102,7 @@ def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor]:
 
 def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
     """Scan token by token: states of (H, P, N)."""
-    (
-        x,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        z,
-        delta_bias,
-        initial_state,
-        _,
-        layout,
-        delta_softplus,
-        delta_limit,
-        _,
-    ) = a
+    (x, delta, A, B, C, D, z, delta_bias, initial_state, _, layout, delta_softplus, delta_limit, _) = a
     x_slots, delta = x.flatten(0, 1).to(A.dtype), delta.flatten(0, 1).to(A.dtype)
     B, C = (
         t.flatten(0, 1).to(A.dtype).repeat_interleave(x.shape[2] // t.shape[2], dim=1)[:, :, None]
@@ -146,20 +125,7 @@ def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """Scan all chunks at once: from zero for their end states, then from their start states."""
-    (
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        z,
-        delta_bias,
-        initial_state,
-        layout,
-        delta_softplus,
-        return_final_state,
-    ) = a
+    (u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state) = a
     dtype = accumulation_dtype(u.dtype)
     chunks = Chunks(layout, None)
     steps = max(1, int(chunks.inside.any(0).sum()))
@@ -167,9 +133,7 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     inside = inside[..., None]
 
     def by_step(tensor: Tensor) -> Tensor:
-        return (
-            tensor.flatten(0, 1).index_select(0, slot.flatten()).unflatten(0, slot.shape).to(dtype)
-        )
+        return tensor.flatten(0, 1).index_select(0, slot.flatten()).unflatten(0, slot.shape).to(dtype)
 
     x, B_steps, C_steps = by_step(u), by_step(B), by_step(C)
     size = torch.where(inside, _step_size(by_step(delta), delta_bias, delta_softplus), 0)
@@ -210,9 +174,7 @@ def _scan_steps(
     """Step chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), h."""
     y = []
     for t in range(size.shape[0]):
-        h = torch.addcmul(
-            drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h
-        )
+        h = torch.addcmul(drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h)
         if C is not None:
             # Not a matmul: autocast would round the states to 16 bits.
             y.append((h * C[t, :, None, :]).sum(-1))
@@ -230,9 +192,7 @@ def mamba_inner(
         weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight)
     )
     x, z = a.xz.chunk(2, dim=-1)
-    conv = ConvArguments(
-        x, a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, "silu", a.return_state
-    )
+    conv = ConvArguments(x, a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, "silu", a.return_state)
     x, conv_final = conv1d_pack(conv)
     delta, B, C = a.parts(F.linear(x, x_weight))
     delta = F.linear(delta, dt_weight)

@@ -71,18 +71,7 @@ def ssm_pack(
     )  # fmt: skip
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     a = ScanArguments(
-        u,
-        delta,
-        A,
-        B,
-        C,
-        D,
-        z,
-        delta_bias,
-        initial_state,
-        layout,
-        delta_softplus,
-        return_final_state,
+        u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state
     )
     y, final_state = choose(backend, u.device, "ssm_pack")(a)
     return (y, final_state) if return_final_state else y
@@ -191,6 +180,4 @@ def _cuts(
 
 declare("ssm_forward", outputs=3, cuda=_cuda_forward)
 declare("ssm_backward", outputs=9, cuda=_cuda_backward)
-compiled = register(
-    "ssm_pack", ScanArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9
-)
+compiled = register("ssm_pack", ScanArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9)

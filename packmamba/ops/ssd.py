@@ -63,9 +63,7 @@ def ssd_pack(
     near, wide = (x.dtype,), (checks.accumulation_dtype(x.dtype),)
     checks.check_is_tensor(B, "B")
     if B.dim() != 4 or not 1 <= B.shape[3] <= MOST_STATES or not B.shape[2] or heads % B.shape[2]:
-        expected = (
-            f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
-        )
+        expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
         raise ValueError(f"B: expected shape {expected}, got {tuple(B.shape)}")
     by_group = rows, row_length, *B.shape[2:]
     checks.check_tensors(
@@ -157,9 +155,7 @@ class Chunks:
     def gather(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Gather (B, L, ...) to (K, Q, ...), zero without a token."""
         tokens = tensor.flatten(0, 1)[self.slot].to(dtype)
-        return torch.where(
-            self.inside.view(*self.inside.shape, *(1,) * (tensor.dim() - 2)), tokens, 0
-        )
+        return torch.where(self.inside.view(*self.inside.shape, *(1,) * (tensor.dim() - 2)), tokens, 0)
 
     def scatter(self, tokens: Tensor, like: Tensor) -> Tensor:
         """Write (K, Q, ...) to slots, in like's shape and dtype, zero at padding."""
@@ -169,9 +165,7 @@ class Chunks:
         out = slots.index_copy(0, self.slot[self.inside], tokens[self.inside])
         return out.view(like.shape).to(like.dtype)
 
-    def pass_states(
-        self, first: Tensor, local: Tensor, decay: Tensor, reverse: bool = False
-    ) -> Tensor:
+    def pass_states(self, first: Tensor, local: Tensor, decay: Tensor, reverse: bool = False) -> Tensor:
         """Compute states at chunks' starts, (K, ...): ``decay * state + local`` is the next chunk's; reverse: at their ends."""
         if reverse:
             return self.pass_states(first, local[self.reverse], decay[self.reverse])[self.reverse]
@@ -231,9 +225,7 @@ def chunked(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
             scores = _scores(B[part], C[part], x.shape[2]) * _decays(steps.total[part])
             scores = scores * steps.size[part].transpose(1, 2)[:, :, None]
             within = _multiply(scores, x[part].transpose(1, 2)).transpose(1, 2)
-            parts.append(
-                within + _by_group(C[part], start[part]) * steps.from_start[part][..., None]
-            )
+            parts.append(within + _by_group(C[part], start[part]) * steps.from_start[part][..., None])
         y = torch.cat(parts)
         if a.D is not None:
             y = y + _skip(a.D) * x
@@ -314,11 +306,7 @@ def _chunked_backward(
         dy = before * z * open_
         dz = before * open_ * (1 + z * (1 - open_))
     dseen = dy * steps.from_start[..., None]
-    dlast = (
-        a.A.new_zeros(a.state_shape)
-        if dfinal is None
-        else F.pad(dfinal, (0, a.B.shape[3] - states))
-    )
+    dlast = a.A.new_zeros(a.state_shape) if dfinal is None else F.pad(dfinal, (0, a.B.shape[3] - states))
     dlocal = _outer(dseen, C)
     dend = chunks.pass_states(dlast, dlocal, decay, reverse=True)
     dinitial = None
@@ -354,9 +342,7 @@ def _chunked_backward(
         dsize[part] = (dx[part] * x[part]).sum(3)
         if dz is not None:
             forward = _multiply(scores * weighed, x[part].transpose(1, 2))
-            dz[part] *= (
-                forward.transpose(1, 2) + seen + (0 if a.D is None else _skip(a.D) * x[part])
-            )
+            dz[part] *= forward.transpose(1, 2) + seen + (0 if a.D is None else _skip(a.D) * x[part])
     dx = dx * size[..., None]
     if a.D is not None:
         dx = dx + _skip(a.D) * dy
@@ -388,11 +374,7 @@ def _kernels(x: Tensor) -> Any:
 
 
 def _fake(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    return (
-        empty_grad_like(a.x),
-        a.A.new_empty(a.state_shape) if a.return_final_state else None,
-        None,
-    )
+    return (empty_grad_like(a.x), a.A.new_empty(a.state_shape) if a.return_final_state else None, None)
 
 
 def _backward(a: SsdArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
@@ -406,6 +388,4 @@ def _backward(a: SsdArguments, saved: tuple, grads: tuple) -> tuple[Tensor | Non
         return _chunked_backward(a, dy, dfinal)
 
 
-compiled = register(
-    "ssd_pack", SsdArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9
-)
+compiled = register("ssd_pack", SsdArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9)

@@ -39,9 +39,7 @@ def plan(layout: Any, offsets: Tensor | None, rows: int, row_length: int) -> Pla
     """Make the plan on the device; cached with the layout."""
     schedules = cuda.schedules_of(layout.starts)
     tensors = [layout.starts, layout.ends, *([] if offsets is None else [offsets])]
-    stream = (
-        torch.cuda.current_stream(layout.starts.device).cuda_stream if layout.starts.is_cuda else 0
-    )
+    stream = torch.cuda.current_stream(layout.starts.device).cuda_stream if layout.starts.is_cuda else 0
     made_of = (*(tensor.data_ptr() for tensor in tensors), *cuda.versions(*tensors))
     known = schedules.get(("ssd", rows, row_length, stream))
     if known is None or known[0] != made_of:
@@ -70,10 +68,7 @@ def _plan(layout: Any, offsets: Tensor | None, slots: int) -> Plan:
         [order, *(of[order] for of in (behind - count, count, starts, ends, starts - before))], 1
     )
     return Plan(
-        *(
-            tensor.int()
-            for tensor in (torch.where(length > 0, start, 0), length, documents, padding)
-        )
+        *(tensor.int() for tensor in (torch.where(length > 0, start, 0), length, documents, padding))
     )
 
 
@@ -146,20 +141,12 @@ def _steps_back(
     )
     place = h.to(tl.int64)[None, :] * slots + start + q[:, None]
     before = tl.load(added + place, inside, 0.0) * step
-    dlog = (
-        tl.cumsum(tl.load(passes + place, inside, 0.0), 0, reverse=True)
-        + tl.cumsum(before, 0)
-        - before
-    )
-    dlog = tl.where(
-        inside, dlog + tl.load(through + k * H + h, of_h & (length > 0), 0.0)[None, :], 0.0
-    )
+    dlog = tl.cumsum(tl.load(passes + place, inside, 0.0), 0, reverse=True) + tl.cumsum(before, 0) - before
+    dlog = tl.where(inside, dlog + tl.load(through + k * H + h, of_h & (length > 0), 0.0)[None, :], 0.0)
     grad = (
         tl.load(of_x + place, inside, 0.0) + tl.load(added + place, inside, 0.0) + dlog * a[None, :]
     ) * slope
-    tl.store(
-        ddelta + (start + q)[:, None] * H + h[None, :], grad.to(ddelta.dtype.element_ty), inside
-    )
+    tl.store(ddelta + (start + q)[:, None] * H + h[None, :], grad.to(ddelta.dtype.element_ty), inside)
     tl.store(partial_A + k * H + h, tl.sum(dlog * step, 0), of_h)
     if BIAS:
         tl.store(partial_bias + k * H + h, tl.sum(grad, 0), of_h)
@@ -193,9 +180,7 @@ def _gated(dy, z, row, t, h, p, mask, place, z_b, z_l, z_h, GATE: tl.constexpr):
     dyk = tl.load(dy + place, mask, 0.0).to(tl.float32)
     of_z = dyk
     if GATE:
-        zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], mask, 0.0).to(
-            tl.float32
-        )
+        zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], mask, 0.0).to(tl.float32)
         open_ = 1 / (1 + tl.exp(-zk))
         of_z = dyk * open_ * (1 + zk * (1 - open_))
         dyk = dyk * zk * open_
@@ -282,9 +267,9 @@ def _walk(
                 tl.store(dz + place, (of_z * out).to(DTYPE), in_p)
             else:
                 if GATE:
-                    zk = tl.load(
-                        z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], in_p, 0.0
-                    ).to(tl.float32)
+                    zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], in_p, 0.0).to(
+                        tl.float32
+                    )
                     out = out * zk / (1 + tl.exp(-zk))
                 tl.store(y + place, out.to(DTYPE), in_p)
         scaled = xf * (step * tl.exp(whole - total))[:, None]
@@ -325,9 +310,7 @@ def _walk_back(
         place = (start + q).to(tl.int64)[:, None] * H * P + h * P + p[None, :]
         dyk, _ = _gated(dy, z, row, t, h, p, in_p, place, z_b, z_l, z_h, GATE)
         scores = _dot(Bk, tl.trans(Ck), DTYPE)
-        scores = tl.where(
-            q[:, None] <= q[None, :], scores * tl.exp(total[None, :] - total[:, None]), 0.0
-        )
+        scores = tl.where(q[:, None] <= q[None, :], scores * tl.exp(total[None, :] - total[:, None]), 0.0)
         seen = tl.load(states + saved_at, both, 0.0).to(tl.float32)
         tl.store(through + k * H + h, tl.sum(tl.sum(seen * state, 1), 0) * tl.exp(whole))
         of_x = _dot(Bk, state, DTYPE) * tl.exp(whole - total)[:, None]
@@ -378,14 +361,8 @@ def _chunk(
             own_pairs = tl.where(q[:, None] == q[None, :], pairs, 0.0)
             tl.store(partial_D + k.to(tl.int64) * H + h, tl.sum(tl.sum(own_pairs, 1), 0))
         if SKIP == 2:
-            tl.store(
-                partial_D + (k.to(tl.int64) * H + h) * P + p,
-                tl.sum(dyk * xk.to(tl.float32), 0),
-                of_p,
-            )
-        pairs = tl.where(
-            q[:, None] >= q[None, :], pairs * tl.exp(total[:, None] - total[None, :]), 0.0
-        )
+            tl.store(partial_D + (k.to(tl.int64) * H + h) * P + p, tl.sum(dyk * xk.to(tl.float32), 0), of_p)
+        pairs = tl.where(q[:, None] >= q[None, :], pairs * tl.exp(total[:, None] - total[None, :]), 0.0)
         sum_pairs += pairs * step[None, :]
         pairs *= scores
         tl.store(of_x + at + q, tl.sum(pairs, 0), inside)
@@ -393,21 +370,14 @@ def _chunk(
         moved = tl.load(passes + at + q, inside, 0.0)
         tl.store(passes + at + q, moved + tl.sum(pairs, 1) - tl.sum(pairs, 0), inside)
         saved_at = (k.to(tl.int64) * H + h) * N * P + s[:, None] * P + p[None, :]
-        state, dstate = (
-            tl.load(states + saved_at, both, 0.0),
-            tl.load(dstates + saved_at, both, 0.0),
-        )
+        state, dstate = (tl.load(states + saved_at, both, 0.0), tl.load(dstates + saved_at, both, 0.0))
         dC += _dot(dyk * tl.exp(total)[:, None], tl.trans(state), DTYPE)
-        dB += _dot(
-            xk.to(tl.float32) * (step * tl.exp(whole - total))[:, None], tl.trans(dstate), DTYPE
-        )
+        dB += _dot(xk.to(tl.float32) * (step * tl.exp(whole - total))[:, None], tl.trans(dstate), DTYPE)
     dC += _dot(sum_pairs, Bk, DTYPE)
     dB += _dot(tl.trans(sum_pairs), Ck, DTYPE)
     groups = H // SHARED
     share = some - group * (SHARED // EACH)
-    place = ((share.to(tl.int64) * slots + start + q)[:, None] * groups + group) * 2 * N + s[
-        None, :
-    ]
+    place = ((share.to(tl.int64) * slots + start + q)[:, None] * groups + group) * 2 * N + s[None, :]
     tl.store(partial_BC + place, dB, in_s)
     tl.store(partial_BC + place + N, dC, in_s)
 
@@ -465,21 +435,12 @@ class Problem:
             ("C", "blg", a.C),
             ("z", "blh", z),
         ):
-            self.constants |= {
-                f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride())
-            }
+            self.constants |= {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride())}
         self.by_chunk = (len(self.chunks.start), triton.cdiv(heads, 16))
         self.by_document = (heads * len(a.layout.starts),)
         self.steps, self.totals = (a.A.new_empty(heads, self.slots) for _ in range(2))
         _steps[self.by_chunk](
-            a.delta,
-            a.A,
-            a.delta_bias,
-            self.steps,
-            self.totals,
-            *self.place,
-            *self.limits,
-            **self.of_steps,
+            a.delta, a.A, a.delta_bias, self.steps, self.totals, *self.place, *self.limits, **self.of_steps
         )
 
 
@@ -492,10 +453,7 @@ def _dense(a: Any) -> Any:
 def forward(a: Any) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack``."""
     a = _dense(a)
-    y, final = (
-        a.x.new_empty(a.x.shape),
-        a.A.new_zeros(a.state_shape) if a.return_final_state else None,
-    )
+    y, final = (a.x.new_empty(a.x.shape), a.A.new_zeros(a.state_shape) if a.return_final_state else None)
     if not len(a.layout.starts):
         return y.zero_(), final
     of = Problem(a)
@@ -514,9 +472,7 @@ def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor |
     dfinal = None if dfinal is None else dfinal.contiguous()
     count = len(of.chunks.start)
     wide = a.x.dtype if a.x.dtype == torch.bfloat16 else torch.float32
-    at_starts, at_ends = (
-        a.x.new_empty(count, heads, states, channels, dtype=wide) for _ in range(2)
-    )
+    at_starts, at_ends = (a.x.new_empty(count, heads, states, channels, dtype=wide) for _ in range(2))
     dx, ddelta = a.x.new_empty(a.x.shape), a.x.new_empty(a.delta.shape)
     dz = None if a.z is None else a.x.new_empty(a.x.shape)
     initial = a.initial_state is not None

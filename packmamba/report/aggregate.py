@@ -55,9 +55,7 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
+            flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
         )
     return flat
 
@@ -69,10 +67,7 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
     """Return a row for each record, by time: its keys, ``config.<key>``, ``curves.<name>``, and metrics as floats."""
-    rows = [
-        {**r, **flatten({key: r[key] for key in ("config", "curves")})}
-        for r in of_kind(records, kind)
-    ]
+    rows = [{**r, **flatten({key: r[key] for key in ("config", "curves")})} for r in of_kind(records, kind)]
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
     others = pd.DataFrame(rows, dtype=object)
     joined = pd.concat([others.where(others.notna(), None), metrics], axis=1)
@@ -143,9 +138,7 @@ class Arm:
     @lru_cache(maxsize=64)
     def points(self, curve: str) -> pd.DataFrame:
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
-        return pd.DataFrame(
-            [point | {"seed": seed} for seed, each in curves.items() for point in each]
-        )
+        return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
 
 
 Arms = Sequence[Arm]
@@ -164,9 +157,7 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
         losses = [column for column in runs if column.startswith("val_loss")]
         runs.loc[runs["diverged_at_step"].notna(), losses] = math.nan
     settings = [
-        key
-        for key in runs
-        if key.startswith("config.") and key.removeprefix("config.") not in NOT_SETTINGS
+        key for key in runs if key.startswith("config.") and key.removeprefix("config.") not in NOT_SETTINGS
     ]
     differ = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
     keys = sorted(differ.index[differ])
@@ -190,21 +181,15 @@ def timed_arms(records: Records) -> list[Arm]:
         return []
     runs["timing"] = runs["config.run"].map(str)
     groups = runs.groupby(["arm", "timing"])
-    arms = [
-        Arm(name, (("run", run),), group.tail(1).set_index("seed")) for (name, run), group in groups
-    ]
+    arms = [Arm(name, (("run", run),), group.tail(1).set_index("seed")) for (name, run), group in groups]
     ended, timed = runs.groupby("timing")["time"].max(), []
     for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
         names = {one.baseline.name for one in trained if one.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
         base = [peer for peer in peers if peer.name in names]
-        base += [
-            peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme
-        ]
+        base += [peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme]
         rate = base[0]["real_tokens_per_second"].iloc[0] if base else math.nan
-        timed.append(
-            replace(arm, runs=arm.runs.assign(speedup=arm.runs["real_tokens_per_second"] / rate))
-        )
+        timed.append(replace(arm, runs=arm.runs.assign(speedup=arm.runs["real_tokens_per_second"] / rate)))
     return timed
 
 
@@ -212,9 +197,9 @@ def arms_with_speeds(records: Records) -> list[Arm]:
     """Return trained arms, with speeds of the latest timing that holds most of them."""
     arms, timed = training_arms(records), timed_arms(records)
     names = {arm.name for arm in arms}
-    timing = next(
-        iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,)
-    )[0]
+    timing = next(iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,))[
+        0
+    ]
     timed = [one for one in timed if one.timing == timing]
     for arm in arms:
         its = [
@@ -246,11 +231,7 @@ class Seeds(NamedTuple):
     missing: int
 
     def __str__(self) -> str:
-        words = [
-            f"{n} {what}"
-            for n, what in ((self.diverged, "diverged"), (self.missing, "missing"))
-            if n
-        ]
+        words = [f"{n} {what}" for n, what in ((self.diverged, "diverged"), (self.missing, "missing")) if n]
         return ", ".join([f"{self.finite} of {sum(self)}", *words]) if words else str(self.finite)
 
 
@@ -269,18 +250,12 @@ def _baseline(arm: Arm, arms: Arms) -> Arm:
     matches = [peer for peer in peers if peer.label == named] + [
         p for p in peers if p.title == parts_of(named)[0]
     ]
-    return [
-        *matches,
-        *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme),
-        *peers,
-    ][0]
+    return [*matches, *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), *peers][0]
 
 
 def versus(arms: Arms) -> str:
     baselines = {arm.baseline for arm in arms}
-    return " or ".join(
-        sorted({one.label if one.sweep.get("apart") else one.title for one in baselines})
-    )
+    return " or ".join(sorted({one.label if one.sweep.get("apart") else one.title for one in baselines}))
 
 
 def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
@@ -362,12 +337,7 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
         rulings |= rule(family, absent if is_primary else 0)
     made = [
         Contrast(
-            arm,
-            other,
-            primary,
-            same_documents(arm, other),
-            divergence(arm, other),
-            rulings[arm, other],
+            arm, other, primary, same_documents(arm, other), divergence(arm, other), rulings[arm, other]
         )
         for (arm, other), primary in pairs.items()
     ]
@@ -428,14 +398,10 @@ def pilot_margin(
 def same_documents(arm: Arm, other: Arm) -> bool:
     """Tell if the steps of two arms hold the same documents."""
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
-    if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {
-        "matched"
-    }:
+    if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {"matched"}:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
     keys = {
-        key.removeprefix("config.")
-        for key in {*arm.runs, *other.runs}
-        if key.startswith("config.data.")
+        key.removeprefix("config.") for key in {*arm.runs, *other.runs} if key.startswith("config.data.")
     }
     return all(arm.says(key) == other.says(key) for key in keys - free)
 
@@ -445,9 +411,7 @@ def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
     sides = [side.points("loss_by_position") for side in (arm, arm.baseline)]
     if arm.baseline is arm or any(points.empty for points in sides):
         return []
-    ours, theirs = (
-        points.set_index(["start", "end", "seed"])["loss"].astype(float) for points in sides
-    )
+    ours, theirs = (points.set_index(["start", "end", "seed"])["loss"].astype(float) for points in sides)
     by_place = (ours - theirs).dropna().groupby(level=["start", "end"])
     return [(start, end, one) for (start, end), values in by_place if (one := interval(values))]
 
@@ -461,9 +425,7 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
         config = record["config"]
         path = place / f"{config.get('evaluation', {}).get('name')}-{config.get('id')}.jsonl"
         result.append(
-            {**record, "items": path}
-            if record["kind"] == "evaluation" and path.is_file()
-            else record
+            {**record, "items": path} if record["kind"] == "evaluation" and path.is_file() else record
         )
     return result
 
@@ -477,9 +439,7 @@ ITEM_MEASURES = {
 
 def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     """Return the difference of two models' metric, paired by item, or None."""
-    ours, theirs = (
-        side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline)
-    )
+    ours, theirs = (side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline))
     pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
     if not pairs and len(ours) == len(theirs) == 1:
         pairs = [(ours.iloc[0], theirs.iloc[0])]
@@ -494,16 +454,8 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
 
 
 def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
-    items = pd.DataFrame(
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    )
-    items = (
-        items.assign(one=1, correct=items["choice"] == items["answer"])
-        if "choice" in items
-        else items
-    )
-    group = next(
-        (items[key] for key in ("group", "document", "index") if key in items), items.index
-    )
+    items = pd.DataFrame([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
+    items = items.assign(one=1, correct=items["choice"] == items["answer"]) if "choice" in items else items
+    group = next((items[key] for key in ("group", "document", "index") if key in items), items.index)
     values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)
     return values.groupby(group, sort=False).sum()

@@ -60,9 +60,7 @@ def style_in(arm: Arm, arms: Arms) -> dict[str, Any]:
 
 
 def axes(panels: int, width: float = 10.0, height: float = 4.2) -> tuple[Canvas, list[Axes]]:
-    fig, grid = plt.subplots(
-        1, panels, figsize=(width, height), layout="constrained", squeeze=False
-    )
+    fig, grid = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
     return fig, list(grid.flat)
 
 
@@ -80,9 +78,7 @@ def legend_below(fig: Canvas, columns: int = 5) -> None:
     legends = [ax.get_legend_handles_labels() for ax in fig.axes]
     handles = {label: handle for each in legends for handle, label in zip(*each)}
     for ncols in range(min(columns, max(1, len(handles))), 0, -1):
-        legend = fig.legend(
-            handles.values(), handles.keys(), loc="outside lower center", ncols=ncols
-        )
+        legend = fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols)
         if ncols == 1 or legend.get_window_extent().width <= 0.98 * fig.bbox.width:
             return
         legend.remove()
@@ -121,20 +117,13 @@ def line_figure(name: str, caption: str, arms: Arms, panels: Sequence[Panel]) ->
 
 
 def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
-    return (
-        points.astype({value: float}).groupby(place)[value].agg(mean="mean", low="min", high="max")
-    )
+    return points.astype({value: float}).groupby(place)[value].agg(mean="mean", low="min", high="max")
 
 
 def training_figures(records: Records) -> list[Figure]:
     arms = aggregate.arms_with_speeds(records)
     timed = [arm for arm in arms if arm.timing]
-    return [
-        *_learning_curves(arms),
-        *_differences(arms),
-        *_speed_bars(timed),
-        *_loss_by_position(arms),
-    ]
+    return [*_learning_curves(arms), *_differences(arms), *_speed_bars(timed), *_loss_by_position(arms)]
 
 
 def throughput_figures(records: Records) -> list[Figure]:
@@ -158,20 +147,13 @@ def _learning_curves(arms: Arms) -> list[Figure]:
             by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
     panels = [
         (
-            {
-                "title": "Against data",
-                "xlabel": "non-padding tokens",
-                "ylabel": "validation loss (nats)",
-            },
+            {"title": "Against data", "xlabel": "non-padding tokens", "ylabel": "validation loss (nats)"},
             by_tokens,
         )
     ]
     if all(arm.timing for arm in arms):
         panels += [
-            (
-                {"title": "Against time", "xlabel": "training time (s), at the measured speed"},
-                by_time,
-            )
+            ({"title": "Against time", "xlabel": "training time (s), at the measured speed"}, by_time)
         ]
     caption = "Validation loss by tokens and time. Bands: range of seeds."
     return line_figure("learning-curves", caption, arms, panels)
@@ -188,12 +170,7 @@ def _differences(arms: Arms) -> list[Figure]:
         dots = (pair.arm[metric] - pair.other[metric]).dropna()
         ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(
-            one.mean,
-            y,
-            xerr=[[one.mean - one.low], [one.high - one.mean]],
-            fmt="D",
-            color=color,
-            capsize=4,
+            one.mean, y, xerr=[[one.mean - one.low], [one.high - one.mean]], fmt="D", color=color, capsize=4
         )
     ax.axvline(0, color=MUTED, linewidth=1)
     if (margin := pairs[0].arm.sweep.get("margin")) is not None:
@@ -208,27 +185,12 @@ def _speed_bars(bars: Arms) -> list[Figure]:
     if not bars:
         return []
     fig, (ax,) = axes(1, height=1.3 + 0.5 * len(bars))
-    rates = [
-        [arm[f"{what}_per_second"].mean() for what in ("real_tokens", "slots")] for arm in bars
-    ]
+    rates = [[arm[f"{what}_per_second"].mean() for what in ("real_tokens", "slots")] for arm in bars]
     for y, (arm, (real, slots)) in enumerate(zip(bars, rates)):
         color, faster = style_in(arm, bars)["color"], arm["speedup"].mean()
         ax.barh(y, real, height=0.62, color=color)
-        ax.barh(
-            y,
-            slots - real,
-            left=real,
-            height=0.62,
-            facecolor="white",
-            edgecolor=color,
-            hatch="////",
-        )
-        ax.text(
-            slots,
-            y,
-            f" {real:,.0f}" + ("" if pd.isna(faster) else f"   {faster:.2f}x"),
-            va="center",
-        )
+        ax.barh(y, slots - real, left=real, height=0.62, facecolor="white", edgecolor=color, hatch="////")
+        ax.text(slots, y, f" {real:,.0f}" + ("" if pd.isna(faster) else f"   {faster:.2f}x"), va="center")
     name_bars(ax, [arm.label for arm in bars])
     ax.set_xlim(0, 1.2 * np.max(rates))
     ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
@@ -254,12 +216,13 @@ def _loss_by_position(arms: Arms) -> list[Figure]:
     panels = [
         (axis | {"title": "Validation loss by position", "ylabel": "loss (nats)"}, losses),
         (
-            axis
-            | {"title": f"The same, minus {aggregate.versus(arms)}", "ylabel": "difference (nats)"},
+            axis | {"title": f"The same, minus {aggregate.versus(arms)}", "ylabel": "difference (nats)"},
             differences,
         ),
     ]
-    caption = "Validation loss by position in the document; paired differences with 95 % intervals over seeds."
+    caption = (
+        "Validation loss by position in the document; paired differences with 95 % intervals over seeds."
+    )
     return line_figure("loss-by-position", caption, arms, panels)
 
 

@@ -60,15 +60,11 @@ class Section:
     figures: list[Figure] = field(default_factory=list)
 
 
-def build_sections(
-    records: Iterable[Record], figures: bool = True, kinds: Kinds = None
-) -> list[Section]:
+def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds = None) -> list[Section]:
     """Make tables and figures by corpus; ``kinds``: further kinds of records."""
     known, corpus = {**KINDS, **(kinds or {})}, itemgetter("corpus_hash")
     groups = [[*group] for _, group in itertools.groupby(sorted(records, key=corpus), corpus)]
-    if unknown := [
-        record["kind"] for group in groups for record in group if record["kind"] not in known
-    ]:
+    if unknown := [record["kind"] for group in groups for record in group if record["kind"] not in known]:
         raise ConfigError(f"kind: expected one of {', '.join(known)}, got {unknown[0]}")
     sections = [Section(corpus(group[0]), group, findings(group)) for group in groups]
     for name, kind in known.items():
@@ -85,9 +81,7 @@ def build_sections(
                 section.tables.append(replace(table, name=stem, notes=[*table.notes, *note]))
             with house_style():
                 drawn = kind.figures(section.records) if figures else []
-            section.figures += [
-                one._replace(name=one.name.removesuffix(label) + label) for one in drawn
-            ]
+            section.figures += [one._replace(name=one.name.removesuffix(label) + label) for one in drawn]
     return sections
 
 
@@ -95,9 +89,7 @@ def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
     parts = []
     for section in build_sections(records, figures=False, kinds=kinds):
         headlines = [
-            table
-            for i, table in enumerate(section.tables)
-            if not i or table.name.startswith("verdicts")
+            table for i, table in enumerate(section.tables) if not i or table.name.startswith("verdicts")
         ]
         parts += [write_table(table, "txt") for table in headlines]
         parts.append("\n".join(f"- {finding}" for finding in section.findings))
@@ -105,14 +97,8 @@ def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
 
 
 def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str]:
-    tables = [
-        table for section in build_sections(records, False, kinds) for table in section.tables
-    ]
-    return {
-        f"{table.name}.{form}": write_table(table, form)
-        for table in tables
-        for form in ("md", "csv")
-    }
+    tables = [table for section in build_sections(records, False, kinds) for table in section.tables]
+    return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in ("md", "csv")}
 
 
 def write_report(
@@ -127,25 +113,17 @@ def write_report(
     sections = build_sections(
         with_items(folder, read_records(folder)) if records is None else records, kinds=kinds
     )
-    tables = [
-        *([opening] if opening else []),
-        *(table for section in sections for table in section.tables),
-    ]
+    tables = [*([opening] if opening else []), *(table for section in sections for table in section.tables)]
     files: dict[str, bytes] = {}
     for table in tables:
         forms = ("md", "csv", *["tex"] * latex)
-        files |= {
-            f"tables/{table.name}.{form}": write_table(table, form).encode() for form in forms
-        }
+        files |= {f"tables/{table.name}.{form}": write_table(table, form).encode() for form in forms}
     for figure in (figure for section in sections for figure in section.figures):
         files |= {
-            f"figures/{figure.name}.{form}": getattr(figure, form)
-            for form in ("png", *["pdf"] * latex)
+            f"figures/{figure.name}.{form}": getattr(figure, form) for form in ("png", *["pdf"] * latex)
         }
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(
-        loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True
-    )
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
     rows = [record for section in sections for record in section.records]
     configs = [flatten(record["config"]) for record in rows]
     page = environment.get_template("page.html").render(

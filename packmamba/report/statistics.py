@@ -119,9 +119,7 @@ def _score_of_zero(mean: float, means: NDArray[np.float64]) -> float:
 def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.uint8], ...]:
     """Count draws, (draws, seeds) and (draws, groups)."""
     rng = np.random.default_rng(0)
-    return tuple(
-        rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups)
-    )
+    return tuple(rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups))
 
 
 def estimate(differences: Any, weights: Any = None, draws: int = DRAWS) -> Estimate | None:
@@ -221,8 +219,7 @@ class Divergence(NamedTuple):
         """
         fewest, most = max(0, self.total - self.other_runs), min(self.total, self.runs)
         splits = (
-            _fisher(count, self.runs, self.total - count, self.other_runs)
-            for count in (fewest, most)
+            _fisher(count, self.runs, self.total - count, self.other_runs) for count in (fewest, most)
         )
         return min(splits) <= ALPHA
 
@@ -268,14 +265,10 @@ def rule(family: Mapping[Key, Comparison], absent: int = 0) -> dict[Key, Ruling]
     ``absent`` counts contrasts that were named beforehand and have no runs: Holm's adjustment gets
     no milder where an arm is missing.
     """
-    estimates = {
-        key: estimate(one.differences, one.weights) or NOTHING for key, one in family.items()
-    }
+    estimates = {key: estimate(one.differences, one.weights) or NOTHING for key, one in family.items()}
     of_zero = {(key, "mean"): found.p for key, found in estimates.items()}
     of_divergence = {
-        (key, "divergence"): one.divergence.p
-        for key, one in family.items()
-        if one.divergence.can_differ
+        (key, "divergence"): one.divergence.p for key, one in family.items() if one.divergence.can_differ
     }
     of_equivalence = {
         key: p_of_equivalence(one.differences, one.weights, one.margin)
@@ -298,11 +291,7 @@ def rule(family: Mapping[Key, Comparison], absent: int = 0) -> dict[Key, Ruling]
 
 
 def _word(
-    comparison: Comparison,
-    found: Estimate,
-    p_difference: float,
-    p_equivalence: float,
-    p_divergence: float,
+    comparison: Comparison, found: Estimate, p_difference: float, p_equivalence: float, p_divergence: float
 ) -> str:
     """Return a contrast's verdict by its adjusted p."""
     divergence = comparison.divergence
@@ -372,9 +361,7 @@ def margin_from_pilot(harm: Estimate) -> float:
     return harm.low / 2
 
 
-def power(
-    pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, draws: int = 2000
-) -> float:
+def power(pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, draws: int = 2000) -> float:
     """Return a lower bound of how often ``rule`` calls arms without a difference equivalent.
 
     ``pilot`` are differences of the very contrast that is to be tested, as ``estimate`` takes

@@ -89,10 +89,5 @@ def measure_throughput(
                 "rounds": rounds,
                 "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
             }
-            identity = (
-                name_of(output),
-                name,
-                recorded_config(arm.config) | {"run": run},
-                arm.config.seed,
-            )
+            identity = (name_of(output), name, recorded_config(arm.config) | {"run": run}, arm.config.seed)
             yield make_record("throughput", *identity, arm.corpus_hash, metrics, wall_seconds)

@@ -157,9 +157,7 @@ class StatefulBoundary(Boundary):
         """Take the final state of each row's last document (B, ...), any for an empty row."""
         raise NotImplementedError
 
-    def forward(
-        self, model: MambaLM, batch: PackedBatch, incoming: States
-    ) -> tuple[Tensor, States]:
+    def forward(self, model: MambaLM, batch: PackedBatch, incoming: States) -> tuple[Tensor, States]:
         """Compute the head's input, and the final state of each row's last document, detached."""
         states = self.initial_states(model, batch.layout, incoming)
         hidden, final = super().hidden(model, batch, states=states, return_states=True)
@@ -233,9 +231,7 @@ class Carry(StatefulBoundary):
             self.stored[batch.turn] = RowStates(final, end_positions(layout), self.step)
 
     def measures(self) -> dict[str, float]:
-        tensors = [
-            tensor for stored in self.stored.values() for tensor in flatten_states(stored.states)
-        ]
+        tensors = [tensor for stored in self.stored.values() for tensor in flatten_states(stored.states)]
         measures: dict[str, float] = {"state_bytes": sum(tensor.nbytes for tensor in tensors)}
         if self.age is not None:
             measures["state_age_steps"] = self.age
@@ -262,8 +258,7 @@ class CarryScan(Carry):
 
     def continued(self, incoming: States, fresh: States) -> States:
         return [
-            (*fresh_layer[:-1], incoming_layer[-1])
-            for incoming_layer, fresh_layer in zip(incoming, fresh)
+            (*fresh_layer[:-1], incoming_layer[-1]) for incoming_layer, fresh_layer in zip(incoming, fresh)
         ]
 
 
@@ -309,9 +304,7 @@ class FittedNoise(Carry):
         for tensor, mean, square in zip(flatten_states(stored.states), self.means, self.squares):
             mean = mean / debias
             variance = (square / debias - mean.square()).clamp(min=0)
-            noise = torch.randn(
-                tensor.shape, dtype=mean.dtype, device=tensor.device, generator=generator
-            )
+            noise = torch.randn(tensor.shape, dtype=mean.dtype, device=tensor.device, generator=generator)
             drawn.append((mean + variance.sqrt() * noise).to(tensor.dtype))
         return unflatten_states(drawn, stored.states)
 

@@ -111,9 +111,7 @@ class RunMetrics(SavedCallback):
     def check_finite(self, trainer: Trainer, module: Any) -> None:
         """Stop if a loss since the last check is not finite, unless a loss scale skips such steps."""
         finite = (
-            torch.isfinite(torch.stack(self._unchecked_losses)).tolist()
-            if self._unchecked_losses
-            else []
+            torch.isfinite(torch.stack(self._unchecked_losses)).tolist() if self._unchecked_losses else []
         )
         self._unchecked_losses.clear()
         if not all(finite) and self.diverged is None and not module.scaled:
@@ -134,9 +132,7 @@ class RunMetrics(SavedCallback):
         self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
         means, counts = results["by_position"].tolist(), results["counts"].tolist()
         buckets = zip(POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), means, counts)
-        self.by_position = [
-            dict(zip(("start", "end", "loss", "count"), one)) for one in buckets if one[-1]
-        ]
+        self.by_position = [dict(zip(("start", "end", "loss", "count"), one)) for one in buckets if one[-1]]
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
@@ -145,17 +141,13 @@ class RunMetrics(SavedCallback):
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
-            self.peak_memory = max(
-                self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device)
-            )
+            self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
 
 
 class CheckpointFile(TorchCheckpointIO):
     """Write a checkpoint whole or not at all. Raises DiskFull."""
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         # A file of Python's: torch does not say why its own cannot be written.
@@ -185,9 +177,7 @@ class Checkpoint(LightningCheckpoint):
     def signals(self) -> Iterator[None]:
         handlers: dict[signal.Signals, Any] = {}
         for signum in (
-            (signal.SIGINT, signal.SIGTERM)
-            if threading.current_thread() is threading.main_thread()
-            else ()
+            (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
         ):
             if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
                 handlers[signum] = signal.signal(signum, self._handle)
@@ -240,9 +230,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
     try:
-        if (
-            damaged := zipfile.ZipFile(path).testzip()
-        ) is not None:  # torch.load does not check CRCs
+        if (damaged := zipfile.ZipFile(path).testzip()) is not None:  # torch.load does not check CRCs
             raise ValueError(f"{damaged} is damaged")
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -260,9 +248,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
             read_checkpoint(path)
             return path
         except ConfigError as error:
-            refused = ConfigError(
-                f"runs_dir: no checkpoint loads: {error} to train from the beginning"
-            )
+            refused = ConfigError(f"runs_dir: no checkpoint loads: {error} to train from the beginning")
             logger.warning("%s; the run resumes from an older one", error)
     if refused:
         raise refused
@@ -277,9 +263,7 @@ class Average(SavedCallback):
     def __init__(self, steps: int, snapshots: int, share: float) -> None:
         first = max(steps - int(share * steps), 1)
         self.at = {
-            round(first + i * (steps - first) / (snapshots - 1))
-            for i in range(snapshots)
-            if snapshots > 1
+            round(first + i * (steps - first) / (snapshots - 1)) for i in range(snapshots) if snapshots > 1
         }
         self.taken, self.mean = 0, dict[str, Tensor]()
 
@@ -288,11 +272,7 @@ class Average(SavedCallback):
         if trainer.global_step in self.at:
             self.taken += 1
             for name, weight in module.model.named_parameters():
-                mean = (
-                    self.mean[name].to(weight.device)
-                    if name in self.mean
-                    else weight.detach().clone()
-                )
+                mean = self.mean[name].to(weight.device) if name in self.mean else weight.detach().clone()
                 self.mean[name] = mean + (weight - mean) / self.taken
 
 
@@ -346,10 +326,7 @@ def why_unchecked(options: TrainerConfig) -> str | None:
 
 
 def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
-    more |= {
-        "examples": config.evaluation_examples,
-        "options": config.evaluation_options.get(name, {}),
-    }
+    more |= {"examples": config.evaluation_examples, "options": config.evaluation_options.get(name, {})}
     return EvalContext(config.data, key="evaluation_options", trainer=config.trainer, **more)
 
 
@@ -376,13 +353,8 @@ class Evaluations(SavedCallback):
     def evaluate(
         self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None
     ) -> dict[str, EvalResult]:
-        step, more = (
-            trainer.global_step,
-            {"tokenizer": tokenizer, "max_slots": default_max_slots(model)},
-        )
-        contexts = {
-            name: evaluation_context(self.config, name, **more) for name in self.config.evaluations
-        }
+        step, more = (trainer.global_step, {"tokenizer": tokenizer, "max_slots": default_max_slots(model)})
+        contexts = {name: evaluation_context(self.config, name, **more) for name in self.config.evaluations}
         results = {name: evaluate(name, model, context) for name, context in contexts.items()}
         numbers = {
             f"{name}.{key}": value
@@ -398,7 +370,5 @@ class Evaluations(SavedCallback):
         }
         self.points = [other for other in self.points if other["step"] != step] + [point]
         for each in trainer.loggers:
-            each.log_metrics(
-                {f"evaluation/{name}": value for name, value in finite.items()}, step - 1
-            )
+            each.log_metrics({f"evaluation/{name}": value for name, value in finite.items()}, step - 1)
         return results

@@ -218,10 +218,7 @@ class BatchGraphs:
         gc.collect()  # autograd's leftovers of other streams
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads pin the next batches' memory meanwhile.
-        with (
-            torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"),
-            one_capture(),
-        ):
+        with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), one_capture():
             results = self._run(static.batch, static.num_targets, *static_inputs)
         torch.clear_autocast_cache()
         return Captured(

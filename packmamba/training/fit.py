@@ -60,9 +60,7 @@ MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
 def fit(
-    config: Config,
-    progress: bool = True,
-    stop: Callable[[callbacks.RunMetrics], bool] | None = None,
+    config: Config, progress: bool = True, stop: Callable[[callbacks.RunMetrics], bool] | None = None
 ) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
@@ -140,10 +138,7 @@ class _Run:
     """Hold a run's parts: what is read, what trains it, and where its results go."""
 
     def __init__(
-        self,
-        config: Config,
-        progress: bool,
-        stop: Callable[[callbacks.RunMetrics], bool] | None,
+        self, config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool] | None
     ) -> None:
         """Check everything that needs no documents; make the trainer."""
         self.begun = time.perf_counter()
@@ -176,9 +171,7 @@ class _Run:
         )
         self.evaluations = callbacks.Evaluations(self.config, self.metrics)
         self.leakcheck = callbacks.LeakCheck(self.config, self.metrics)
-        self.checkpoint = callbacks.Checkpoint(
-            self.saved, self.config, self.metrics, self._should_stop
-        )
+        self.checkpoint = callbacks.Checkpoint(self.saved, self.config, self.metrics, self._should_stop)
 
     def _should_stop(self, metrics: callbacks.RunMetrics) -> bool:
         self.lock.check()
@@ -293,9 +286,7 @@ class _Run:
         """Write the weights and, of text, the tokenizer: the folder is a model."""
         prefix = "model."
         weights = {
-            name.removeprefix(prefix): weight
-            for name, weight in state.items()
-            if name.startswith(prefix)
+            name.removeprefix(prefix): weight for name, weight in state.items() if name.startswith(prefix)
         }
         write_pretrained(self.folder, dict(module.model.config), weights)
         data = self.config.data
@@ -381,10 +372,7 @@ def make_trainer(
 def _leave_signals_to_us(trainer: lightning.Trainer) -> None:
     """Switch off Lightning's signal handlers, and its broadcasts of them (its issue 20806)."""
     loop = trainer.fit_loop.epoch_loop
-    methods = (
-        (trainer._signal_connector, "register_signal_handlers"),
-        (loop, "_broadcast_sigterm_tensor"),
-    )
+    methods = ((trainer._signal_connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor"))
     for part, name in methods:
         assert hasattr(part, name), name
         setattr(part, name, lambda: None)

@@ -45,9 +45,7 @@ def train(
         with RunLock(run_folder(config), wait):
             metrics = fit(config, progress, lambda _: stop())["metrics"]
         loss, step = metrics["val_loss"], metrics.get("diverged_at_step")
-        return Status(
-            "done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}"
-        )
+        return Status("done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}")
     except Locked as error:
         return Status("locked", str(error))
     except Stopped as stopped:
@@ -76,12 +74,8 @@ class Slot(NamedTuple):
 def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     """Return slots on the visible GPUs, in turn, or on cores."""
     count = torch.cuda.device_count() if on_gpu else 0
-    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[
-        :count
-    ]
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = (count or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
     threads = max(1, min(cores // number, THREADS if gpus else cores))
     if gpus:
@@ -186,9 +180,7 @@ def run_as_jobs(
 ) -> None:
     from submitit import AutoExecutor
 
-    os.environ["PYTHONPATH"] = (
-        f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    )
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     parameters: dict[str, Any] = {"time": 240, "gpus_per_node": 1, "cpus_per_task": THREADS}
     parameters |= {"array_parallelism": len(configs) if jobs == "auto" else jobs, **slurm}
     executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)

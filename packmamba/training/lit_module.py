@@ -27,13 +27,7 @@ from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
 from packmamba.nn.mixers import MIXERS
-from packmamba.training.boundary import (
-    Boundary,
-    Reset,
-    StatefulBoundary,
-    flatten_states,
-    unflatten_states,
-)
+from packmamba.training.boundary import Boundary, Reset, StatefulBoundary, flatten_states, unflatten_states
 from packmamba.training.cuda_graphs import BatchGraphs
 from packmamba.training.optimizer import learning_rate, make_optimizer
 
@@ -54,9 +48,7 @@ class LossByPosition(Metric):
     def __init__(self) -> None:
         super().__init__()
         for name, dtype in {"sums": torch.float64, "counts": torch.int64}.items():
-            self.add_state(
-                name, torch.zeros(len(POSITION_EDGES), dtype=dtype), dist_reduce_fx="sum"
-            )
+            self.add_state(name, torch.zeros(len(POSITION_EDGES), dtype=dtype), dist_reduce_fx="sum")
         self.register_buffer("edges", torch.tensor(POSITION_EDGES[1:]), persistent=False)
 
     def _apply(self, fn: Any, *arguments: Any, **options: Any) -> Any:
@@ -72,9 +64,7 @@ class LossByPosition(Metric):
     def compute(self) -> dict[str, Tensor]:
         """Return means in nats."""
         ends = {"loss": None, "loss_start": POSITION_EDGES.index(START_TOKENS)}
-        means = {
-            name: self.sums[:end].sum() / self.counts[:end].sum() for name, end in ends.items()
-        }
+        means = {name: self.sums[:end].sum() / self.counts[:end].sum() for name, end in ends.items()}
         return {**means, "by_position": self.sums / self.counts, "counts": self.counts}
 
 
@@ -111,13 +101,9 @@ class PackedLitModule(lightning.LightningModule):
         takes = isinstance(model, dict | nn.Module)
         need(takes, "model", "MambaLM's arguments or a module", f"{model}; pass your own")
         trainer = validate(
-            TrainerConfig(
-                boundary=boundary, boundary_options=boundary_options or {}, mean_over=mean_over
-            )
+            TrainerConfig(boundary=boundary, boundary_options=boundary_options or {}, mean_over=mean_over)
         )
-        self.optimizer_config = resolve(
-            OptimizerConfig, [({"lr": lr, **optimizer}, type(self).__name__)]
-        )
+        self.optimizer_config = resolve(OptimizerConfig, [({"lr": lr, **optimizer}, type(self).__name__)])
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
         if isinstance(model, dict):
@@ -139,9 +125,7 @@ class PackedLitModule(lightning.LightningModule):
             name: getattr(trainer, name)
             for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")
         }
-        module = cls(
-            make_model(config, vocab_size), compile=config.model.compile, **more, **optimizer
-        )
+        module = cls(make_model(config, vocab_size), compile=config.model.compile, **more, **optimizer)
         module._log_hyperparams = False  # a run logs its whole configuration
         return module
 
@@ -155,9 +139,7 @@ class PackedLitModule(lightning.LightningModule):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        fused = (
-            self.device.type in ("cpu", "cuda") and not self.scaled
-        )  # it would unscale after clipping
+        fused = self.device.type in ("cpu", "cuda") and not self.scaled  # it would unscale after clipping
         return make_optimizer(self.model, self.optimizer_config, fused)
 
     def learning_rate(self, number: int) -> float:
@@ -180,9 +162,7 @@ class PackedLitModule(lightning.LightningModule):
             rows = (of_row > 0).sum().clamp(min=1)
             weights = (of_row.sum() / rows / of_row.clamp(min=1)).expand(mask.shape)
         head = self.model.lm_head.weight
-        return linear_cross_entropy(
-            hidden, head, batch.targets, mask, slots, self.compiled, weights
-        )
+        return linear_cross_entropy(hidden, head, batch.targets, mask, slots, self.compiled, weights)
 
     def accumulate(self, step: StepBatch, backward: Backward, world_size: int = 1) -> Tensor:
         """Add the step's gradients; return its loss on this rank's targets over all."""
@@ -206,9 +186,7 @@ class PackedLitModule(lightning.LightningModule):
             self._graphs = BatchGraphs(self.graph_loss, list(self.model.parameters()))
         losses, scheme = [], self.boundary
         for i, batch in enumerate(step.batches):
-            incoming = (
-                scheme.incoming(self.model, batch) if isinstance(scheme, StatefulBoundary) else []
-            )
+            incoming = scheme.incoming(self.model, batch) if isinstance(scheme, StatefulBoundary) else []
             edges = {"first": i == 0, "last": i + 1 == len(step.batches)}
             total, _, *final = self._graphs(
                 batch, max(step.num_targets, 1), **edges, inputs=flatten_states(incoming)
@@ -226,12 +204,7 @@ class PackedLitModule(lightning.LightningModule):
         return *self._loss(hidden, batch), *flatten_states(final)
 
     def take_step(
-        self,
-        step: StepBatch,
-        optimizer: Any,
-        number: int,
-        backward: Any = Tensor.backward,
-        ranks: int = 1,
+        self, step: StepBatch, optimizer: Any, number: int, backward: Any = Tensor.backward, ranks: int = 1
     ) -> Any:
         """Take step ``number``, from 0; return ``accumulate``'s loss."""
         for parameters in optimizer.param_groups:
@@ -245,9 +218,7 @@ class PackedLitModule(lightning.LightningModule):
     def training_step(self, step: StepBatch, step_index: int) -> Tensor:
         optimizer: Any = self.optimizers()
         number = self.global_step
-        loss = self.take_step(
-            step, optimizer, number, self.manual_backward, self.trainer.world_size
-        )
+        loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(loss)  # without the strategy's barrier
         every = getattr(self.trainer, "log_every_n_steps", None) or 1
@@ -262,16 +233,11 @@ class PackedLitModule(lightning.LightningModule):
             if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
                 logged["train/gradient_norm"] = getattr(norm, "full_tensor", lambda: norm)()
             self.log_dict(
-                {
-                    name: torch.tensor(float(value), dtype=torch.float64)
-                    for name, value in logged.items()
-                }
+                {name: torch.tensor(float(value), dtype=torch.float64) for name, value in logged.items()}
             )
         return loss
 
-    def validation_step(
-        self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0
-    ) -> None:
+    def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
         boundary, metric = (
             (self.evaluation_boundary, self.as_trained) if dataloader_idx else (RESET, self.alone)
         )
@@ -286,12 +252,7 @@ class PackedLitModule(lightning.LightningModule):
         for metric, suffix in ((self.alone, ""), (self.as_trained, "_as_trained")):
             for name in ("loss", "loss_start") if metric.update_called else ():
                 shown = f"{name}{suffix}" == "loss"
-                self.log(
-                    f"{split}/{name}{suffix}",
-                    metric.compute()[name],
-                    prog_bar=shown,
-                    sync_dist=True,
-                )
+                self.log(f"{split}/{name}{suffix}", metric.compute()[name], prog_bar=shown, sync_dist=True)
 
     test_step = validation_step
     on_test_epoch_start = on_validation_epoch_start
@@ -337,18 +298,11 @@ class PackedLitModule(lightning.LightningModule):
             return
         carried = checkpoint["carry"]
         ranks = self.trainer.world_size
-        need(
-            len(carried) == ranks,
-            "trainer.devices",
-            f"{len(carried)}, as the checkpoint has",
-            ranks,
-        )
+        need(len(carried) == ranks, "trainer.devices", f"{len(carried)}, as the checkpoint has", ranks)
         try:
             self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         except KeyError:
-            raise ConfigError(
-                "runs_dir: expected a checkpoint of this version; remove it"
-            ) from None
+            raise ConfigError("runs_dir: expected a checkpoint of this version; remove it") from None
         rng = checkpoint["rng"]
         random.setstate(rng["python"])
         np.random.set_state(rng["numpy"])  # noqa: NPY002

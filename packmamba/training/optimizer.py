@@ -42,9 +42,7 @@ def clip(optimizer: Optimizer, limit: float) -> None:
     """Scale gradients to a norm of at most ``limit``; keep it as ``gradient_norm``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    plain = all(
-        type(g) is torch.Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients
-    )
+    plain = all(type(g) is torch.Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients)
     if optimizer.defaults.get("fused") and plain:
         norm = get_total_norm(gradients)
         optimizer.grad_scale = (norm / limit).clamp(min=1)  # type: ignore[attr-defined]  # the step divides by it

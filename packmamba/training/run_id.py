@@ -37,11 +37,7 @@ LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost
 
 def flatten(values: Any) -> dict[str, Any]:
     sections = {name: values[name] for name in SECTIONS if isinstance(values.get(name), dict)}
-    flat = {
-        f"{name}.{key}": value
-        for name, section in sections.items()
-        for key, value in section.items()
-    }
+    flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {name: value for name, value in values.items() if name not in sections} | flat
 
 
@@ -57,9 +53,7 @@ def recorded_config(config: Config) -> dict[str, Any]:
 
 
 DEFAULTS = flatten(to_dict(Config()))
-LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {
-    "data.cut_at_steps": False
-}  # of records without
+LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}  # of records without
 
 
 def id_of(arm: str, values: dict[str, Any]) -> str:
@@ -70,12 +64,8 @@ def id_of(arm: str, values: dict[str, Any]) -> str:
         constant = keys["optimizer.final_lr_fraction"] == 1
         keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
     excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED
-    hashed = {
-        k: v for k, v in keys.items() if k in DEFAULTS and k not in excluded and v != DEFAULTS[k]
-    }
-    digest = hashlib.sha256(
-        json.dumps([SCHEMA_VERSION, hashed], sort_keys=True).encode()
-    ).hexdigest()
+    hashed = {k: v for k, v in keys.items() if k in DEFAULTS and k not in excluded and v != DEFAULTS[k]}
+    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, hashed], sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', arm)}-seed{keys['seed']}-{digest[:10]}"
 
 
@@ -102,15 +92,9 @@ def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any
 
 def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
     """Read each run's record, None if it is not finished."""
-    wanted = [
-        (record_path(config).parent, run_id(config), config.trainer.max_steps) for config in configs
-    ]
+    wanted = [(record_path(config).parent, run_id(config), config.trainer.max_steps) for config in configs]
     records = {
-        (
-            folder,
-            id_of(record["arm"], record["config"]),
-            record["config"]["trainer"]["max_steps"],
-        ): record
+        (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
         for folder in {folder for folder, *_ in wanted}
         for record in records_of(folder)
     }
@@ -142,9 +126,7 @@ class RunLock:
         try:
             self._lease.acquire(timeout=self.wait)
         except Timeout:
-            raise Locked(
-                f"{self.folder} is in use by another process; wait for it, or stop it"
-            ) from None
+            raise Locked(f"{self.folder} is in use by another process; wait for it, or stop it") from None
         return self
 
     def __exit__(self, *_: object) -> None:

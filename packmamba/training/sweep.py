@@ -21,17 +21,7 @@ from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import (
-    AUTO,
-    Config,
-    key,
-    load,
-    need,
-    parse_override,
-    read_yaml,
-    resolve,
-    to_dict,
-)
+from packmamba.config import AUTO, Config, key, load, need, parse_override, read_yaml, resolve, to_dict
 from packmamba.config.load import CONFIGURATION, ON_GPU
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
@@ -75,17 +65,13 @@ class SweepConfig:
     arms: dict[str, dict[str, Any]] = key(
         {}, "Keys of each arm that is compared.", check=("at least one arm", bool)
     )
-    grid: dict[str, list[Any]] = key(
-        {}, "Values of keys, combined with every arm, such as seed: [0, 1]."
-    )
+    grid: dict[str, list[Any]] = key({}, "Values of keys, combined with every arm, such as seed: [0, 1].")
     evaluations: list[str] = key([], "Run on every model, such as [next_line, passkey].")
     evaluation_options: dict[str, Any] = key({}, "Parameters of each evaluation.")
     plugins: list[str] = key([], "Python modules to import first.")
     throughput_rounds: int = key(0, "Time this many interleaved steps of all arms first.", low=0)
     train: bool = key(True, "Train the runs; false: only time them.")
-    baseline: Optional[str] = key(
-        None, "Arm to compare with; null: the first of padded, single, packed."
-    )
+    baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
     margin: Optional[float] = key(None, "Differences within ± this are equivalent.", above=0)
     primary: list[str] = key(
         [], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'."
@@ -109,9 +95,7 @@ class SweepConfig:
         need(does_something, "train", "true without throughput_rounds", "false")
         only_local = self.throughput_rounds > 0 or self.deadline is not None
         runs_where_it_can = self.launcher == "local" or not only_local
-        need(
-            runs_where_it_can, "launcher", "local with throughput_rounds or deadline", self.launcher
-        )
+        need(runs_where_it_can, "launcher", "local with throughput_rounds or deadline", self.launcher)
         for arm in self.arms:
             looks_like_a_point = re.search(r" \S+=", arm)
             need(not looks_like_a_point, "arms", "names without ' key='", f"'{arm}'")
@@ -339,11 +323,7 @@ def run_sweep(
 
 
 def _launcher(
-    sweep: SweepConfig,
-    runs: list[Config],
-    arms: list[Config],
-    progress: bool,
-    begun: float | None,
+    sweep: SweepConfig, runs: list[Config], arms: list[Config], progress: bool, begun: float | None
 ) -> Callable[..., None]:
     """Return a function (configs, report=...) that trains runs here, in slots, or as jobs."""
     if sweep.launcher == "slurm":
@@ -366,9 +346,7 @@ class _Progress:
         self.shown = shown
         self.states: Counter[str] = Counter()
 
-    def __call__(
-        self, config: Config, status: launch.Status = launch.BEGINS, place: str = ""
-    ) -> None:
+    def __call__(self, config: Config, status: launch.Status = launch.BEGINS, place: str = "") -> None:
         self.states[status.state] += 1
         if self.shown:
             where = f" on {place}" if place else ""

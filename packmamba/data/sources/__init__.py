@@ -29,14 +29,11 @@ def open_source(data: DataConfig) -> Source:
     Raises ConfigError naming the key.
     """
     if data.test_path is not None and data.test_fraction:
-        raise ConfigError(
-            f"data.test_fraction: expected 0 with data.test_path, got {data.test_fraction}"
-        )
+        raise ConfigError(f"data.test_fraction: expected 0 with data.test_path, got {data.test_fraction}")
     for key, path in (("path", data.path), ("test_path", data.test_path)):
         if path is not None and data.source in WITHOUT_PATH:
             raise ConfigError(
-                f"data.{key}: data.source={data.source} reads no path, got '{path}'; "
-                "set data.source"
+                f"data.{key}: data.source={data.source} reads no path, got '{path}'; set data.source"
             )
     source = _open(data)
     if data.test_path is not None:
@@ -50,9 +47,7 @@ def _open(data: DataConfig) -> Source:
     try:
         return SOURCES[data.source](data)
     except OSError as error:
-        raise ConfigError(
-            f"data.path: cannot read '{error.filename or data.path}' ({error})"
-        ) from None
+        raise ConfigError(f"data.path: cannot read '{error.filename or data.path}' ({error})") from None
 
 
 def _open_test_path(data: DataConfig) -> Source:

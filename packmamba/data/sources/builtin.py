@@ -15,15 +15,7 @@ from packmamba.data.sources.packages import functions_of
 from packmamba.data.sources.source import SEED, Document, Source, hash_files, list_files
 from packmamba.data.sources.splits import held_out_counts, split_names
 
-SKIPPED_FOLDERS = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-    "idle_test",
-    "lib2to3",
-    "__pycache__",
-}
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 LIBRARY = Path(sysconfig.get_path("stdlib"))
 CHUNK = 1024  # documents drawn at a time; their ids depend on it
 
@@ -31,11 +23,7 @@ CHUNK = 1024  # documents drawn at a time; their ids depend on it
 @functools.cache
 def library_files() -> list[str]:
     """List the standard library's modules, without dangling links."""
-    return [
-        name
-        for name in list_files(LIBRARY, (".py",), SKIPPED_FOLDERS)
-        if (LIBRARY / name).is_file()
-    ]
+    return [name for name in list_files(LIBRARY, (".py",), SKIPPED_FOLDERS) if (LIBRARY / name).is_file()]
 
 
 @functools.cache
@@ -69,17 +57,13 @@ def open_synthetic(data: DataConfig) -> Source:
 
     def read() -> Iterator[Document]:
         lengths = draw_lengths(data.distribution, data.num_documents, SEED)
-        split_rng, token_rng = (
-            np.random.Generator(np.random.PCG64([SEED, stream])) for stream in (1, 2)
-        )
+        split_rng, token_rng = (np.random.Generator(np.random.PCG64([SEED, stream])) for stream in (1, 2))
         held_out = np.zeros(data.num_documents, bool)
         held_out[split_rng.choice(data.num_documents, count, replace=False)] = True
         for first in range(0, data.num_documents, CHUNK):
             ends = np.cumsum(lengths[first : first + CHUNK], dtype=np.int64)
             tokens = token_rng.integers(data.vocab_size, size=int(ends[-1]), dtype=np.uint32)
-            yield from map(
-                Document, held_out[first : first + CHUNK].tolist(), np.split(tokens, ends[:-1])
-            )
+            yield from map(Document, held_out[first : first + CHUNK].tolist(), np.split(tokens, ends[:-1]))
 
     return Source([data.distribution, data.num_documents, data.vocab_size], read, data.vocab_size)
 
@@ -97,21 +81,15 @@ def open_task(data: DataConfig) -> Source:
         raise ConfigError(f"data.task_options: {error}") from None
     most = getattr(task, "num_examples", None)
     if most is not None and data.num_documents > most:
-        raise ConfigError(
-            f"data.num_documents: task '{data.task}' has {most}, got {data.num_documents}"
-        )
+        raise ConfigError(f"data.num_documents: task '{data.task}' has {most}, got {data.num_documents}")
     validation, _ = held_out_counts(data.num_documents, data)
     trained = data.num_documents - validation
 
     def read() -> Iterator[Document]:
         for index in range(data.num_documents):
             example = task.example(SEED, index)
-            yield Document(
-                index >= trained, example.tokens, np.where(example.mask, example.targets, -1)
-            )
+            yield Document(index >= trained, example.tokens, np.where(example.mask, example.targets, -1))
 
     return Source(
-        [data.task, dict(sorted(data.task_options.items())), data.num_documents],
-        read,
-        task.vocab_size,
+        [data.task, dict(sorted(data.task_options.items())), data.num_documents], read, task.vocab_size
     )

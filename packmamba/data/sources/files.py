@@ -16,12 +16,7 @@ import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.sources.source import Document, Source, find_files, hash_files, list_files
-from packmamba.data.sources.splits import (
-    least_length,
-    refuse_splits,
-    split_by_content,
-    split_names,
-)
+from packmamba.data.sources.splits import least_length, refuse_splits, split_by_content, split_names
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 ROWS = 256  # of parquet and data sets, in memory at a time
@@ -120,9 +115,7 @@ def texts_of(place: str, key: str, values: Iterator[Any]) -> Iterator[str]:
     try:
         for text in values:
             if not isinstance(text, str):
-                raise ValueError(
-                    f"expected text in the field '{key}' (data.text_key), got {text!r:.60}"
-                )
+                raise ValueError(f"expected text in the field '{key}' (data.text_key), got {text!r:.60}")
             text.encode()  # half a surrogate pair is no text
             yield text
             number += 1
@@ -156,9 +149,7 @@ def extra(package: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ConfigError(
-            f"data.source: needs {package}; pip install 'packmamba[integrations]'"
-        ) from None
+        raise ConfigError(f"data.source: needs {package}; pip install 'packmamba[integrations]'") from None
 
 
 def open_megatron(data: DataConfig) -> Source:
@@ -188,9 +179,7 @@ def open_megatron(data: DataConfig) -> Source:
 
     def vocabulary() -> int:
         if tokens.min() < 0:
-            raise ConfigError(
-                f"data.path: expected ids of at least 0, got {tokens.min()} in {binary}"
-            )
+            raise ConfigError(f"data.path: expected ids of at least 0, got {tokens.min()} in {binary}")
         return int(tokens.max()) + 1
 
     read = split_by_content(

@@ -37,12 +37,7 @@ class Manifest(NamedTuple):
             for path, hash, _, functions in package["files"]:
                 if functions is not None:
                     count, _, bits = functions.partition(":")
-                    yield (
-                        package,
-                        path,
-                        hash,
-                        [bool(int(bits, 16) >> i & 1) for i in range(int(count))],
-                    )
+                    yield (package, path, hash, [bool(int(bits, 16) >> i & 1) for i in range(int(count))])
 
 
 def read_manifest(path: str | Path) -> Manifest:
@@ -52,9 +47,7 @@ def read_manifest(path: str | Path) -> Manifest:
         if header["format"] != 1:
             raise ValueError(f"format {header['format']}")
     except (EOFError, ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(
-            f"data.path: expected a manifest of packages, got '{path}' ({error})"
-        ) from None
+        raise ConfigError(f"data.path: expected a manifest of packages, got '{path}' ({error})") from None
     return Manifest(hashlib.blake2b(content, digest_size=16).hexdigest(), header, packages)
 
 
@@ -99,9 +92,7 @@ def functions_of(code: bytes) -> list[str] | None:
             tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    lines = code.splitlines(
-        keepends=True
-    )  # of bytes: splits where the parser counts lines, not at \f
+    lines = code.splitlines(keepends=True)  # of bytes: splits where the parser counts lines, not at \f
     starts = [
         (min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno)
         for one in _functions(tree)

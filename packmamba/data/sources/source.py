@@ -68,15 +68,11 @@ def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[
     return root, sorted(names)
 
 
-def list_files(
-    root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()
-) -> list[str]:
+def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
     """Return relative names of the visible files below a folder, sorted; follow no links to folders."""
     files = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [
-            name for name in folders if not name.startswith(".") and name not in skipped_folders
-        ]
+        folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
         visible = [name for name in names if not name.startswith(".") and name.endswith(suffixes)]
         files += [(Path(folder) / name).relative_to(root).as_posix() for name in visible]
     return sorted(files)
@@ -84,17 +80,13 @@ def list_files(
 
 def hash_files(root: Path, files: list[str]) -> str:
     stats = ((name, (root / name).stat()) for name in files)
-    facts = b"".join(
-        os.fsencode(name) + f"\0{s.st_size}\0{s.st_mtime_ns}\0".encode() for name, s in stats
-    )
+    facts = b"".join(os.fsencode(name) + f"\0{s.st_size}\0{s.st_mtime_ns}\0".encode() for name, s in stats)
     return hashlib.blake2b(facts, digest_size=16).hexdigest()
 
 
 def share_of(name: bytes, seed: int = SEED) -> float:
     """Hash a name to a uniform number in [0, 1)."""
     return (
-        int.from_bytes(
-            hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest(), "little"
-        )
+        int.from_bytes(hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest(), "little")
         / 2**48
     )

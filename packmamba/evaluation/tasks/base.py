@@ -69,10 +69,5 @@ def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
 
 
 def integer(name: str, value: int, minimum: int) -> int:
-    expect(
-        isinstance(value, int) and value >= minimum,
-        name,
-        f"an integer of at least {minimum}",
-        value,
-    )
+    expect(isinstance(value, int) and value >= minimum, name, f"an integer of at least {minimum}", value)
     return value

@@ -16,9 +16,7 @@ class MultiQueryRecall:
 
     POWER = 0.01
 
-    def __init__(
-        self, num_pairs: Span = 8, length: Span = (64, 128), vocab_size: int = 8192
-    ) -> None:
+    def __init__(self, num_pairs: Span = 8, length: Span = (64, 128), vocab_size: int = 8192) -> None:
         self.pairs = span("num_pairs", num_pairs, 1)
         self.length = span("length", length, 4 * self.pairs[1])
         self.vocab_size = integer("vocab_size", vocab_size, 2 * self.pairs[1])
@@ -26,11 +24,7 @@ class MultiQueryRecall:
 
     def example(self, seed: int, index: int) -> Example:
         rng = draw("mqar", seed, index)
-        pairs, length, half = (
-            within(rng, self.pairs),
-            within(rng, self.length),
-            self.vocab_size // 2,
-        )
+        pairs, length, half = (within(rng, self.pairs), within(rng, self.length), self.vocab_size // 2)
         keys = rng.choice(half, pairs, replace=False)
         values = rng.integers(half, self.vocab_size, pairs)
         tokens = rng.integers(half, self.vocab_size, length)
@@ -49,10 +43,7 @@ class Induction:
     """
 
     def __init__(self, length: Span = (128, 256), vocab_size: int = 16) -> None:
-        self.length, self.vocab_size = (
-            span("length", length, 3),
-            integer("vocab_size", vocab_size, 3),
-        )
+        self.length, self.vocab_size = (span("length", length, 3), integer("vocab_size", vocab_size, 3))
         self.chance = 1 / (vocab_size - 1)
 
     def example(self, seed: int, index: int) -> Example:
@@ -88,9 +79,7 @@ class FuzzyRecall:
             return rng.integers(low, high, int(rng.integers(1, self.MOTIF + 1))).tolist()
 
         firsts = rng.choice(half, self.KEYS, replace=False)
-        pairs = [
-            ([int(first), *motif(0, half)[1:]], motif(half, self.vocab_size)) for first in firsts
-        ]
+        pairs = [([int(first), *motif(0, half)[1:]], motif(half, self.vocab_size)) for first in firsts]
         return _recall(rng, pairs, length - 2 * self.MOTIF)
 
 
@@ -103,29 +92,19 @@ class NoisyRecall:
     NOISE = 0.2
 
     def __init__(self, length: Span = (64, 128), vocab_size: int = 32) -> None:
-        self.length, self.vocab_size = (
-            span("length", length, 4),
-            integer("vocab_size", vocab_size, 8),
-        )
+        self.length, self.vocab_size = (span("length", length, 4), integer("vocab_size", vocab_size, 8))
         self.keys = vocab_size // 4
         self.chance = 1 / self.keys
 
     def example(self, seed: int, index: int) -> Example:
         rng = draw("noisy_recall", seed, index)
         length, keys = within(rng, self.length), self.keys
-        pairs = [
-            ([key], [value])
-            for key, value in enumerate(rng.integers(keys, 2 * keys, keys).tolist())
-        ]
+        pairs = [([key], [value]) for key, value in enumerate(rng.integers(keys, 2 * keys, keys).tolist())]
         return _recall(rng, pairs, length - 1, self.NOISE, (2 * keys, self.vocab_size))
 
 
 def _recall(
-    rng: np.random.Generator,
-    pairs: Pairs,
-    length: int,
-    noise: float = 0,
-    others: tuple[int, int] = (0, 0),
+    rng: np.random.Generator, pairs: Pairs, length: int, noise: float = 0, others: tuple[int, int] = (0, 0)
 ) -> Example:
     tokens: list[int] = []
     answers: dict[int, int] = {}
@@ -149,9 +128,7 @@ class SelectiveCopying:
     ``length`` excludes the markers that ask for them. Published: 16 data tokens in 4096 (Mamba) or 256 (MAD), vocabulary 16.
     """
 
-    def __init__(
-        self, num_data: Span = 16, length: Span = (128, 256), vocab_size: int = 16
-    ) -> None:
+    def __init__(self, num_data: Span = 16, length: Span = (128, 256), vocab_size: int = 16) -> None:
         self.data = span("num_data", num_data, 1)
         self.length = span("length", length, self.data[1])
         self.vocab_size = integer("vocab_size", vocab_size, 4)
@@ -165,9 +142,7 @@ class SelectiveCopying:
         tokens = np.full(length + count, noise)
         tokens[np.sort(rng.choice(length, count, replace=False))] = data
         tokens[length:] = marker
-        return make_example(
-            tokens, {length + i: int(value) for i, value in enumerate(data)}, load=count
-        )
+        return make_example(tokens, {length + i: int(value) for i, value in enumerate(data)}, load=count)
 
 
 class Parity:

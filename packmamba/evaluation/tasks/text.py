@@ -41,21 +41,12 @@ class Passkey:
         expect(depth is None or 0 <= depth <= 1, "depth", "0 to 1 or None", depth)
         self.code = b"\n".join(text.encode() for _, text in documents or standard_library())
         needed = 2 * self.length[1]
-        expect(
-            len(self.code) >= needed,
-            "documents",
-            f"at least {needed} bytes of text",
-            len(self.code),
-        )
+        expect(len(self.code) >= needed, "documents", f"at least {needed} bytes of text", len(self.code))
 
     def example(self, seed: int, index: int) -> Example:
         rng = draw("passkey", seed, index)
         length = within(rng, self.length)
-        depth = (
-            self.depth
-            if self.depth is not None
-            else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]
-        )
+        depth = self.depth if self.depth is not None else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]
         numbers = rng.choice(26**3, self.OTHERS + 2, replace=False)[1:]
         names = ["".join(chr(97 + int(n) // 26**i % 26) for i in range(3)) for n in numbers]
         values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in names]
@@ -88,11 +79,7 @@ class NextLine:
     INSIDE_CHARACTER = bytes(range(0x80, 0xC0))
 
     def __init__(
-        self,
-        context: int = 2048,
-        num_choices: int = 4,
-        per_package: int = 20,
-        documents: Documents = None,
+        self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None
     ) -> None:
         self.context, self.num_choices = (
             integer("context", context, 1),
@@ -133,13 +120,8 @@ class NextLine:
             if right in context or any(item[:2] == (context, right) for item in items):
                 continue
             kind = _kind(right)
-            alike = {
-                line for line in lines if _kind(line) == kind and line.strip() != right.strip()
-            }
-            if (
-                len(wrong := sorted(line for line in alike if line not in context))
-                >= self.num_choices - 1
-            ):
+            alike = {line for line in lines if _kind(line) == kind and line.strip() != right.strip()}
+            if len(wrong := sorted(line for line in alike if line not in context)) >= self.num_choices - 1:
                 chosen = rng.choice(len(wrong), self.num_choices - 1, replace=False)
                 items.append((context, right, [wrong[i] for i in chosen]))
         return items

@@ -52,16 +52,9 @@ def disable() -> None:
 def _models() -> ModuleType:
     import transformers
 
-    expect(
-        transformers.__version__.startswith("5."),
-        "transformers",
-        "version 5",
-        transformers.__version__,
-    )
+    expect(transformers.__version__.startswith("5."), "transformers", "version 5", transformers.__version__)
     try:
         from packmamba.integrations.transformers import models
     except ImportError as error:
-        raise ValueError(
-            f"transformers {transformers.__version__} is unlike {KNOWN}: {error}"
-        ) from error
+        raise ValueError(f"transformers {transformers.__version__} is unlike {KNOWN}: {error}") from error
     return models

@@ -17,13 +17,9 @@ BOUNDARIES = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 class Packing(NamedTuple):
     """Hold the documents of a batch, for every layer in place of an attention mask."""
 
-    layout: (
-        Any  # SequenceLayout; padding before a row's tokens is a document; None: each row is one
-    )
+    layout: Any  # SequenceLayout; padding before a row's tokens is a document; None: each row is one
     left: Tensor | None  # (B, L) bool, that padding; None: there is none
-    last: (
-        Tensor | slice | None
-    )  # (B,) int64, the document at each row's end; None: rows hold several
+    last: Tensor | slice | None  # (B,) int64, the document at each row's end; None: rows hold several
     packed: bool  # whether a row holds several documents
 
 
@@ -31,10 +27,7 @@ WHOLE_ROWS = Packing(None, None, slice(None), False)
 
 
 def find(
-    shape: tuple[int, int],
-    device: torch.device,
-    attention_mask: Tensor | None,
-    given: Mapping[str, Tensor],
+    shape: tuple[int, int], device: torch.device, attention_mask: Tensor | None, given: Mapping[str, Tensor]
 ) -> Packing:
     """Find the documents of a batch (B, L), with a layout on ``device``.
 
@@ -46,11 +39,7 @@ def find(
     """
     if attention_mask is None and not given:
         return WHOLE_ROWS
-    real = (
-        torch.ones(shape, dtype=torch.bool)
-        if attention_mask is None
-        else _real(attention_mask, shape)
-    )
+    real = torch.ones(shape, dtype=torch.bool) if attention_mask is None else _real(attention_mask, shape)
     count = real.cumsum(1)
     before = (count == 0) & real.any(1, keepdim=True)
     rows = torch.where(real, 1, torch.where(before, 0, -1))  # ids of what a mask alone tells apart
@@ -73,15 +62,10 @@ def _layout(name: str, value: Tensor, rows: Tensor, first: Tensor, shifted: bool
     """Convert a boundary argument; rows (B, L): 1 at tokens, 0 before, -1 behind; shifted: positions may start above 0."""
     given, real = integer_tensor(value, name), rows > 0
     if name.startswith("cu_"):
-        expect(
-            real.all(), name, "no padding in attention_mask", f"{int((~real).sum())} padded slots"
-        )
+        expect(real.all(), name, "no padding in attention_mask", f"{int((~real).sum())} padded slots")
         return SequenceLayout.from_cu_seqlens(given, rows.shape[0], rows.shape[1], name)
     expect(
-        given.shape == rows.shape,
-        name,
-        f"shape {tuple(rows.shape)} like the tokens",
-        tuple(given.shape),
+        given.shape == rows.shape, name, f"shape {tuple(rows.shape)} like the tokens", tuple(given.shape)
     )
     if name == "position_ids" and shifted and bool(first.any()):
         given = given - given[first].min()
@@ -98,10 +82,7 @@ def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
     name, kind = "attention_mask", type(attention_mask).__name__
     expect(isinstance(attention_mask, Tensor), name, "a tensor", kind, TypeError)
     expect(
-        attention_mask.shape == shape,
-        name,
-        f"shape {shape} like the tokens",
-        tuple(attention_mask.shape),
+        attention_mask.shape == shape, name, f"shape {shape} like the tokens", tuple(attention_mask.shape)
     )
     mask = attention_mask.cpu()
     expected = "0 (padding) or 1 (documents are marked by position_ids, seq_idx or cu_seq_lens_q)"

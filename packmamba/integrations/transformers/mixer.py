@@ -24,11 +24,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)  # in float32 as there
     heads, out_proj, keeps = hasattr(mixer, "n_mamba_heads"), mixer.out_proj, cache is not None
     # Zamba's channels of input and gate alternate.
-    x, z = (
-        map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1))
-        if heads
-        else xz.chunk(2, dim=-1)
-    )
+    x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if heads else xz.chunk(2, dim=-1)
     inputs = x
     # A wrapped projection (adapter, hook, quantisation) is called; else one operator takes the weights.
     if not (heads or hasattr(mixer, "dt_layernorm")) and all(
@@ -44,20 +40,14 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
             mixed = mixed + out_proj.bias.to(mixed.dtype)
     else:
         x = ops.conv1d_pack(x, *conv, layout=layout, activation="silu")
-        options: dict[str, Any] = {
-            "delta_softplus": True,
-            "layout": layout,
-            "return_final_state": keeps,
-        }
+        options: dict[str, Any] = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
         state = None
         if heads:
             outputs = []
             for h, (u, gate) in enumerate(zip(x.chunk(len(A), -1), z.chunk(len(A), -1))):
                 low, B, C = _split(mixer, F.linear(u, mixer.x_proj_weight[h]))
                 delta, bias = F.linear(low, mixer.dt_proj_weight[h]), mixer.dt_proj_bias[h].to(wide)
-                outputs.append(
-                    ops.ssm_pack(u, delta, A[h], B, C, D[h], z=gate, delta_bias=bias, **options)
-                )
+                outputs.append(ops.ssm_pack(u, delta, A[h], B, C, D[h], z=gate, delta_bias=bias, **options))
             if keeps:
                 state = torch.stack([last for _, last in outputs], 1)
             y = torch.cat([y for y, _ in outputs] if keeps else outputs, -1)
@@ -119,9 +109,7 @@ def _keep(mixer: Any, cache: Any, packing: Packing, inputs: Tensor, state: Any) 
 
 
 def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
-    return projected.split(
-        (mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size), dim=-1
-    )
+    return projected.split((mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size), dim=-1)
 
 
 def _plain(linear: nn.Module) -> bool:

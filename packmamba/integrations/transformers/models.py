@@ -15,13 +15,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from packmamba.errors import expect
-from packmamba.integrations.transformers.boundaries import (
-    BOUNDARIES,
-    KNOWN,
-    WHOLE_ROWS,
-    Packing,
-    find,
-)
+from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, WHOLE_ROWS, Packing, find
 from packmamba.integrations.transformers.mixer import mix
 
 PARTS = {"in_proj", "conv1d", "out_proj", "A_log", "D"}
@@ -55,9 +49,7 @@ ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 def check_supported(module: Any) -> None:
     """Raise ValueError if a model or mixer is not as known, or our kernels do not compute it."""
     name, takes = type(module).__name__, list(inspect.signature(type(module).forward).parameters)
-    expect(
-        "forward" not in vars(module), name, "its own forward", "a wrapped one; patch before that"
-    )
+    expect("forward" not in vars(module), name, "its own forward", "a wrapped one; patch before that")
     holds = next((HOLDS[kind] for kind in type(module).__mro__ if kind in HOLDS), None)
     if holds is None:
         known = MODEL_TAKES <= {*takes} and not {*CACHES}.isdisjoint(takes)
@@ -85,9 +77,7 @@ def check_supported(module: Any) -> None:
 
 
 def _different(name: str, what: str) -> ValueError:
-    return ValueError(
-        f"transformers {transformers.__version__}: {name} is not that of {KNOWN}: {what}"
-    )
+    return ValueError(f"transformers {transformers.__version__}: {name} is not that of {KNOWN}: {what}")
 
 
 def _first(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
@@ -101,20 +91,10 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     What follows cached states, or is padded behind beside a cache, stays transformers' own.
     """
     for name in OTHER_NAMES:
-        expect(
-            kwargs.get(name) is None,
-            name,
-            "position_ids, seq_idx or cu_seq_lens_q",
-            name,
-            TypeError,
-        )
+        expect(kwargs.get(name) is None, name, "position_ids, seq_idx or cu_seq_lens_q", name, TypeError)
     kwargs = dict(kwargs)
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
-    tokens, cache, mask = (
-        _first(kwargs, INPUTS),
-        _first(kwargs, CACHES),
-        kwargs.get("attention_mask"),
-    )
+    tokens, cache, mask = (_first(kwargs, INPUTS), _first(kwargs, CACHES), kwargs.get("attention_mask"))
     cached = cache is not None or bool(kwargs.get("use_cache"))
     prepared = isinstance(mask, dict) and (
         not given or (cache is not None and given.keys() == {"position_ids"})
@@ -130,10 +110,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
             )
         return kwargs
     expect(
-        given or cached or not required,
-        "position_ids",
-        "position_ids, seq_idx or cu_seq_lens_q",
-        "none",
+        given or cached or not required, "position_ids", "position_ids, seq_idx or cu_seq_lens_q", "none"
     )
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
     if packing.packed:
@@ -151,12 +128,8 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
 
 def _continues(model: Any, cache: Any) -> bool:
     """Return whether a cache holds states (keys, of attention alone)."""
-    mixer: Any = next(
-        (module for module in model.modules() if isinstance(module, tuple(HOLDS))), None
-    )
-    return bool(
-        cache.get_seq_length() if mixer is None else cache.has_previous_state(mixer.layer_idx)
-    )
+    mixer: Any = next((module for module in model.modules() if isinstance(module, tuple(HOLDS))), None)
+    return bool(cache.get_seq_length() if mixer is None else cache.has_previous_state(mixer.layer_idx))
 
 
 def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
@@ -177,9 +150,7 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
         "config": model.config,
         "inputs_embeds": model.get_input_embeddings().weight.new_empty(*shape, 0),
     }
-    cache = next(
-        name for name in CACHES if name in inspect.signature(create_causal_mask).parameters
-    )
+    cache = next(name for name in CACHES if name in inspect.signature(create_causal_mask).parameters)
     arguments |= {"attention_mask": kwargs.get("attention_mask"), cache: _first(kwargs, CACHES)}
     if packing.packed:
         documents, kernel = packing.layout.documents, model.config._attn_implementation
@@ -187,9 +158,7 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
         expect(fits, "attn_implementation", "sdpa or eager for several packed rows", repr(kernel))
         kwargs["position_ids"] = position = packing.layout.position_indices.clamp(min=0).long()
         if "flash" in kernel:  # attention of Zamba and Granite is given no positions
-            ends = torch.cat(
-                [(position[0] == 0).nonzero()[:, 0], position.new_tensor([shape[1]])]
-            ).int()
+            ends = torch.cat([(position[0] == 0).nonzero()[:, 0], position.new_tensor([shape[1]])]).int()
             kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
             kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), int(ends.diff().max()))
         arguments["attention_mask"] = None
@@ -197,10 +166,7 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
             documents[row, query] == documents[row, key]
         )
         if kernel == "sdpa" and not torch.compiler.is_compiling():
-            return {
-                "full_attention": DocumentMask(documents, arguments),
-                "linear_attention": packing,
-            }
+            return {"full_attention": DocumentMask(documents, arguments), "linear_attention": packing}
     return {"full_attention": create_causal_mask(**arguments), "linear_attention": packing}
 
 
@@ -208,15 +174,11 @@ class DocumentMask:
     """Stand for a mask: ``scaled_dot_product_attention`` reads each document alone, all else the mask."""
 
     def __init__(self, documents: Tensor, arguments: dict[str, Any]) -> None:
-        self.lengths = [
-            row.unique_consecutive(return_counts=True)[1].tolist() for row in documents.cpu()
-        ]
+        self.lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in documents.cpu()]
         self.dense = functools.partial(create_causal_mask, **arguments)
 
     @classmethod
-    def __torch_function__(
-        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if (mask := kwargs.pop("attn_mask", None)) is None:
             return function(*(x.dense() if isinstance(x, cls) else x for x in args), **kwargs)
@@ -225,9 +187,7 @@ class DocumentMask:
         rows = []
         for lengths, *row in zip(mask.lengths, *(x.split(1) for x in args)):
             documents = zip(*(x.split(lengths, 2) for x in row))
-            rows.append(
-                torch.cat([function(*one, **kwargs | {"is_causal": True}) for one in documents], 2)
-            )
+            rows.append(torch.cat([function(*one, **kwargs | {"is_causal": True}) for one in documents], 2))
         return torch.cat(rows)
 
     def to(self, *_: Any, **__: Any) -> Any:
@@ -255,9 +215,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
             position = kwargs.get("position_ids")
             kwargs = _arrange(self, kwargs, self.require_boundaries)
             if "position_ids" in names and not getattr(kwargs.get("packing"), "packed", False):
-                kwargs["position_ids"] = (
-                    position  # rotary embeddings of rows that a cache continues
-                )
+                kwargs["position_ids"] = position  # rotary embeddings of rows that a cache continues
         packing = None if hybrid and whole else kwargs.pop("packing", None)
         if packing is not None:
             kwargs["attention_mask"] = _masks(self, kwargs, packing) if hybrid else packing
@@ -267,9 +225,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
 
     # Trainer keeps columns that the signature names.
     extra = [name for name in BOUNDARIES[:3] if name not in names]
-    boundaries = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra
-    ]
+    boundaries = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None) for name in extra]
     forward.__signature__ = signature.replace(parameters=[*named, *boundaries, others])  # type: ignore[attr-defined]
     return forward
 
@@ -291,8 +247,7 @@ def _generates(original: Any) -> Callable:
 @functools.wraps(transformers.PreTrainedModel.save_pretrained)
 def _saves(self: Any, *args: Any, **kwargs: Any) -> Any:
     warnings.warn(
-        "save_pretrained: the folder loads unpatched, and leaks; call enable() or patch()",
-        stacklevel=2,
+        "save_pretrained: the folder loads unpatched, and leaks; call enable() or patch()", stacklevel=2
     )
     return transformers.PreTrainedModel.save_pretrained(self, *args, **kwargs)
 
@@ -305,13 +260,8 @@ def _mixes(original: Any) -> Callable:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs.update(zip(names, args))
         packing = kwargs.pop("packing", None)
-        cache, mask = (
-            _first(kwargs, CACHES),
-            kwargs.get("attention_mask") if packing is None else packing,
-        )
-        if isinstance(mask, Tensor) or (
-            cache is not None and cache.has_previous_state(self.layer_idx)
-        ):
+        cache, mask = (_first(kwargs, CACHES), kwargs.get("attention_mask") if packing is None else packing)
+        if isinstance(mask, Tensor) or (cache is not None and cache.has_previous_state(self.layer_idx)):
             return original.forward(self, hidden_states, **kwargs)
         return mix(self, hidden_states, mask or WHOLE_ROWS, cache)
 
@@ -325,9 +275,7 @@ def _made(original: type, init: Callable, require_boundaries: bool = False) -> C
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
         init(self, *args, **kwargs)
         ours = type(self) in (original, CLASSES[original])
-        expect(
-            ours, "model", f"{original.__name__} of transformers", type(self).__name__, TypeError
-        )
+        expect(ours, "model", f"{original.__name__} of transformers", type(self).__name__, TypeError)
         exchange(self, require_boundaries)
 
     return made
@@ -351,9 +299,7 @@ def _subclass(original: type, **attributes: Any) -> None:
     CLASSES[original] = globals()[original.__name__] = ours = type(
         original.__name__, (original,), attributes
     )
-    dict.__setitem__(
-        _CAN_RECORD_REGISTRY, str(ours), getattr(original, "_can_record_outputs", None)
-    )
+    dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), getattr(original, "_can_record_outputs", None))
 
 
 for folder, family, suffix, holds, way in FAMILIES:
@@ -373,10 +319,7 @@ for folder, family, suffix, holds, way in FAMILIES:
 def exchange(model: nn.Module, require_boundaries: bool = False) -> None:
     """Change the classes of the modules inside to ours; raise ValueError, before any change, if one is not as known."""
     for module in model.modules():
-        known = not isinstance(module, tuple(HOLDS)) or type(module) in (
-            *CLASSES,
-            *CLASSES.values(),
-        )
+        known = not isinstance(module, tuple(HOLDS)) or type(module) in (*CLASSES, *CLASSES.values())
         expect(known, "model", "mixers of transformers' own class", type(module).__name__)
     theirs = [module for module in model.modules() if type(module) in CLASSES]
     for module in theirs:

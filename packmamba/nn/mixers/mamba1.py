@@ -27,12 +27,7 @@ def check_options(
     expect(d_conv in (2, 3, 4), "d_conv", "2, 3 or 4", repr(d_conv))
     fits = 0 < dt[0] <= dt[1] < math.inf and 0 <= dt[2] <= 1
     expect(fits, "dt_min, dt_max", "0 < dt_min <= dt_max", dt)
-    expect(
-        backend in (None, *ops.BACKENDS),
-        "backend",
-        f"one of {', '.join(ops.BACKENDS)}",
-        repr(backend),
-    )
+    expect(backend in (None, *ops.BACKENDS), "backend", f"one of {', '.join(ops.BACKENDS)}", repr(backend))
 
 
 class Mixer(nn.Module):
@@ -96,9 +91,7 @@ class Mixer(nn.Module):
     def start_state(self, documents: int) -> State:
         """Return the initial states of this many documents: zeros, or the learned state in the recurrence."""
         conv = self.conv1d.weight
-        start = (
-            conv.new_zeros(self.state_shape) if self.initial_state is None else self.initial_state
-        )
+        start = conv.new_zeros(self.state_shape) if self.initial_state is None else self.initial_state
         wide = (
             start.to(checks.accumulation_dtype(conv.dtype))
             .expand(documents, *self.state_shape)
@@ -106,18 +99,14 @@ class Mixer(nn.Module):
         )
         return conv.new_zeros(documents, conv.shape[0], conv.shape[2] - 1), wide
 
-    def initial_states(
-        self, state: Any, rows: int, ssm_layout: Any
-    ) -> tuple[Tensor | None, Tensor | None]:
+    def initial_states(self, state: Any, rows: int, ssm_layout: Any) -> tuple[Tensor | None, Tensor | None]:
         """Return the given states; where the recurrence has none, the learned state of each document."""
         pair = (None, None) if state is None else state
         fits = isinstance(pair, (tuple, list)) and len(pair) == 2
         expect(fits, "state", "a pair (conv_state, ssm_state)", type(state).__name__, TypeError)
         conv_state, ssm_state = pair
         if ssm_state is None and self.initial_state is not None:
-            ssm_state = self.start_state(rows if ssm_layout is None else ssm_layout.num_documents)[
-                1
-            ]
+            ssm_state = self.start_state(rows if ssm_layout is None else ssm_layout.num_documents)[1]
         return conv_state, ssm_state
 
     def _learn_initial_state(self, learned: bool, *shape: int) -> None:
@@ -158,23 +147,16 @@ class Mixer(nn.Module):
         """Translate the keys of transformers' configuration to this mixer's arguments."""
         activation = config.get("hidden_act", "silu")
         expect(activation in ("silu", "swish"), "hidden_act", "'silu'", repr(activation))
-        return {
-            ours: config.get(theirs, default)
-            for ours, (theirs, default) in cls.HUGGING_FACE.items()
-        }
+        return {ours: config.get(theirs, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()}
 
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Translate this mixer's arguments to the keys of transformers' configuration."""
         expect(
-            not options.get("learned_initial_state"),
-            "learned_initial_state",
-            "False in this format",
-            True,
+            not options.get("learned_initial_state"), "learned_initial_state", "False in this format", True
         )
         published = {
-            theirs: options.get(ours, default)
-            for ours, (theirs, default) in cls.HUGGING_FACE.items()
+            theirs: options.get(ours, default) for ours, (theirs, default) in cls.HUGGING_FACE.items()
         }
         return published | {"hidden_act": "silu"}
 
@@ -195,11 +177,7 @@ class PackedMamba(Mixer):
     """
 
     NO_WEIGHT_DECAY = ("A_log", "D", "initial_state")
-    PUBLISHED = {
-        "state_spaces": "Mamba1",
-        "hugging_face": "mamba",
-        "architecture": "MambaForCausalLM",
-    }
+    PUBLISHED = {"state_spaces": "Mamba1", "hugging_face": "mamba", "architecture": "MambaForCausalLM"}
     WITHOUT_EFFECT = ("dt_init", "dt_scale", "use_fast_path")
     HUGGING_FACE = {  # by argument, MambaConfig's key and default
         "d_state": ("state_size", 16), "d_conv": ("conv_kernel", 4), "expand": ("expand", 2),
@@ -223,27 +201,17 @@ class PackedMamba(Mixer):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        dt_rank = (
-            math.ceil(d_model / 16) if dt_rank == "auto" and isinstance(d_model, int) else dt_rank
-        )
+        dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" and isinstance(d_model, int) else dt_rank
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "dt_rank": dt_rank}
-        flags = {
-            "bias": bias,
-            "conv_bias": conv_bias,
-            "learned_initial_state": learned_initial_state,
-        }
+        flags = {"bias": bias, "conv_bias": conv_bias, "learned_initial_state": learned_initial_state}
         check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         self.d_model, self.d_state, self.d_conv = d_model, d_state, d_conv
         self.d_inner, self.dt_rank = expand * d_model, int(dt_rank)
         self.recompute, self.backend = recompute, backend
         self.in_proj = Projection(d_model, 2 * self.d_inner, bias=bias)
-        self.conv1d = nn.Conv1d(
-            self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias
-        )
+        self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias)
         self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False)
-        self.dt_proj = DeltaProjection(
-            self.dt_rank, self.d_inner, dt=(dt_min, dt_max, dt_init_floor)
-        )
+        self.dt_proj = DeltaProjection(self.dt_rank, self.d_inner, dt=(dt_min, dt_max, dt_init_floor))
         self.A_log = nn.Parameter(torch.empty(self.d_inner, d_state))
         self.D = nn.Parameter(torch.empty(self.d_inner))
         self._learn_initial_state(learned_initial_state, self.d_inner, d_state)

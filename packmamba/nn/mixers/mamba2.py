@@ -30,9 +30,7 @@ class GatedRMSNorm(nn.Module):
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         wide = accumulation_dtype(y.dtype)
         gated = (y.to(wide) * F.silu(z.to(wide))).unflatten(-1, (self.groups, -1))
-        return (F.rms_norm(gated, gated.shape[-1:], eps=self.epsilon).flatten(-2) * self.weight).to(
-            y.dtype
-        )
+        return (F.rms_norm(gated, gated.shape[-1:], eps=self.epsilon).flatten(-2) * self.weight).to(y.dtype)
 
 
 class PackedMamba2(Mixer):
@@ -51,11 +49,7 @@ class PackedMamba2(Mixer):
     """
 
     NO_WEIGHT_DECAY = ("A_log", "D", "dt_bias", "initial_state")
-    PUBLISHED = {
-        "state_spaces": "Mamba2",
-        "hugging_face": "mamba2",
-        "architecture": "Mamba2ForCausalLM",
-    }
+    PUBLISHED = {"state_spaces": "Mamba2", "hugging_face": "mamba2", "architecture": "Mamba2ForCausalLM"}
     WITHOUT_EFFECT = ("conv_init", "chunk_size", "use_mem_eff_path")
     HUGGING_FACE = {  # by argument, Mamba2Config's key and default
         "d_state": ("state_size", 128), "d_conv": ("conv_kernel", 4), "expand": ("expand", 2), "headdim": ("head_dim", 64),
@@ -97,9 +91,7 @@ class PackedMamba2(Mixer):
         check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
         d_inner = expand * d_model
         fits = d_inner % headdim == 0 and d_inner // headdim % ngroups == 0
-        expect(
-            fits, "headdim", f"a divisor of {d_inner}, with a multiple of {ngroups} heads", headdim
-        )
+        expect(fits, "headdim", f"a divisor of {d_inner}, with a multiple of {ngroups} heads", headdim)
         self.d_model, self.d_state, self.d_conv, self.d_inner = d_model, d_state, d_conv, d_inner
         self.headdim, self.ngroups, self.nheads = headdim, ngroups, d_inner // headdim
         self.dt_limit = (
@@ -110,9 +102,7 @@ class PackedMamba2(Mixer):
         self.in_proj = Projection(
             d_model, d_inner + self.conv_dim + self.nheads, bias=bias
         )  # z, x, B, C, dt
-        self.conv1d = nn.Conv1d(
-            self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias
-        )
+        self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
         self.dt_range = (dt_min, dt_max, dt_init_floor)
         self.A_init_range = A_init_range
         self.dt_bias = nn.Parameter(torch.empty(self.nheads))
@@ -138,12 +128,7 @@ class PackedMamba2(Mixer):
         self.A_log.uniform_(*self.A_init_range).log_()
 
     def _mix(
-        self,
-        zxbcdt: Tensor,
-        conv_layout: Any,
-        ssm_layout: Any,
-        state: State | None,
-        return_state: bool,
+        self, zxbcdt: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
     ) -> Any:
         """Mix in_proj's output to (B, L, d_model); return also final states or None."""
         conv_state, ssm_state = self.initial_states(state, zxbcdt.shape[0], ssm_layout)
@@ -177,9 +162,7 @@ class PackedMamba2(Mixer):
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
         expect(not options.get("D_has_hdim"), "D_has_hdim", "False in this format", True)
         epsilon, norm_eps = options["norm_epsilon"], options.get("norm_eps", 1e-5)
-        expect(
-            norm_eps == epsilon, "norm_eps", f"norm_epsilon's {epsilon} in this format", norm_eps
-        )
+        expect(norm_eps == epsilon, "norm_eps", f"norm_epsilon's {epsilon} in this format", norm_eps)
         published = super().to_hugging_face({"ngroups": 1} | options)
         published["time_step_limit"] = [*map(float, published["time_step_limit"])]
         heads = published["expand"] * options["d_model"] // published["head_dim"]
