@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-extras test-gpu test-asan sanitize-gpu lint format
+.PHONY: help demo test test-extras test-newest test-gpu test-asan sanitize-gpu lint format
 
 # An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
@@ -12,6 +12,7 @@ help:
 	@echo "make demo          train one small model under every scheme and report (CPU, minutes)"
 	@echo "make test          every test that needs no GPU (minutes)"
 	@echo "make test-extras   install the extras eval and integrations, run the tests marked extras"
+	@echo "make test-newest   the tests on the newest PyTorch, in an environment of its own (several GB)"
 	@echo "make test-gpu      the tests marked gpu"
 	@echo "make test-asan     operators under address and undefined-behaviour sanitizers"
 	@echo "make sanitize-gpu  CUDA kernels under compute-sanitizer; logs go to experiments/operators/logs"
@@ -30,6 +31,9 @@ test:
 test-extras:
 	@.ci/setup "$(PREFIX)" test,eval,integrations "$(ACTIVE)"
 	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m extras
+
+test-newest:
+	@WORKERS=$(WORKERS) .ci/newest
 
 test-gpu:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jinja2
 
-from packmamba.errors import ConfigError
+from packmamba.errors import COMMAND, ConfigError
 from packmamba.files import write_whole
 from packmamba.records import read_records
 from packmamba.report.aggregate import Record, Records, flatten, of_kind, with_items
@@ -129,6 +129,7 @@ def write_report(
     page = environment.get_template("page.html").render(
         sections=sections,
         opening=opening,
+        command=COMMAND,
         base64=base64.b64encode,
         density=DPI / 96,
         records=rows,

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from lightning import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
+from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
@@ -142,6 +143,19 @@ class RunMetrics(SavedCallback):
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
         if module.device.type == "cuda":
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
+
+
+class ProgressBar(TQDMProgressBar):
+    """Show losses, not the loggers' versions; end its line before an error is printed."""
+
+    def get_metrics(self, trainer: Trainer, module: Any) -> dict[str, Any]:
+        metrics = super().get_metrics(trainer, module)
+        return {name: value for name, value in metrics.items() if name != "v_num"}
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        for bar in (self._val_progress_bar, self._train_progress_bar):
+            if bar is not None:
+                bar.close()
 
 
 class CheckpointFile(TorchCheckpointIO):

@@ -26,7 +26,6 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import TQDMProgressBar
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
@@ -336,7 +335,7 @@ def make_trainer(
     """
     options = config.trainer
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
-    bar = [TQDMProgressBar(refresh_rate=options.log_every)] if progress else []
+    bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     for message in UNWANTED_WARNINGS:
         warnings.filterwarnings("ignore", message=f".*{message}.*")

@@ -8,10 +8,16 @@ import pytest
 
 from made_records import PACKING, packing, table, throughput, training, write
 from packmamba.records import make_record
-from packmamba.report import figures
+from packmamba.report import figures, html
 from packmamba.report.figures import training_figures
 from packmamba.report.html import Kind, format_table, table_files, write_report
 from packmamba.report.tables import Column, Table
+
+
+def test_the_footer_names_the_command_that_is_installed(tmp_path, monkeypatch):
+    monkeypatch.setattr(html, "COMMAND", "packmamba")
+    page = write_report(write(tmp_path, [training("single")])).read_text(encoding="utf-8")
+    assert "<code>packmamba report</code>" in page and "run.py" not in page
 
 
 def test_a_folder_without_records_is_named(tmp_path):
