@@ -208,12 +208,12 @@ def _scan(c: Config) -> Operator:
     def kernels() -> Call:
         t, options = leaves, (True, layout.starts, layout.ends, None)
         inputs = (*(t[n] for n in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")), *options)
-        y, _, kept = allocate_scan(t["u"], t["A"], layout.starts, False, True)
+        (y, _), (saved,) = allocate_scan(t["u"], t["A"], layout.starts, False, True)
         gradients = [empty_grad_like(tensor) for tensor in inputs[:8]]
 
         def call() -> dict[str, Tensor]:
-            torch.ops.packmamba_cpu.ssm_forward(*inputs, y, None, kept)
-            torch.ops.packmamba_cpu.ssm_backward(dy, None, *inputs, kept, *gradients, None)
+            torch.ops.packmamba_cpu.ssm_forward(*inputs, y, None, saved)
+            torch.ops.packmamba_cpu.ssm_backward(dy, None, *inputs, saved, *gradients, None)
             return {"y": y} | {f"grad {n}": g for n, g in zip(t, gradients)}
 
         return call

@@ -15,7 +15,7 @@ from experiments.common import PeakMemory
 from experiments.speedup.model import BARE, BREAKDOWN, TOLERANCES, Arm, Documents, Feed, Model, PeerLM, by_family, feed
 from packmamba import timing
 from packmamba.data.batch import PackedBatch
-from packmamba.ops.cuda import Schedule, schedules_of
+from packmamba.ops.cuda import KernelSchedule, schedules_of
 from packmamba.training.boundary import Leak
 from packmamba.training.cuda_graphs import BatchGraphs
 
@@ -173,5 +173,5 @@ def odd_fraction(shapes: Iterable[tuple[int, ...]]) -> float:
 def _position_bytes(batch: PackedBatch) -> int:
     """Count the bytes of a batch's starts and ends, and of a GPU's schedule made of them."""
     starts = batch.layout.starts
-    memories = {id(made): made.args[0] for made in schedules_of(starts).values() if isinstance(made, Schedule)}
-    return 8 * starts.numel() + sum(memory.nbytes for memory in memories.values())
+    made = {schedule for schedule in schedules_of(starts).values() if isinstance(schedule, KernelSchedule)}
+    return 8 * starts.numel() + sum(schedule.memory.nbytes for schedule in made)

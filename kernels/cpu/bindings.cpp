@@ -85,7 +85,7 @@ STABLE_TORCH_LIBRARY(packmamba_cpu, m) {
       "Tensor(a!) y, Tensor(b!)? final_state) -> ()");
   m.def(
       "conv1d_backward(Tensor dy, Tensor? dfinal, Tensor x, Tensor weight, Tensor? bias, Tensor starts, Tensor ends, "
-      "Tensor? initial_state, bool silu, Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!)? dbias, Tensor(d!)? dinitial) -> ()");
+      "Tensor? initial_state, bool silu, Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!)? dbias, Tensor(d!)? dinitial_state) -> ()");
   m.def(
       "ssm_forward(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
       "bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor(a!) y, Tensor(b!)? final_state, "
@@ -94,7 +94,7 @@ STABLE_TORCH_LIBRARY(packmamba_cpu, m) {
       "ssm_backward(Tensor dy, Tensor? dfinal, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
       "Tensor? delta_bias, bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor saved, "
       "Tensor(a!) du, Tensor(b!) ddelta, Tensor(c!) dA, Tensor(d!) dB, Tensor(e!) dC, Tensor(f!)? dD, Tensor(g!)? dz, "
-      "Tensor(h!)? dbias, Tensor(i!)? dinitial) -> ()");
+      "Tensor(h!)? ddelta_bias, Tensor(i!)? dinitial_state) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(packmamba_cpu, CPU, m) {

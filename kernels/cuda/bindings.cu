@@ -215,7 +215,7 @@ STABLE_TORCH_LIBRARY(packmamba_cuda, m) {
       "Tensor(a!) y, Tensor(b!)? final_state, " SCHEDULE ") -> ()");
   m.def(
       "conv1d_backward(Tensor dy, Tensor? dfinal, Tensor x, Tensor weight, Tensor? bias, Tensor starts, Tensor ends, "
-      "Tensor? initial_state, bool silu, Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!)? dbias, Tensor(d!)? dinitial, " SCHEDULE
+      "Tensor? initial_state, bool silu, Tensor(a!) dx, Tensor(b!) dweight, Tensor(c!)? dbias, Tensor(d!)? dinitial_state, " SCHEDULE
       ") -> ()");
   m.def(
       "ssm_forward(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
@@ -225,7 +225,7 @@ STABLE_TORCH_LIBRARY(packmamba_cuda, m) {
       "ssm_backward(Tensor dy, Tensor? dfinal, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
       "Tensor? delta_bias, bool delta_softplus, Tensor starts, Tensor ends, Tensor? initial_state, Tensor saved, "
       "Tensor(a!) du, Tensor(b!) ddelta, Tensor(c!) dA, Tensor(d!) dB, Tensor(e!) dC, Tensor(f!)? dD, Tensor(g!)? dz, "
-      "Tensor(h!)? dbias, Tensor(i!)? dinitial, " SCHEDULE ", Tensor(j!)? y=None) -> ()");
+      "Tensor(h!)? ddelta_bias, Tensor(i!)? dinitial_state, " SCHEDULE ", Tensor(j!)? y=None) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(packmamba_cuda, CompositeExplicitAutograd, m) { m.impl("schedule_size", TORCH_BOX(&schedule_size)); }

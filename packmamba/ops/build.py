@@ -13,9 +13,10 @@ import subprocess
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -111,11 +112,36 @@ def load(kind: str) -> None:
         raise error
 
 
+class Kernel:
+    """Hold ``torch.ops.packmamba_<kind>.<name>``, loaded, and call it with its arguments by name.
+
+    Their order is in one place, the schema in kernels/<kind>/bindings.
+
+    Attributes:
+        outputs: names of the arguments that it writes to.
+    """
+
+    def __init__(self, kind: str, name: str) -> None:
+        """Load the library. Raises KernelError."""
+        load(kind)
+        self._operator = getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
+        schema = self._operator._schema.arguments
+        self._in_order = itemgetter(*(argument.name for argument in schema))
+        self.outputs = [
+            argument.name
+            for argument in schema
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Call; KeyError names an argument that is missing. PyTorch's own search by name would take 3 us more."""
+        return self._operator(*self._in_order(arguments))
+
+
 @functools.cache
-def operator(kind: str, name: str) -> Callable[..., Any]:
-    """Return ``torch.ops.packmamba_<kind>.<name>``, loaded. Raises KernelError."""
-    load(kind)
-    return getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
+def kernel(kind: str, name: str) -> Kernel:
+    """Return the kernel of a library, loaded. Raises KernelError."""
+    return Kernel(kind, name)
 
 
 def ready(kind: str) -> bool:

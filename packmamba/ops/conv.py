@@ -1,4 +1,12 @@
-"""Depthwise causal convolution over packed documents. Shapes: B rows, L slots, S documents, D channels, W taps."""
+"""The depthwise causal convolution over packed documents: argument checks, and the compiled kernels as an operator.
+
+Nothing is saved for the backward but the arguments: it computes the sums before the activation again, which costs a few
+multiplications a number where another tensor of the activations' size would cost memory and its bytes.
+
+Shapes: B rows, L slots, S documents, D channels, W taps.
+"""
+
+from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -9,7 +17,16 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
-from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
+from packmamba.ops.custom_op import (
+    KERNELS,
+    Nothing,
+    Outputs,
+    PackedOperator,
+    declare,
+    dense,
+    empty_grad_like,
+    unit_stride,
+)
 
 
 def conv1d_pack(
@@ -23,9 +40,10 @@ def conv1d_pack(
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Convolve documents causally: ``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])`` (arXiv 2408.03865).
+    """Convolve documents causally, channel by channel (``causal_conv1d_fn``).
 
-    Differentiable in every tensor, also through the final state.
+    ``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])``, where x before a document is its initial state, or zero
+    (packed: PackMamba, arXiv 2408.03865). Differentiable in every tensor, also through the final state.
 
     Args (others, dtypes and strides as of ``ssm_pack``):
         x: (B, L, D).
@@ -42,22 +60,34 @@ def conv1d_pack(
     """
     checks.check_activations(x, "x")
     layout = checks.check_layout(layout, x, "x")
-    channels, dtypes = x.shape[2], (x.dtype, torch.float32)
+    channels = x.shape[2]
     width = checks.check_columns(weight, "weight", channels, 2, 4)
-    states = initial_state, (layout.num_documents, channels, width - 1)
     checks.check_tensors(
-        x, "x", dtypes, weight=(weight, (channels, width)), bias=(bias, (channels,)), initial_state=states
+        x,
+        "x",
+        (x.dtype, torch.float32),
+        weight=(weight, (channels, width)),
+        bias=(bias, (channels,)),
+        initial_state=(initial_state, (layout.num_documents, channels, width - 1)),
     )
     if activation not in (None, "silu"):
         raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
     checks.check_flags(return_final_state=return_final_state)
-    a = ConvArguments(x, weight, bias, initial_state, layout, activation, return_final_state)
-    y, final_state = choose(backend, x.device, "conv1d_pack")(a)
+    arguments = ConvArguments(
+        x=x,
+        weight=weight,
+        bias=bias,
+        initial_state=initial_state,
+        layout=layout,
+        activation=activation,
+        return_final_state=return_final_state,
+    )
+    y, final_state = choose(backend, x.device, "conv1d_pack")(arguments)
     return (y, final_state) if return_final_state else y
 
 
 class ConvArguments(NamedTuple):
-    """Arguments of every implementation."""
+    """Arguments of every implementation, checked."""
 
     x: Tensor
     weight: Tensor
@@ -68,57 +98,90 @@ class ConvArguments(NamedTuple):
     return_final_state: bool
 
 
-def _forward(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    dtype = checks.accumulation_dtype(a.x.dtype)
-    y, final = _outputs(a, dtype)
-    KERNELS[a.x.device.type]["conv1d_forward"](*_kernel_arguments(a, dtype), y, final)
-    return y, None if final is None else final.to(_state_dtype(a))
+def _forward(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]:
+    inputs = _inputs(a)
+    outputs = _allocate(a, inputs["weight"].dtype)
+    inputs["y"] = outputs.y
+    inputs["final_state"] = outputs.final_state
+    KERNELS[a.x.device.type]["conv1d_forward"](inputs)
+    if outputs.final_state is not None:
+        outputs = outputs._replace(final_state=outputs.final_state.to(_state_dtype(a)))
+    return outputs, Nothing()
 
 
-def _fake(a: ConvArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    return _outputs(a, _state_dtype(a))
+def _fake(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]:
+    return _allocate(a, _state_dtype(a)), Nothing()
 
 
-def _outputs(a: ConvArguments, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    channels, width = a.weight.shape
-    shape = a.layout.starts.shape[0], channels, width - 1
-    return empty_grad_like(a.x), a.x.new_empty(shape, dtype=dtype) if a.return_final_state else None
+def _allocate(a: ConvArguments, state_dtype: torch.dtype) -> Outputs:
+    """Allocate y (B, L, D), and final states (S, D, W-1) if they are returned."""
+    final_state = None
+    if a.return_final_state:
+        channels, width = a.weight.shape
+        shape = (a.layout.starts.shape[0], channels, width - 1)
+        final_state = a.x.new_empty(shape, dtype=state_dtype)
+    return Outputs(y=empty_grad_like(a.x), final_state=final_state)
 
 
 def _state_dtype(a: ConvArguments) -> torch.dtype:
     return a.x.dtype if a.initial_state is None else a.initial_state.dtype
 
 
-def _backward(a: ConvArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
-    dy, dfinal = grads
+def _backward(a: ConvArguments, saved: Nothing, grads: Outputs) -> dict[str, Tensor | None]:
+    inputs = _inputs(a)
+    dy = a.x.new_zeros(a.x.shape) if grads.y is None else unit_stride(grads.y)
+    dfinal = None
+    if a.return_final_state and grads.final_state is not None:
+        dfinal = dense(grads.final_state.to(inputs["weight"].dtype))
+    tensors = {name: inputs[name] for name in ("x", "weight", "bias", "initial_state")}
+    gradients = {f"d{name}": empty_grad_like(tensor) for name, tensor in tensors.items()}
+    arguments = inputs | gradients
+    arguments["dy"] = dy
+    arguments["dfinal"] = dfinal
+    KERNELS[a.x.device.type]["conv1d_backward"](arguments)
+    for name in tensors:
+        gradient = gradients[f"d{name}"]
+        if gradient is not None:
+            gradients[f"d{name}"] = gradient.to(getattr(a, name).dtype)
+    return gradients
+
+
+def _inputs(a: ConvArguments) -> dict[str, Any]:
+    """Name what both kernels read, as kernels/*/bindings do; parameters and states dense, in the accumulation dtype."""
     dtype = checks.accumulation_dtype(a.x.dtype)
-    arguments = _kernel_arguments(a, dtype)
-    gradients = tuple(map(empty_grad_like, (*arguments[:3], arguments[5])))
-    KERNELS[a.x.device.type]["conv1d_backward"](
-        a.x.new_zeros(a.x.shape) if dy is None else unit_stride(dy),
-        dense(dfinal.to(dtype)) if a.return_final_state and dfinal is not None else None,
-        *arguments, *gradients,
-    )  # fmt: skip
-    return tuple(None if t is None else gradient.to(t.dtype) for gradient, t in zip(gradients, a[:4]))
+    return {
+        "x": a.x,
+        "weight": dense(a.weight.to(dtype)),
+        "bias": None if a.bias is None else dense(a.bias.to(dtype)),
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": None if a.initial_state is None else dense(a.initial_state.to(dtype)),
+        "silu": a.activation == "silu",
+    }
 
 
-def _kernel_arguments(a: ConvArguments, dtype: torch.dtype) -> tuple:
-    weight, bias, initial_state = (None if t is None else dense(t.to(dtype)) for t in a[1:4])
-    return a.x, weight, bias, a.layout.starts, a.layout.ends, initial_state, a.activation == "silu"
+def _cuda_forward(arguments: dict[str, Any]) -> None:
+    _launch("conv1d_forward", "forward", arguments)
 
 
-def _cuda_forward(*arguments: Any) -> None:
-    cuts = scans_by_tensor_cores(arguments[0], 16)  # the scan's schedule, where the scan will have one
-    launch("conv1d_forward", "forward", arguments, arguments[0], arguments[3:5], cuts)
+def _cuda_backward(arguments: dict[str, Any]) -> None:
+    _launch("conv1d_backward", "backward", arguments)
 
 
-def _cuda_backward(*arguments: Any) -> None:
-    cuts = scans_by_tensor_cores(arguments[2], 16)
-    launch("conv1d_backward", "backward", arguments, arguments[2], arguments[5:7], cuts)
+def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:
+    """Launch a kernel with the scan's schedule where the scan will have one: the convolution cuts nothing itself."""
+    x = arguments["x"]
+    launch(name, direction, arguments, like=x, cuts=scans_by_tensor_cores(x, states=16))
 
 
-declare("conv1d_forward", outputs=2, cuda=_cuda_forward)
-declare("conv1d_backward", outputs=4, cuda=_cuda_backward)
-compiled = register(
-    "conv1d_pack", ConvArguments, _forward, _fake, _backward, outputs=2, saved=0, gradients=4
+declare("conv1d_forward", cuda=_cuda_forward)
+declare("conv1d_backward", cuda=_cuda_backward)
+compiled: PackedOperator[ConvArguments] = PackedOperator(
+    "conv1d_pack",
+    arguments=ConvArguments,
+    outputs=Outputs,
+    saved=Nothing,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
 )

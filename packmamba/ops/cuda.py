@@ -1,80 +1,144 @@
-"""CUDA launches, and their schedule: a layout as work items, made on the device once for every layer."""
+"""Launch CUDA kernels, and make what they share: the batch's schedule, its documents as work items.
+
+A schedule is made on the device, so that the host need not wait for a layout's tensors, at the first kernel that wants it,
+and is kept with the layout: it costs some microseconds a batch, whatever the number of layers. It is made again where it
+might not hold: for another stream (its work might come before a schedule is there), after a write to the layout, and in
+each capture of a CUDA graph, whose layout is filled again before each replay.
+
+It also decides where long documents are cut. Cuts lie at multiples of ``SEGMENT`` from a document's token 0, whatever the
+batch, so that a document's bits do not depend on its neighbours; the batch decides only whether the segments of a document
+are walked in turn by one work item, or at once by several.
+"""
+
+from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from packmamba.integers import ceil_div
 from packmamba.layout import Schedules
-from packmamba.ops.build import operator
+from packmamba.ops.build import kernel
 
 SEGMENT = 1024
 """Tokens between the places, counted from a document's token 0, at which the scan combines states (kernels/cuda/params.h)."""
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}
 """Documents above this share of a scheduler's tokens are cut in segments that are walked at once, and scanned twice."""
 NEVER = 2**31 - 1
+"""A length that no document has."""
 # Documents of one window share a work item: minimum slots, maximum windows.
-MIN_WINDOW, WINDOWS = 128, 128
+MIN_WINDOW = 128
+WINDOWS = 128
 WARP_CHANNELS = 16
+"""Channels of a warp of the tensor-core scan."""
 
-Args = tuple[Tensor, int, int, int]
 _capture: object | None = None  # inside ``one_capture``
 
 
-class Schedule:
-    """Hold a schedule: what its tensors' versions were, its memory and its plan."""
+class CutPlan(NamedTuple):
+    """Say how a batch is made into work items, as kernels/cuda/params.h has it; in tokens.
+
+    Attributes:
+        cut_above: the segments of longer documents are walked at once, each by a work item of its own.
+        cut_length: of a segment; ``NEVER`` where no document is as long.
+        window: documents that begin in the same window of so many slots share a work item.
+    """
+
+    cut_above: int
+    cut_length: int
+    window: int
+
+
+class KernelSchedule:
+    """Hold a batch's work items, made by kernels/cuda/schedule.cu.
+
+    Attributes:
+        made_of: address and versions of the layout's tensors when it was made; None before.
+        memory: its table on the device, int32.
+        arguments: the kernels' arguments that name it, for every launch.
+    """
 
     made_of: tuple | None = None
-    args: Args
+    memory: Tensor
+    arguments: dict[str, Any]
+
+    def fill(self, made_of: tuple, memory: Tensor, plan: CutPlan) -> None:
+        """Take the table made for a batch in place of the one before."""
+        self.made_of = made_of
+        self.memory = memory
+        self.arguments = {"schedule": memory, **plan._asdict()}
 
 
 def plan(
     slots: int, longest: int, channels: int, cuts: bool, device: torch.device, direction: str
-) -> tuple[int, int, int]:
-    """Return (cut_above, cut_length, window) of a batch for a direction of ``CUT_SHARE``."""
+) -> CutPlan:
+    """Plan the work of a batch.
+
+    Args:
+        slots: B * L.
+        longest: tokens of the longest document, its offset included; ``NEVER`` if unknown.
+        channels: D, of the scan that will be launched.
+        cuts: whether its kernels can cut documents.
+        direction: of ``CUT_SHARE``.
+    """
     window = max(MIN_WINDOW, slots // WINDOWS)
     if not cuts or longest < SEGMENT:
-        return NEVER, NEVER, window
-    share = slots * -(-channels // WARP_CHANNELS) // _schedulers(device)
+        return CutPlan(cut_above=NEVER, cut_length=NEVER, window=window)
+    # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that holds no other up.
+    share = slots * ceil_div(channels, WARP_CHANNELS) // _schedulers(device)
     cut_above = max(SEGMENT, int(share * CUT_SHARE[direction]))
     # The grid has room for 65535 segments walked at once.
-    return (NEVER if longest <= cut_above or slots > SEGMENT << 15 else cut_above), SEGMENT, window
+    if longest <= cut_above or slots > SEGMENT << 15:
+        cut_above = NEVER
+    return CutPlan(cut_above=cut_above, cut_length=SEGMENT, window=window)
 
 
 def schedule(
-    starts: Tensor, ends: Tensor, rows: int, row_length: int, channels: int, cuts: bool, direction: str,
+    starts: Tensor,
+    ends: Tensor,
+    rows: int,
+    row_length: int,
+    channels: int,
+    cuts: bool,
+    direction: str,
     stream: int | None = None,
-) -> Args:  # fmt: skip
-    """Return the batch's schedule and its plan, made on the device at the first call for a layout.
+) -> KernelSchedule:
+    """Return the batch's schedule, made on the device at the first call for a layout (S,), (S,) int32.
 
     A graph under capture makes its own, since its layout is filled again before each replay: at every call, or at the first
     inside ``one_capture``. So does each stream: another's work might come before a schedule is there.
     """
     schedules = schedules_of(starts)
-    stream = torch._C._cuda_getCurrentRawStream(starts.get_device()) if stream is None else stream
+    if stream is None:
+        stream = torch._C._cuda_getCurrentRawStream(starts.get_device())
     made_of = (ends.data_ptr(), *versions(starts, ends))
     key = (direction, rows, row_length, channels, cuts, stream)
-    known = schedules.get(key)
-    if known is not None and known.made_of == made_of:
-        return known.args
+    cached = schedules.get(key)
+    if cached is not None and cached.made_of == made_of:
+        return cached
     longest = NEVER if schedules.get("longest") is None else schedules["longest"]
-    planned = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
-    known = schedules[key] = schedules.setdefault((planned, rows, row_length, stream), Schedule())
-    if known.made_of != made_of:
-        size = operator("cuda", "schedule_size")(starts.numel(), rows, row_length, *planned)
+    cut_plan = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
+    # Shared by both directions and all widths whose plans are equal.
+    cached = schedules.setdefault((cut_plan, rows, row_length, stream), KernelSchedule())
+    schedules[key] = cached
+    if cached.made_of != made_of:
+        sizes = {"rows": rows, "row_length": row_length, **cut_plan._asdict()}
+        size = kernel("cuda", "schedule_size")({"documents": starts.numel(), **sizes})
         memory = starts.new_empty(size)
-        operator("cuda", "schedule")(
-            starts, ends, schedules.get("offsets"), rows, row_length, *planned, memory, stream
-        )
-        known.made_of, known.args = made_of, (memory, *planned)
-    return known.args
+        tensors = {"starts": starts, "ends": ends, "offsets": schedules.get("offsets")}
+        kernel("cuda", "schedule")({**tensors, **sizes, "memory": memory, "stream": stream})
+        cached.fill(made_of, memory, cut_plan)
+    return cached
 
 
 def versions(*tensors: Tensor) -> tuple:
     """Return what changes when a layout's tensors may have: their versions, and a graph's capture."""
-    capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None
+    capturing = torch._C._cuda_isCurrentStreamCapturing()
+    capture = (_capture or object()) if capturing else None
     return (*(0 if tensor.is_inference() else tensor._version for tensor in tensors), capture)
 
 
@@ -82,7 +146,8 @@ def schedules_of(starts: Tensor) -> dict:
     """Return the schedules of the layout with these starts."""
     schedules = getattr(starts, "schedules", ())
     if type(schedules) is not Schedules:  # a copy's, or none
-        starts.schedules = schedules = Schedules(schedules)  # type: ignore[attr-defined]
+        schedules = Schedules(schedules)
+        starts.schedules = schedules  # type: ignore[attr-defined]
     return schedules
 
 
@@ -98,38 +163,40 @@ def one_capture() -> Iterator[None]:
 
 
 def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
-    """Return whether the tensor-core scan runs, which may cut long documents."""
+    """Return whether the tensor-core scan takes activations (B, L, D); it may cut long documents."""
     return states == 16 and u.dtype == torch.bfloat16 and u.shape[2] % 2 == 0
 
 
 def check_has_kernels(u: Tensor) -> None:
+    """Raise TypeError for activations in float64, which only the reference and the CPU take."""
     if u.dtype == torch.float64:
         raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
 
 
-def launch(
-    name: str,
-    direction: str,
-    arguments: tuple,
-    u: Tensor,
-    documents: tuple[Tensor, Tensor],
-    cuts: bool,
-    last: tuple = (),
-) -> None:
-    """Launch a kernel on activations like u (B, L, D) of documents (starts, ends); cuts: long ones may be cut."""
-    check_has_kernels(u)
-    device = u.get_device()
+def launch(name: str, direction: str, arguments: dict[str, Any], like: Tensor, cuts: bool) -> None:
+    """Launch a kernel with the batch's schedule, on the current stream of the device that ``like`` lies on.
+
+    Args:
+        arguments: by name, as in kernels/cuda/bindings.cu, but for the schedule's and the stream.
+        like: its activations, (B, L, D), whose documents ``starts`` and ``ends`` are.
+        cuts: whether long documents may be cut.
+    """
+    check_has_kernels(like)
+    device = like.get_device()
     if device != current_device():
         with torch.cuda.device(device):
-            launch(name, direction, arguments, u, documents, cuts, last)
+            launch(name, direction, arguments, like, cuts)
         return
-    rows, row_length, channels = u.shape
+    rows, row_length, channels = like.shape
     stream = torch._C._cuda_getCurrentRawStream(device)
-    args = schedule(*documents, rows, row_length, channels, cuts, direction, stream)
-    operator("cuda", name)(*arguments, *args, stream, *last)
+    work = schedule(
+        arguments["starts"], arguments["ends"], rows, row_length, channels, cuts, direction, stream
+    )
+    kernel("cuda", name)({**arguments, **work.arguments, "stream": stream})
 
 
 def current_device() -> int:
+    """Return the index of the current GPU."""
     return torch._C._cuda_getDevice()
 
 

@@ -1,24 +1,39 @@
-"""Register an operator of compiled kernels with PyTorch: a functional custom operator, its fake and its autograd.
+"""Make operators of compiled kernels known to PyTorch: schema, fake, autograd, and a short way for eager calls.
 
-``torch.ops.packmamba.<name>`` takes layouts as tensors, so that a graph holds for all; absent outputs are empty there.
-Eager calls bypass the dispatcher, which takes longer than a small model's kernels.
+An operator is three functions on a named tuple of its arguments (``forward``, ``fake``, ``backward``); ``PackedOperator``
+makes ``torch.ops.packmamba.<name>`` and ``<name>_backward`` of them:
+
+- A schema holds each layout as its two tensors, so that one traced graph serves every layout. Absent outputs are empty
+  tensors there, since a schema's outputs cannot be None.
+- A call takes one of two ways. Under a compiler, a transform or a dispatch mode it goes through the dispatcher
+  (``call_dispatched``). An eager call (``call_eager``) runs the functions at once: ``torch.library.custom_op`` with
+  ``register_autograd`` would add 0.5 ms forward and 0.2 ms backward (PyTorch 2.11), more than a small model's kernels.
+- Derivatives that kernels do not have (second, forward-mode) raise, instead of being silently zero.
+
+``KERNELS`` holds what such functions call: kernels by device and name, their arguments by name.
 """
 
+from __future__ import annotations
+
 import functools
-from collections import namedtuple
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import NoneType
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops.build import operator
+from packmamba.ops import build
 from packmamba.ops.checks import is_tracing
 
 Arguments = TypeVar("Arguments", bound=tuple)
+Kernel = Callable[[dict[str, Any]], None]
+"""Takes its arguments by name. A dictionary and no keywords, which each function on the way would copy."""
+Results = tuple[tuple, tuple]
+"""What ``forward`` and ``fake`` return: outputs, and what is saved for the backward; None where absent."""
+
 SCHEMA = {
     Tensor: "Tensor {0}",
     Tensor | None: "Tensor? {0}",
@@ -27,186 +42,366 @@ SCHEMA = {
     bool: "bool {0}",
     tuple[float, float] | None: "float[]? {0}",
 }
+"""An argument in a schema, by its annotation."""
 PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool, tuple, list}
-"""Argument types without overloads."""
-KERNELS: dict[str, dict[str, Callable[..., None]]] = {"cpu": {}, "cuda": {}}
-"""Kernels by device type, as in kernels/cpu, outputs last."""
+"""Types of arguments that no tensor subclass intercepts: an eager call may take the short way."""
+KERNELS: dict[str, dict[str, Kernel]] = {"cpu": {}, "cuda": {}}
+"""Kernels by device type and name; their arguments, outputs among them, are those of kernels/cpu/bindings.cpp."""
 
 _library = torch.library.Library("packmamba", "FRAGMENT")
 
 
-def declare(name: str, outputs: int, cuda: Callable[..., None]) -> None:
-    """Declare a kernel: ``torch.ops.packmamba_cpu.<name>`` and the CUDA launch."""
-
-    def run(*arguments: Any) -> None:
-        written = [
-            t if t is None or t.is_contiguous() else t.new_empty(t.shape) for t in arguments[-outputs:]
-        ]
-        operator("cpu", name)(*arguments[:-outputs], *written)
-        for t, made in zip(arguments[-outputs:], written):
-            if made is not t:
-                t.copy_(made)
-
-    KERNELS["cpu"][name] = run
+def declare(name: str, cuda: Kernel) -> None:
+    """Declare a kernel by its name in both libraries; ``cuda`` launches the GPU's with its schedule."""
+    KERNELS["cpu"][name] = functools.partial(_run_on_cpu, name)
     KERNELS["cuda"][name] = cuda
 
 
-Documents = namedtuple("Documents", ("starts", "ends"))
-"""A layout in a traced graph."""
+def _run_on_cpu(name: str, arguments: dict[str, Any]) -> None:
+    """Run a kernel of the CPU, which writes contiguous tensors alone.
+
+    Slices of wider tensors (dx, dz, dB and dC of ``mamba_inner``) are written elsewhere first, then copied.
+    """
+    kernel = build.kernel("cpu", name)
+    slices = []
+    for output in kernel.outputs:
+        tensor = arguments[output]
+        if tensor is not None and not tensor.is_contiguous():
+            arguments[output] = tensor.new_empty(tensor.shape)
+            slices.append((tensor, arguments[output]))
+    kernel(arguments)
+    for tensor, written in slices:
+        tensor.copy_(written)
 
 
-def register(
-    name: str,
-    arguments: type[Arguments],
-    forward: Callable[[Arguments, bool], tuple[Tensor | None, ...]],
-    fake: Callable[[Arguments, bool], tuple[Tensor | None, ...]],
-    backward: Callable[[Arguments, tuple, tuple], tuple[Tensor | None, ...]],
-    outputs: int,
-    saved: int,
-    gradients: int,
-) -> Callable[[Arguments], tuple]:
-    """Define the operator and its backward; return the function that calls it.
+class Outputs(NamedTuple):
+    """What a packed operator returns, and (in a backward) the gradients of it; None: absent, or zero."""
+
+    y: Tensor
+    final_state: Tensor | None
+
+
+class Nothing(NamedTuple):
+    """Saved for the backward by an operator that needs its arguments alone."""
+
+
+class Documents(NamedTuple):
+    """A layout in a traced graph: the two tensors that kernels read, (S,) int32."""
+
+    starts: Tensor
+    ends: Tensor
+
+
+class Signature(Generic[Arguments]):
+    """Say where an operator's arguments lie in its schema: tensors, then two tensors a layout, then options.
 
     Args:
         arguments: a named tuple of tensors, then layouts, then options; its annotations make the schema.
-        forward, fake: (arguments, whether a backward follows) -> outputs and what it needs; None where absent.
-        backward: (arguments, what it needs, outputs' gradients, None: zero) -> gradients of the first tensors.
-        outputs, saved, gradients: their numbers.
+        constants: names of the last tensors, which have no gradient.
+
+    Attributes:
+        gradients: names of the tensors' gradients, ``d<argument>``, in order.
+        num_tensors, num_layouts: of each there are among the arguments.
+        num_saved: tensors of the schema, two a layout; num_values: all its values.
     """
-    hints = get_type_hints(arguments)
-    kinds = list(hints.values())
-    tensors = sum(kind in (Tensor, Tensor | None) for kind in kinds)
-    layouts = kinds.count(SequenceLayout)
-    flat, values = tensors + 2 * layouts, len(kinds) + layouts
-    schema = ", ".join(SCHEMA[kind].format(field) for field, kind in hints.items())
-    make = functools.partial(tuple.__new__, arguments)  # without arguments' own __new__
 
-    def places(others: tuple) -> list[Tensor]:
-        return [place for layout in others[:layouts] for place in (layout.starts, layout.ends)]
+    def __init__(self, arguments: type[Arguments], constants: tuple[str, ...]) -> None:
+        kinds = get_type_hints(arguments)
+        tensors = [name for name, kind in kinds.items() if kind in (Tensor, Tensor | None)]
+        self.arguments = arguments
+        self.schema = ", ".join(SCHEMA[kind].format(name) for name, kind in kinds.items())
+        self.num_tensors = len(tensors)
+        self.num_layouts = list(kinds.values()).count(SequenceLayout)
+        self.num_saved = self.num_tensors + 2 * self.num_layouts
+        self.num_values = len(kinds) + self.num_layouts
+        self.constants = constants
+        self.num_gradients = len(tensors) - len(constants)
+        self.gradients = tuple(f"d{name}" for name in tensors[: self.num_gradients])
+        # Faster than the named tuple's own __new__, which takes each field as a parameter.
+        self.make: Callable[[tuple], Arguments] = functools.partial(tuple.__new__, arguments)
 
-    def gather(values: tuple) -> Arguments:
-        documents = (Documents(*values[i : i + 2]) for i in range(tensors, flat, 2))
-        return arguments(*values[:tensors], *documents, *values[flat:])
+    def layout_tensors(self, others: tuple) -> list[Tensor]:
+        """List starts and ends of the layouts that ``others``, all arguments but the tensors, begin with."""
+        return [tensor for layout in others[: self.num_layouts] for tensor in (layout.starts, layout.ends)]
 
-    def dispatched(compute: Callable) -> Callable[..., tuple[Tensor, ...]]:
-        return lambda *given: none_to_empty(compute(gather(given[:-1]), given[-1]), given[0])
+    def flatten(self, arguments: Arguments) -> tuple:
+        """Lay arguments out as the schema has them."""
+        others = arguments[self.num_tensors :]
+        return (*arguments[: self.num_tensors], *self.layout_tensors(others), *others[self.num_layouts :])
 
-    def run_backward(*given: Any) -> tuple[Tensor, ...]:
-        of, saved = given[outputs : outputs + values], given[outputs + values :]
-        return none_to_empty(backward(gather(of), saved, given[:outputs]), of[0])
+    def unflatten(self, values: tuple) -> Arguments:
+        """Make arguments of the schema's values; layouts become ``Documents``."""
+        layouts = [
+            Documents(starts=values[place], ends=values[place + 1])
+            for place in range(self.num_tensors, self.num_saved, 2)
+        ]
+        return self.make((*values[: self.num_tensors], *layouts, *values[self.num_saved :]))
 
-    def fake_backward(*given: Any) -> tuple[Tensor, ...]:
-        return none_to_empty(map(empty_grad_like, given[outputs : outputs + gradients]), given[outputs])
+    def allocate_gradients(self, arguments: Arguments) -> dict[str, Any]:
+        """Allocate contiguous gradients of the tensors that have one, as ``d<argument>``; None for None."""
+        tensors = arguments[: self.num_gradients]
+        return dict(zip(self.gradients, map(empty_grad_like, tensors)))
 
-    grads = "".join(f"Tensor? grad_{i}, " for i in range(outputs))
-    saved_schema = "".join(f", Tensor saved_{i}" for i in range(saved))
-    _define(name, f"({schema}, bool keep)", outputs + saved, dispatched(forward), dispatched(fake))
-    _define(f"{name}_backward", f"({grads}{schema}{saved_schema})", gradients, run_backward, fake_backward)
-    operator = getattr(torch.ops.packmamba, name).default
-    operator_backward = getattr(torch.ops.packmamba, f"{name}_backward").default
+    def in_order(self, gradients: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Order gradients as the tensors that have one lie."""
+        return tuple(map(gradients.__getitem__, self.gradients))
 
-    def below_autograd(keys: Any, given: tuple) -> tuple[Tensor, ...]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return operator.redispatch(keys & torch._C._after_autograd_keyset, *given)
 
-    class Gradients(torch.autograd.Function):
-        """Raise when gradients under create_graph are differentiated: they would count as constants."""
+class PackedOperator(Generic[Arguments]):
+    """An operator of compiled kernels. Calling it with its arguments returns its outputs, a tuple.
 
-        @staticmethod
-        def forward(ctx: Any, grads: tuple, *of: Tensor | None) -> tuple:
-            return grads
+    Args:
+        name: of ``torch.ops.packmamba.<name>``.
+        arguments: the named tuple that it takes, see ``Signature``.
+        outputs, saved: named tuples of what it returns, and of what it saves for the backward.
+        forward, fake: (arguments, whether a backward follows) -> (outputs, saved); ``fake`` allocates only.
+        backward: (arguments, saved, gradients of the outputs, None: zero) -> gradients as ``d<argument>``; None where absent.
+        constants: names of the last tensors among the arguments, which have no gradient.
+    """
 
-        @staticmethod
-        def backward(ctx: Any, *_: Tensor | None) -> tuple:
-            raise RuntimeError(
-                f"{name}: compiled kernels have no second derivatives; take backend='reference'"
-            )
+    def __init__(
+        self,
+        name: str,
+        *,
+        arguments: type[Arguments],
+        outputs: type[tuple],
+        saved: type[tuple],
+        forward: Callable[[Arguments, bool], Results],
+        fake: Callable[[Arguments, bool], Results],
+        backward: Callable[[Arguments, Any, Any], Mapping[str, Tensor | None]],
+        constants: tuple[str, ...] = (),
+    ) -> None:
+        self.name = name
+        self.signature = Signature(arguments, constants)
+        self.outputs = outputs
+        self.saved = saved
+        self.num_outputs = len(outputs._fields)  # type: ignore[attr-defined]
+        self.forward = forward
+        self.fake = fake
+        self.backward = backward
+        self._define()
 
-    class Differentiable(torch.autograd.Function):
-        """Differentiate an eager call (no dispatch keys), or a dispatched one."""
+    def __call__(self, arguments: Arguments) -> tuple:
+        """Compute. Raises RuntimeError under forward-mode differentiation."""
+        signature = self.signature
+        needs_backward = torch.is_grad_enabled() and _any_requires_grad(
+            arguments[: signature.num_gradients]
+        )
+        if forward_ad._current_level >= 0:
+            self._refuse_tangents(arguments[: signature.num_tensors])
+        if is_tracing() or not PLAIN.issuperset(map(type, arguments)):
+            return self.call_dispatched(arguments, needs_backward)
+        return self.call_eager(arguments, needs_backward)
 
-        @staticmethod
-        def forward(ctx: Any, call: tuple[Any, bool, tuple], *given: Any) -> Any:
-            keys, keep, others = ctx.call = call
-            ctx.set_materialize_grads(False)
-            if keys is None:
-                results = forward(make(given + others), keep)
-            else:
-                results = below_autograd(keys, (*given, *places(others), *others[layouts:], keep))
-            ctx.save_for_backward(*given, *places(others), *results[outputs:])
-            return results[:outputs] if keys is None else results
+    def call_eager(self, arguments: Arguments, needs_backward: bool) -> tuple:
+        """Compute at once, without the dispatcher."""
+        if not needs_backward:
+            outputs, _ = self.forward(arguments, False)
+            return outputs
+        tensors = arguments[: self.signature.num_tensors]
+        others = arguments[self.signature.num_tensors :]
+        return _apply_eager(self, others, *tensors)
 
-        @staticmethod
-        def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-            keys, keep, others = ctx.call
-            saved = ctx.saved_tensors
-            if not keep:
+    def call_dispatched(self, arguments: Arguments, needs_backward: bool) -> tuple:
+        """Compute by ``torch.ops.packmamba.<name>``, which compilers and transforms see."""
+        values = self.signature.flatten(arguments)
+        return self._operator(*values, needs_backward)[: self.num_outputs]
+
+    def backward_eager(
+        self, saved: tuple[Tensor, ...], others: tuple, grads: tuple
+    ) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of an eager call at once; ``saved`` as ``_EagerCall`` saved them."""
+        signature = self.signature
+        gradients = self.backward(
+            signature.make(saved[: signature.num_tensors] + others),
+            self.saved(*saved[signature.num_saved :]),
+            self.outputs(*grads),
+        )
+        return signature.in_order(gradients)
+
+    def backward_dispatched(
+        self, saved: tuple[Tensor, ...], others: tuple, grads: tuple
+    ) -> tuple[Tensor | None, ...]:
+        """Compute gradients by ``torch.ops.packmamba.<name>_backward``, which refuses to be differentiated."""
+        signature = self.signature
+        flat = saved[: signature.num_saved]
+        options = others[signature.num_layouts :]
+        states = none_to_empty(saved[signature.num_saved :], saved[0])
+        with torch.no_grad():
+            computed = self._operator_backward(*grads[: self.num_outputs], *flat, *options, *states)
+        gradients = tuple(None if tensor is None else gradient for tensor, gradient in zip(saved, computed))
+        if torch.is_grad_enabled():
+            tensors = saved[: signature.num_tensors]
+            gradients = _FirstDerivatives.apply(self.name, gradients, *grads, *tensors)
+        return gradients
+
+    def _refuse_tangents(self, tensors: tuple[Tensor | None, ...]) -> None:
+        for tensor in tensors:
+            if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise RuntimeError(
-                    f"packmamba::{name}: called with keep=False, so it cannot be differentiated"
+                    f"{self.name}: compiled kernels have no forward-mode derivatives; "
+                    "take backend='reference'"
                 )
-            if keys is None and not torch.is_grad_enabled():
-                result = backward(make(saved[:tensors] + others), saved[flat:], grads)
-            else:
-                given = (*grads[:outputs], *saved[:flat], *others[layouts:])
-                with torch.no_grad():
-                    result = operator_backward(*given, *none_to_empty(saved[flat:], saved[0]))
-                result = tuple(None if t is None else grad for t, grad in zip(saved, result))
-                if torch.is_grad_enabled():
-                    result = Gradients.apply(result, *grads, *saved[:tensors])
-            return None, *result, *(None,) * (tensors - gradients)
 
-    def differentiated(keys: Any, *given: Any) -> Any:
-        if not (torch.is_grad_enabled() and _any_requires_grad(given[:gradients])):
-            return below_autograd(keys, given)
-        return Differentiable.apply((keys, given[-1], gather(given[:-1])[tensors:]), *given[:tensors])
+    def _define(self) -> None:
+        """Define both operators in torch.ops.packmamba, with their implementations and the autograd of the first."""
+        signature = self.signature
+        saved = self.saved._fields  # type: ignore[attr-defined]
+        grads = "".join(f"Tensor? grad_{i}, " for i in range(self.num_outputs))
+        states = "".join(f", Tensor saved_{i}" for i in range(len(saved)))
+        name_backward = f"{self.name}_backward"
+        _define(
+            f"{self.name}({signature.schema}, bool keep)",
+            num_results=self.num_outputs + len(saved),
+            run=self._run_forward,
+            fake=self._run_fake,
+        )
+        _define(
+            f"{name_backward}({grads}{signature.schema}{states})",
+            num_results=signature.num_gradients,
+            run=self._run_backward,
+            fake=self._run_fake_backward,
+        )
+        _library.impl(self.name, self._run_autograd, "Autograd", with_keyset=True)
+        self._operator = getattr(torch.ops.packmamba, self.name).default
+        self._operator_backward = getattr(torch.ops.packmamba, name_backward).default
 
-    _library.impl(name, differentiated, "Autograd", with_keyset=True)
-    # Without Function's search for functorch's wrappers: ``is_tracing`` rules them out.
-    apply = super(torch.autograd.Function, Differentiable).apply
+    def _run_forward(self, *values: Any) -> tuple[Tensor, ...]:
+        outputs, saved = self.forward(self.signature.unflatten(values[:-1]), values[-1])
+        return none_to_empty((*outputs, *saved), values[0])
 
-    def call(a: Arguments) -> tuple:
-        keep = torch.is_grad_enabled() and _any_requires_grad(a[:gradients])
-        given = (t for t in a[:tensors] if t is not None)
-        if forward_ad._current_level >= 0 and any(
-            forward_ad.unpack_dual(t).tangent is not None for t in given
-        ):
+    def _run_fake(self, *values: Any) -> tuple[Tensor, ...]:
+        outputs, saved = self.fake(self.signature.unflatten(values[:-1]), values[-1])
+        return none_to_empty((*outputs, *saved), values[0])
+
+    def _run_backward(self, *values: Any) -> tuple[Tensor, ...]:
+        after_grads = values[self.num_outputs :]
+        arguments = self.signature.unflatten(after_grads[: self.signature.num_values])
+        saved = self.saved(*after_grads[self.signature.num_values :])
+        grads = self.outputs(*values[: self.num_outputs])
+        gradients = self.backward(arguments, saved, grads)
+        return none_to_empty(self.signature.in_order(gradients), after_grads[0])
+
+    def _run_fake_backward(self, *values: Any) -> tuple[Tensor, ...]:
+        tensors = values[self.num_outputs :][: self.signature.num_gradients]
+        return none_to_empty(map(empty_grad_like, tensors), tensors[0])
+
+    def _run_autograd(self, keys: Any, *values: Any) -> Any:
+        """Take part in autograd, at the dispatch key of that name."""
+        if not (torch.is_grad_enabled() and _any_requires_grad(values[: self.signature.num_gradients])):
+            return self.run_below_autograd(keys, values)
+        num_tensors = self.signature.num_tensors
+        others = self.signature.unflatten(values[:-1])[num_tensors:]
+        return _DispatchedCall.apply(self, keys, values[-1], others, *values[:num_tensors])
+
+    def run_below_autograd(self, keys: Any, values: tuple) -> tuple[Tensor, ...]:
+        """Go on to the dispatch keys after autograd's."""
+        with torch._C._AutoDispatchBelowAutograd():
+            return self._operator.redispatch(keys & torch._C._after_autograd_keyset, *values)
+
+
+class _EagerCall(torch.autograd.Function):
+    """Differentiate an eager call, whose outputs may be None."""
+
+    @staticmethod
+    def forward(ctx: Any, operator: PackedOperator, others: tuple, *tensors: Tensor | None) -> Any:
+        ctx.operator = operator
+        ctx.others = others
+        ctx.set_materialize_grads(False)  # None for the gradient of an output that nothing used
+        outputs, saved = operator.forward(operator.signature.make(tensors + others), True)
+        # With the layouts' tensors: autograd then refuses a layout that was written to meanwhile.
+        ctx.save_for_backward(*tensors, *operator.signature.layout_tensors(others), *saved)
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        operator: PackedOperator = ctx.operator
+        differentiate = (  # with gradients enabled (create_graph) the result may be differentiated
+            operator.backward_dispatched if torch.is_grad_enabled() else operator.backward_eager
+        )
+        gradients = differentiate(ctx.saved_tensors, ctx.others, grads)
+        return None, None, *gradients, *(None,) * len(operator.signature.constants)
+
+
+# Without Function's search for functorch's wrappers: ``is_tracing`` rules them out.
+_apply_eager = super(torch.autograd.Function, _EagerCall).apply
+
+
+class _DispatchedCall(torch.autograd.Function):
+    """Differentiate a dispatched call, whose outputs are those of the schema, saved tensors among them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, operator: PackedOperator, keys: Any, keep: bool, others: tuple, *tensors: Tensor | None
+    ) -> Any:
+        ctx.operator = operator
+        ctx.keep = keep
+        ctx.others = others
+        ctx.set_materialize_grads(False)
+        layouts = operator.signature.layout_tensors(others)
+        options = others[operator.signature.num_layouts :]
+        results = operator.run_below_autograd(keys, (*tensors, *layouts, *options, keep))
+        ctx.save_for_backward(*tensors, *layouts, *results[operator.num_outputs :])
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
+        operator: PackedOperator = ctx.operator
+        if not ctx.keep:
             raise RuntimeError(
-                f"{name}: compiled kernels have no forward-mode derivatives; take backend='reference'"
+                f"packmamba::{operator.name}: called with keep=False, so it cannot be differentiated"
             )
-        if is_tracing() or not PLAIN.issuperset(map(type, a)):
-            return operator(*a[:tensors], *places(a[tensors:]), *a[tensors + layouts :], keep)[:outputs]
-        if keep:
-            return apply((None, True, a[tensors:]), *a[:tensors])
-        return forward(a, False)[:outputs]
-
-    return call
+        gradients = operator.backward_dispatched(ctx.saved_tensors, ctx.others, grads)
+        return (*(None,) * 4, *gradients, *(None,) * len(operator.signature.constants))
 
 
-def _define(name: str, arguments: str, results: int, run: Callable, fake: Callable) -> None:
-    _library.define(f"{name}{arguments} -> ({', '.join(['Tensor'] * results)})")
+class _FirstDerivatives(torch.autograd.Function):
+    """Raise when gradients under create_graph are differentiated: they would count as constants."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, gradients: tuple, *sources: Tensor | None) -> tuple:
+        ctx.name = name
+        return gradients
+
+    @staticmethod
+    def backward(ctx: Any, *_: Tensor | None) -> tuple:
+        raise RuntimeError(
+            f"{ctx.name}: compiled kernels have no second derivatives; take backend='reference'"
+        )
+
+
+def _define(schema: str, num_results: int, run: Callable, fake: Callable) -> None:
+    name = schema.partition("(")[0]
+    _library.define(f"{schema} -> ({', '.join(['Tensor'] * num_results)})")
     for device in ("CPU", "CUDA"):
         _library.impl(name, run, device)
     torch.library.register_fake(f"packmamba::{name}", fake, lib=_library)
 
 
 def none_to_empty(values: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
-    """Replace None by empty tensors."""
+    """Replace None by empty tensors of like's dtype, on its device."""
     return tuple(like.new_empty(0) if value is None else value for value in values)
 
 
 def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
-    return any(t is not None and t.requires_grad for t in tensors)
+    for tensor in tensors:
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
 
 
 def empty_grad_like(tensor: Any) -> Any:
     """Allocate a contiguous gradient of a tensor; None for None."""
-    return None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    if tensor is None:
+        return None
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def dense(tensor: Any) -> Any:
+    """Make a tensor contiguous, as kernels read parameters and states; None for None."""
     return None if tensor is None else tensor.contiguous()
 
 
 def unit_stride(tensor: Tensor) -> Tensor:
-    """Make the channels of a gradient contiguous."""
+    """Make channels contiguous: a gradient may come expanded or transposed."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()

@@ -1,7 +1,13 @@
 """The Mamba block after its first projection as one operator (mamba-ssm's ``mamba_inner_fn``), packed.
 
+One operator instead of a composition, because its explicit backward writes gradients into parts of wider tensors without
+copies (dx and dz into dxz; ddelta's low rank, dB and dC into what is multiplied by x_weight), and may keep less than
+autograd: with ``recompute`` a layer saves the scan's states and (B, L, R + 2 N) numbers, and two activations less.
+
 Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 """
+
+from __future__ import annotations
 
 from typing import Any, NamedTuple
 
@@ -12,7 +18,7 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
-from packmamba.ops.custom_op import KERNELS, dense, empty_grad_like, register
+from packmamba.ops.custom_op import KERNELS, PackedOperator, dense
 from packmamba.ops.scan import allocate_scan
 
 
@@ -42,46 +48,46 @@ def mamba_inner(
 
     Args:
         xz: (B, L, 2 D), the convolution's input and the gate.
+        conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is SiLU.
         x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; gradients of wider ones
             are not rounded to it by compiled kernels.
-        conv_weight, conv_bias, A, D, delta_bias: the operators'.
+        A, D, delta_bias: (D, N), (D,), (D,), as of ``ssm_pack``.
         conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is one.
-        conv_state, ssm_state: the operators' initial states.
-        recompute: in the backward compute the convolution's output and delta again (compiled kernels only), and on a GPU y.
+        conv_state, ssm_state: the operators' initial states, by the documents of their layouts.
+        return_state: also return (final convolution state, final scan state).
+        recompute: in the backward compute the convolution's output and delta again (compiled kernels only), and on a GPU y:
+            from states that are rounded at times, so that its bits may differ.
+        backend: a name in ``ops.BACKENDS``.
 
-    Returns (B, L, d_model) in xz's dtype, and (final convolution state, final scan state) or None. Raises TypeError, ValueError.
+    Returns (B, L, d_model) in xz's dtype, and the final states or None. Raises TypeError or ValueError.
     """
-    checks.check_activations(xz, "xz")
-    expect(xz.shape[2] % 2 == 0, "xz", "shape (B, L, 2 D)", tuple(xz.shape))
-    conv_layout = checks.check_layout(conv_layout, xz, "xz", "conv_layout")
-    ssm_layout = checks.check_layout(ssm_layout, xz, "xz", "ssm_layout")
-    channels = xz.shape[2] // 2
-    width = checks.check_columns(conv_weight, "conv_weight", channels, 2, 4)
-    rank = checks.check_columns(dt_weight, "dt_weight", channels, 1, 2**31)
-    states = checks.check_columns(A, "A", channels, 1, 256)
-    checks.check_is_tensor(out_weight, "out_weight")
-    checks.check_tensors(
-        xz, "xz", (xz.dtype, torch.float32), conv_weight=(conv_weight, (channels, width)), conv_bias=(conv_bias, (channels,)),
-        conv_state=(conv_state, (conv_layout.num_documents, channels, width - 1)),
-    )  # fmt: skip
-    checks.check_tensors(
-        xz, "xz", checks.ACTIVATION_DTYPES, x_weight=(x_weight, (rank + 2 * states, channels)),
-        dt_weight=(dt_weight, (channels, rank)), out_weight=(out_weight, (*out_weight.shape[:1], channels)),
-    )  # fmt: skip
-    checks.check_tensors(
-        xz, "xz", (checks.accumulation_dtype(xz.dtype),), A=(A, (channels, states)), D=(D, (channels,)),
-        delta_bias=(delta_bias, (channels,)), ssm_state=(ssm_state, (ssm_layout.num_documents, channels, states)),
-    )  # fmt: skip
-    a = InnerArguments(
-        xz, conv_weight, conv_bias, x_weight, dt_weight, out_weight, A, D, delta_bias, conv_state, ssm_state, None, None, None,
-        conv_layout, ssm_layout, return_state, recompute,
-    )  # fmt: skip
-    mixed, *state = choose(backend, xz.device, "mamba_inner")(a)
-    return mixed, (state[0], state[1]) if return_state else None
+    arguments = _checked(
+        xz=xz,
+        conv_weight=conv_weight,
+        conv_bias=conv_bias,
+        x_weight=x_weight,
+        dt_weight=dt_weight,
+        out_weight=out_weight,
+        A=A,
+        D=D,
+        delta_bias=delta_bias,
+        conv_state=conv_state,
+        ssm_state=ssm_state,
+        conv_layout=conv_layout,
+        ssm_layout=ssm_layout,
+        return_state=return_state,
+        recompute=recompute,
+    )
+    mixed, conv_final, ssm_final = choose(backend, xz.device, "mamba_inner")(arguments)
+    return mixed, (conv_final, ssm_final) if return_state else None
 
 
 class InnerArguments(NamedTuple):
-    """Arguments of every implementation; x_used, dt_used, out_used: weights of another dtype in xz's."""
+    """Arguments of every implementation, checked.
+
+    ``x_used``, ``dt_used``, ``out_used``: the three weights in xz's dtype where their own is another, made by ``compiled``;
+    else None. They are constants: gradients go to the weights themselves.
+    """
 
     xz: Tensor
     conv_weight: Tensor
@@ -103,126 +109,336 @@ class InnerArguments(NamedTuple):
     recompute: bool
 
     @property
-    def weights(self) -> tuple[Tensor, ...]:
+    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
         """(x_weight, dt_weight, out_weight) in xz's dtype."""
-        return tuple(own if used is None else used for own, used in zip(self[3:6], self[11:14]))
+        return (
+            self.x_weight if self.x_used is None else self.x_used,
+            self.dt_weight if self.dt_used is None else self.dt_used,
+            self.out_weight if self.out_used is None else self.out_used,
+        )
 
     def parts(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Split (B, L, R + 2 N) into views (B, L, R), (B, L, N), (B, L, N)."""
-        rank, states = self.dt_weight.shape[1], self.A.shape[1]
+        """Split (B, L, R + 2 N) into views: delta at low rank (B, L, R), B and C (B, L, N)."""
+        rank = self.dt_weight.shape[1]
+        states = self.A.shape[1]
         return projected.split((rank, states, states), dim=2)
 
 
-def compiled(a: InnerArguments) -> tuple[Tensor, ...]:
-    wide = checks.accumulation_dtype(a.xz.dtype)
-    used = (None if weight.dtype == a.xz.dtype else weight.detach().to(a.xz.dtype) for weight in a[3:6])
-    changed: dict[str, Any] = dict(zip(("x_used", "dt_used", "out_used"), used))
-    for name in ("conv_weight", "conv_bias", "conv_state"):
-        changed[name] = None if getattr(a, name) is None else getattr(a, name).to(wide)
-    mixed, conv_final, ssm_final = _registered(a._replace(**changed))
+class InnerOutputs(NamedTuple):
+    """The block's output (B, L, d_model), final states of convolution and scan; or gradients of these."""
+
+    mixed: Tensor
+    conv_state: Tensor | None
+    ssm_state: Tensor | None
+
+
+class InnerSaved(NamedTuple):
+    """Saved for the backward; None (or empty, in a graph) where it is computed again, or where no backward follows."""
+
+    states: Tensor | None  # the scan's, see ``allocate_scan``
+    projected: Tensor | None  # (B, L, R + 2 N)
+    x: Tensor | None  # (B, L, D), the convolution's output, as delta and y
+    delta: Tensor | None
+    y: Tensor | None
+
+
+class Buffers(NamedTuple):
+    """What the forward's kernels write to."""
+
+    y: Tensor
+    conv_state: Tensor | None
+    ssm_state: Tensor | None
+    states: Tensor | None
+
+
+def _checked(
+    *, xz: Tensor, conv_layout: SequenceLayout | None, ssm_layout: SequenceLayout | None, **others: Any
+) -> InnerArguments:
+    """Check the arguments of ``mamba_inner`` and complete the layouts. Raises TypeError or ValueError."""
+    checks.check_activations(xz, "xz")
+    expect(xz.shape[2] % 2 == 0, "xz", "shape (B, L, 2 D)", tuple(xz.shape))
+    conv_layout = checks.check_layout(conv_layout, xz, "xz", "conv_layout")
+    ssm_layout = checks.check_layout(ssm_layout, xz, "xz", "ssm_layout")
+    a = InnerArguments(
+        xz=xz,
+        conv_layout=conv_layout,
+        ssm_layout=ssm_layout,
+        x_used=None,
+        dt_used=None,
+        out_used=None,
+        **others,
+    )
+    channels = xz.shape[2] // 2
+    width = checks.check_columns(a.conv_weight, "conv_weight", channels, 2, 4)
+    rank = checks.check_columns(a.dt_weight, "dt_weight", channels, 1, 2**31)
+    states = checks.check_columns(a.A, "A", channels, 1, 256)
+    checks.check_is_tensor(a.out_weight, "out_weight")
+    checks.check_tensors(
+        xz,
+        "xz",
+        (xz.dtype, torch.float32),
+        conv_weight=(a.conv_weight, (channels, width)),
+        conv_bias=(a.conv_bias, (channels,)),
+        conv_state=(a.conv_state, (conv_layout.num_documents, channels, width - 1)),
+    )
+    checks.check_tensors(
+        xz,
+        "xz",
+        checks.ACTIVATION_DTYPES,
+        x_weight=(a.x_weight, (rank + 2 * states, channels)),
+        dt_weight=(a.dt_weight, (channels, rank)),
+        out_weight=(a.out_weight, (*a.out_weight.shape[:1], channels)),
+    )
+    checks.check_tensors(
+        xz,
+        "xz",
+        (checks.accumulation_dtype(xz.dtype),),
+        A=(a.A, (channels, states)),
+        D=(a.D, (channels,)),
+        delta_bias=(a.delta_bias, (channels,)),
+        ssm_state=(a.ssm_state, (ssm_layout.num_documents, channels, states)),
+    )
+    return a
+
+
+def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute ``ops.mamba_inner`` by compiled kernels, which take the convolution's parameters in the accumulation dtype."""
+    activations = a.xz.dtype
+    wide = checks.accumulation_dtype(activations)
+    mixed, conv_final, ssm_final = _operator(
+        a._replace(
+            conv_weight=a.conv_weight.to(wide),
+            conv_bias=None if a.conv_bias is None else a.conv_bias.to(wide),
+            conv_state=None if a.conv_state is None else a.conv_state.to(wide),
+            x_used=_copy_if_other(a.x_weight, activations),
+            dt_used=_copy_if_other(a.dt_weight, activations),
+            out_used=_copy_if_other(a.out_weight, activations),
+        )
+    )
     if a.return_state:
-        conv_final = conv_final.to(a.xz.dtype if a.conv_state is None else a.conv_state.dtype)
+        conv_final = conv_final.to(activations if a.conv_state is None else a.conv_state.dtype)
     return mixed, conv_final, ssm_final
 
 
-def _forward(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    """Return mixed, both final states, and saved for the backward: the scan's states, projected, x, delta, y."""
+def _copy_if_other(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    return None if weight.dtype == dtype else weight.detach().to(dtype)
+
+
+def _forward(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, InnerSaved]:
     x_in, z = a.xz.chunk(2, dim=2)
-    y, conv_final, ssm_final, states = _room(a, x_in, keep)
-    x = torch.empty_like(y)
-    convolve, scan = _kernel_arguments(a)
-    kernels = KERNELS[y.device.type]
-    kernels["conv1d_forward"](x_in, *convolve, x, conv_final)
+    buffers = _allocate(a, x_in, needs_backward)
+    x = torch.empty_like(buffers.y)
+    kernels = KERNELS[x.device.type]
+    kernels["conv1d_forward"]({**_conv_inputs(a), "x": x_in, "y": x, "final_state": buffers.conv_state})
     x_weight, dt_weight, out_weight = a.weights
     projected = _linear(x, x_weight)
-    low, B, C = a.parts(projected)
-    delta = _linear(low, dt_weight)
-    A, D, *others = scan
-    kernels["ssm_forward"](x, delta, A, B, C, D, z, *others, y, ssm_final, states)
-    return (
-        _linear(y, out_weight),
-        conv_final,
-        ssm_final,
-        states,
-        *_saved(a, keep, (projected, x, delta, y)),
+    low_rank, B, C = a.parts(projected)
+    delta = _linear(low_rank, dt_weight)
+    kernels["ssm_forward"](
+        {
+            **_scan_inputs(a),
+            "u": x,
+            "delta": delta,
+            "B": B,
+            "C": C,
+            "z": z,
+            "y": buffers.y,
+            "final_state": buffers.ssm_state,
+            "saved": buffers.states,
+        }
+    )
+    outputs = InnerOutputs(
+        mixed=_linear(buffers.y, out_weight), conv_state=buffers.conv_state, ssm_state=buffers.ssm_state
+    )
+    return outputs, _select_saved(
+        a, needs_backward, states=buffers.states, projected=projected, x=x, delta=delta, y=buffers.y
     )
 
 
-def _fake(a: InnerArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    y, *others = _room(a, a.xz.chunk(2, dim=2)[0], keep)
-    mixed, projected = (y.new_empty(*y.shape[:2], weight.shape[0]) for weight in (a.out_weight, a.x_weight))
-    return (mixed, *others, *_saved(a, keep, (projected, torch.empty_like(y), torch.empty_like(y), y)))
-
-
-def _room(
-    a: InnerArguments, x_in: Tensor, keep: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    y, ssm_final, states = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, keep)
-    if not a.return_state:
-        return y, None, None, states
-    channels, width = a.conv_weight.shape
-    return (
-        y,
-        a.conv_weight.new_empty(a.conv_layout.starts.shape[0], channels, width - 1),
-        ssm_final,
-        states,
+def _fake(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, InnerSaved]:
+    x_in, _ = a.xz.chunk(2, dim=2)
+    buffers = _allocate(a, x_in, needs_backward)
+    tokens = buffers.y.shape[:2]
+    outputs = InnerOutputs(
+        mixed=buffers.y.new_empty(*tokens, a.out_weight.shape[0]),
+        conv_state=buffers.conv_state,
+        ssm_state=buffers.ssm_state,
+    )
+    return outputs, _select_saved(
+        a,
+        needs_backward,
+        states=buffers.states,
+        projected=buffers.y.new_empty(*tokens, a.x_weight.shape[0]),
+        x=torch.empty_like(buffers.y),
+        delta=torch.empty_like(buffers.y),
+        y=buffers.y,
     )
 
 
-def _saved(a: InnerArguments, keep: bool, values: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
-    """Select what is saved of projected, x, delta and y; CUDA's ``ssm_backward`` can also write y."""
-    whole = keep and not a.recompute
-    wanted = (keep, whole, whole, whole or (keep and a.xz.device.type != "cuda"))
-    return tuple(value if keeps else None for value, keeps in zip(values, wanted))
+def _allocate(a: InnerArguments, x_in: Tensor, needs_backward: bool) -> Buffers:
+    """Allocate y (B, L, D), final states of both operators if they are returned, and the scan's saved states."""
+    outputs, saved = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, needs_backward)
+    conv_state = None
+    if a.return_state:
+        channels, width = a.conv_weight.shape
+        documents = a.conv_layout.starts.shape[0]
+        conv_state = a.conv_weight.new_empty(documents, channels, width - 1)
+    return Buffers(y=outputs.y, conv_state=conv_state, ssm_state=outputs.final_state, states=saved.states)
 
 
-def _kernel_arguments(a: InnerArguments) -> tuple[tuple, tuple]:
-    """Return the convolution's arguments from weight to silu; the scan's A, D, and those behind z."""
-    conv, scan = a.conv_layout, a.ssm_layout
-    return (
-        (dense(a.conv_weight), dense(a.conv_bias), conv.starts, conv.ends, dense(a.conv_state), True),
-        (dense(a.A), dense(a.D), dense(a.delta_bias), True, scan.starts, scan.ends, dense(a.ssm_state)),
+def _select_saved(
+    a: InnerArguments,
+    needs_backward: bool,
+    *,
+    states: Tensor | None,
+    projected: Tensor,
+    x: Tensor,
+    delta: Tensor,
+    y: Tensor,
+) -> InnerSaved:
+    """Select what is saved for the backward. CUDA's ``ssm_backward`` can also write y, so ``recompute`` keeps none there."""
+    keeps_all = needs_backward and not a.recompute
+    keeps_y = keeps_all or (needs_backward and a.xz.device.type != "cuda")
+    return InnerSaved(
+        states=states,
+        projected=projected if needs_backward else None,
+        x=x if keeps_all else None,
+        delta=delta if keeps_all else None,
+        y=y if keeps_y else None,
     )
 
 
-def _backward(a: InnerArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
-    states, projected, x, delta, y = saved
-    dmixed, dconv_final, dssm_final = grads
-    gradients: Any = tuple(map(empty_grad_like, a[:11]))
-    dxz, dweight, dbias, dx_weight, ddt_weight, dout_weight, dA, dD, ddelta_bias, dconv, dssm = gradients
+def _conv_inputs(a: InnerArguments) -> dict[str, Any]:
+    """Name what the convolution's kernels read beside x."""
+    return {
+        "weight": dense(a.conv_weight),
+        "bias": dense(a.conv_bias),
+        "starts": a.conv_layout.starts,
+        "ends": a.conv_layout.ends,
+        "initial_state": dense(a.conv_state),
+        "silu": True,
+    }
+
+
+def _scan_inputs(a: InnerArguments) -> dict[str, Any]:
+    """Name what the scan's kernels read beside activations."""
+    return {
+        "A": dense(a.A),
+        "D": dense(a.D),
+        "delta_bias": dense(a.delta_bias),
+        "delta_softplus": True,
+        "starts": a.ssm_layout.starts,
+        "ends": a.ssm_layout.ends,
+        "initial_state": dense(a.ssm_state),
+    }
+
+
+def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict[str, Tensor | None]:
+    """Walk the block back; every gradient is written where it belongs, in parts of wider tensors too.
+
+    With y before the last product: ``dy = dmixed W_out``, ``dW_out = dmixed.T y``; the scan's backward gives du, ddelta, dB,
+    dC, dz; ``dlow = ddelta W_dt``, ``dW_dt = ddelta.T low``; ``dx = du + dprojected W_x``, ``dW_x = dprojected.T x``; the
+    convolution's backward takes dx. Products are over slots, in xz's dtype.
+    """
+    gradients = _operator.signature.allocate_gradients(a)
+    if gradients["dssm_state"] is not None:
+        gradients["dssm_state"].zero_()  # nothing writes absent documents' (training.cuda_graphs)
+    x_in, _ = a.xz.chunk(2, dim=2)
+    dx_in, _ = gradients["dxz"].chunk(2, dim=2)
+    x_weight, dt_weight, _ = a.weights
+    low_rank, _, _ = a.parts(saved.projected)  # type: ignore[arg-type]
+    x, delta = _recompute(a, saved, x_in, low_rank)
+    dmixed = grads.mixed
     if dmixed is None:
         dmixed = a.xz.new_zeros(*a.xz.shape[:2], len(a.out_weight))
-    if not a.return_state:
-        dconv_final = dssm_final = None
-    if dssm is not None:
-        dssm.zero_()  # nothing writes absent documents' (training.cuda_graphs)
-    kernels = KERNELS[a.xz.device.type]
-    (x_in, z), (dx, dz) = a.xz.chunk(2, dim=2), dxz.chunk(2, dim=2)
-    convolve, (A, D, *others) = _kernel_arguments(a)
-    low, B, C = a.parts(projected)
-    x_weight, dt_weight, out_weight = a.weights
-    if a.recompute:
-        x = torch.empty_like(x_in, memory_format=torch.contiguous_format)
-        kernels["conv1d_forward"](x_in, *convolve, x, None)
-        delta = _linear(low, dt_weight)
-    by_slot = dmixed.flatten(0, 1)
-    dy = torch.empty_like(x)
-    torch.mm(by_slot, out_weight, out=dy.flatten(0, 1))
-    make_y = {} if y is not None and y.numel() else {"y": (y := torch.empty_like(x))}
-    du, ddelta, dprojected = torch.empty_like(x), torch.empty_like(x), torch.empty_like(projected)
-    dlow, dB, dC = a.parts(dprojected)
-    kernels["ssm_backward"](
-        dy, dense(dssm_final), x, delta, A, B, C, D, z, *others, states,
-        du, ddelta, dA, dB, dC, dD, dz, ddelta_bias, dssm, **make_y,
-    )  # fmt: skip
-    _product(by_slot.t(), y.flatten(0, 1), dout_weight)
-    by_slot, dprojected_by_slot = ddelta.flatten(0, 1), dprojected.flatten(0, 1)
-    torch.mm(by_slot, dt_weight, out=dlow.flatten(0, 1))
-    _product(by_slot.t(), low.flatten(0, 1), ddt_weight)
-    _product(dprojected_by_slot.t(), x.flatten(0, 1), dx_weight)
-    du.flatten(0, 1).addmm_(dprojected_by_slot, x_weight)
-    kernels["conv1d_backward"](du, dense(dconv_final), x_in, *convolve, dx, dweight, dbias, dconv)
+    dmixed = dmixed.flatten(0, 1)
+
+    y, dx, ddelta, dprojected = _scan_backward(a, saved, grads, gradients, x, delta, dmixed)
+    dlow_rank, _, _ = a.parts(dprojected)
+    _product(dmixed.t(), y.flatten(0, 1), gradients["dout_weight"])
+    ddelta = ddelta.flatten(0, 1)
+    dprojected = dprojected.flatten(0, 1)
+    torch.mm(ddelta, dt_weight, out=dlow_rank.flatten(0, 1))
+    _product(ddelta.t(), low_rank.flatten(0, 1), gradients["ddt_weight"])
+    _product(dprojected.t(), x.flatten(0, 1), gradients["dx_weight"])
+    dx.flatten(0, 1).addmm_(dprojected, x_weight)
+    KERNELS[dx.device.type]["conv1d_backward"](
+        {
+            **_conv_inputs(a),
+            "dy": dx,
+            "dfinal": dense(grads.conv_state) if a.return_state else None,
+            "x": x_in,
+            "dx": dx_in,
+            "dweight": gradients["dconv_weight"],
+            "dbias": gradients["dconv_bias"],
+            "dinitial_state": gradients["dconv_state"],
+        }
+    )
     return gradients
+
+
+def _scan_backward(
+    a: InnerArguments,
+    saved: InnerSaved,
+    grads: InnerOutputs,
+    gradients: dict[str, Any],
+    x: Tensor,
+    delta: Tensor,
+    dmixed: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Walk the last product and the scan back, into ``gradients`` where they are whole.
+
+    Takes the scan's input x and delta (B, L, D), and dmixed (B L, d_model). Returns y, du and ddelta (B, L, D), and a tensor
+    (B, L, R + 2 N) whose dB and dC are written, while its first R columns wait for ddelta's product.
+    """
+    _, z = a.xz.chunk(2, dim=2)
+    _, dz = gradients["dxz"].chunk(2, dim=2)
+    _, B, C = a.parts(saved.projected)  # type: ignore[arg-type]
+    _, _, out_weight = a.weights
+    dy = torch.empty_like(x)
+    torch.mm(dmixed, out_weight, out=dy.flatten(0, 1))
+    du = torch.empty_like(x)
+    ddelta = torch.empty_like(x)
+    dprojected = torch.empty_like(saved.projected)  # type: ignore[arg-type]
+    _, dB, dC = a.parts(dprojected)
+    arguments = {
+        **_scan_inputs(a),
+        "dy": dy,
+        "dfinal": dense(grads.ssm_state) if a.return_state else None,
+        "u": x,
+        "delta": delta,
+        "B": B,
+        "C": C,
+        "z": z,
+        "saved": saved.states,
+        "du": du,
+        "ddelta": ddelta,
+        "dA": gradients["dA"],
+        "dB": dB,
+        "dC": dC,
+        "dD": gradients["dD"],
+        "dz": dz,
+        "ddelta_bias": gradients["ddelta_bias"],
+        "dinitial_state": gradients["dssm_state"],
+    }
+    y = saved.y
+    if y is None or not y.numel():
+        y = torch.empty_like(x)
+        arguments["y"] = y
+    KERNELS[x.device.type]["ssm_backward"](arguments)
+    return y, du, ddelta, dprojected
+
+
+def _recompute(
+    a: InnerArguments, saved: InnerSaved, x_in: Tensor, low_rank: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the convolution's output and delta, saved or computed again, (B, L, D) each."""
+    if not a.recompute:
+        return saved.x, saved.delta  # type: ignore[return-value]
+    x = torch.empty_like(x_in, memory_format=torch.contiguous_format)
+    KERNELS[x.device.type]["conv1d_forward"]({**_conv_inputs(a), "x": x_in, "y": x, "final_state": None})
+    _, dt_weight, _ = a.weights
+    return x, _linear(low_rank, dt_weight)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -232,16 +448,23 @@ def _linear(x: Tensor, weight: Tensor) -> Tensor:
     return y
 
 
-def _product(a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Compute out = a @ b, rounded only to out's dtype where PyTorch can."""
-    if out.dtype == a.dtype:
-        torch.mm(a, b, out=out)
-    elif out.is_cuda and out.dtype == torch.float32 and a.dtype.itemsize == 2:
-        torch.mm(a, b, out_dtype=out.dtype, out=out)
+def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """Compute out = left @ right, rounded only to out's dtype where PyTorch can."""
+    if out.dtype == left.dtype:
+        torch.mm(left, right, out=out)
+    elif out.is_cuda and out.dtype == torch.float32 and left.dtype.itemsize == 2:
+        torch.mm(left, right, out_dtype=out.dtype, out=out)
     else:
-        out.copy_(torch.mm(a, b, out=a.new_empty(out.shape)))
+        out.copy_(torch.mm(left, right, out=left.new_empty(out.shape)))
 
 
-_registered = register(
-    "mamba_inner", InnerArguments, _forward, _fake, _backward, outputs=3, saved=5, gradients=11
+_operator: PackedOperator[InnerArguments] = PackedOperator(
+    "mamba_inner",
+    arguments=InnerArguments,
+    outputs=InnerOutputs,
+    saved=InnerSaved,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    constants=("x_used", "dt_used", "out_used"),
 )

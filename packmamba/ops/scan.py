@@ -1,4 +1,12 @@
-"""The selective scan over packed documents. Shapes: B rows, L slots, S documents, D channels, N states."""
+"""The selective scan over packed documents: argument checks, and the compiled kernels as an operator.
+
+The forward saves a state every ``SAVED_TOKENS`` tokens, half an activation in bfloat16; the backward replays tokens from
+those instead of keeping a state a token, which would take N activations. kernels/cuda/NOTES.md has figures.
+
+Shapes: B rows, L slots, S documents, D channels, N states.
+"""
+
+from __future__ import annotations
 
 import functools
 from typing import Any, NamedTuple
@@ -7,13 +15,25 @@ import torch
 from torch import Tensor
 
 from packmamba.errors import KernelError, expect
+from packmamba.integers import round_up
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
-from packmamba.ops.custom_op import KERNELS, declare, dense, empty_grad_like, register, unit_stride
+from packmamba.ops.custom_op import (
+    KERNELS,
+    Outputs,
+    PackedOperator,
+    declare,
+    dense,
+    empty_grad_like,
+    unit_stride,
+)
 
-SAVED_TOKENS, SAVED_CHANNELS = 32, 16  # tokens between saved states; channels are a multiple
+SAVED_TOKENS = 32
+"""Tokens between saved states (kernels/cuda/params.h, kernels/cpu/ssm.h)."""
+SAVED_CHANNELS = 16
+"""On a CPU the channels of saved states are a multiple of this."""
 BACKWARD_SHARED_BYTES = 113 << 10
 """Shared memory of a block of the scan's tensor-core backward."""
 
@@ -34,7 +54,7 @@ def ssm_pack(
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Scan documents by Mamba's recurrence, each from zero or from its initial state.
+    """Scan documents by Mamba's recurrence (``selective_scan_fn``), each from zero or from its initial state.
 
     ``delta' = softplus(delta + delta_bias)``, ``h[t] = exp(delta'[t] A) h[t-1] + delta'[t] B[t] u[t]``,
     ``y[t] = (C[t] . h[t] + D u[t]) * silu(z[t])`` (Mamba, arXiv 2312.00752; packed: PackMamba, arXiv 2408.03865).
@@ -56,29 +76,26 @@ def ssm_pack(
     Returns y (B, L, D) in u's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
     Raises TypeError or ValueError.
     """
-    checks.check_activations(u, "u")
-    layout = checks.check_layout(layout, u, "u")
-    rows, row_length, channels = shape = u.shape
-    states = checks.check_columns(A, "A", channels, 1, 256)
-    near, wide = (u.dtype,), (checks.accumulation_dtype(u.dtype),)
-    by_token = rows, row_length, states
-    checks.check_tensors(
-        u, "u", near, True, delta=(delta, shape), B=(B, by_token), C=(C, by_token), z=(z, shape)
+    arguments = _checked(
+        u=u,
+        delta=delta,
+        A=A,
+        B=B,
+        C=C,
+        D=D,
+        z=z,
+        delta_bias=delta_bias,
+        initial_state=initial_state,
+        layout=layout,
+        delta_softplus=delta_softplus,
+        return_final_state=return_final_state,
     )
-    checks.check_tensors(
-        u, "u", wide, A=(A, (channels, states)), D=(D, (channels,)), delta_bias=(delta_bias, (channels,)),
-        initial_state=(initial_state, (layout.num_documents, channels, states)),
-    )  # fmt: skip
-    checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
-    a = ScanArguments(
-        u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state
-    )
-    y, final_state = choose(backend, u.device, "ssm_pack")(a)
+    y, final_state = choose(backend, u.device, "ssm_pack")(arguments)
     return (y, final_state) if return_final_state else y
 
 
 class ScanArguments(NamedTuple):
-    """Arguments of every implementation."""
+    """Arguments of every implementation, checked."""
 
     u: Tensor
     delta: Tensor
@@ -94,90 +111,165 @@ class ScanArguments(NamedTuple):
     return_final_state: bool
 
 
-def _forward(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    results = _fake(a, keep)
-    KERNELS[a.u.device.type]["ssm_forward"](*_kernel_arguments(a), *results)
-    return results
+def _checked(*, u: Tensor, layout: SequenceLayout | None, **others: Any) -> ScanArguments:
+    """Check the arguments of ``ssm_pack`` and complete the layout. Raises TypeError or ValueError."""
+    checks.check_activations(u, "u")
+    layout = checks.check_layout(layout, u, "u")
+    a = ScanArguments(u=u, layout=layout, **others)
+    rows, row_length, channels = u.shape
+    states = checks.check_columns(a.A, "A", channels, 1, 256)
+    activation_dtypes = (u.dtype,)
+    accumulation_dtypes = (checks.accumulation_dtype(u.dtype),)
+    checks.check_tensors(
+        u,
+        "u",
+        activation_dtypes,
+        True,
+        delta=(a.delta, u.shape),
+        B=(a.B, (rows, row_length, states)),
+        C=(a.C, (rows, row_length, states)),
+        z=(a.z, u.shape),
+    )
+    checks.check_tensors(
+        u,
+        "u",
+        accumulation_dtypes,
+        A=(a.A, (channels, states)),
+        D=(a.D, (channels,)),
+        delta_bias=(a.delta_bias, (channels,)),
+        initial_state=(a.initial_state, (layout.num_documents, channels, states)),
+    )
+    checks.check_flags(delta_softplus=a.delta_softplus, return_final_state=a.return_final_state)
+    return a
 
 
-def _fake(a: ScanArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    return allocate_scan(a.u, a.A, a.layout.starts, a.return_final_state, keep)
+class ScanSaved(NamedTuple):
+    """Saved for the backward: states every ``SAVED_TOKENS`` tokens, see ``allocate_scan``; None: no backward follows."""
+
+    states: Tensor | None
 
 
 def allocate_scan(
-    u: Tensor, A: Tensor, starts: Tensor, return_final_state: bool, keep: bool
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Allocate y, final states and saved states."""
+    u: Tensor, A: Tensor, starts: Tensor, return_final_state: bool, needs_backward: bool
+) -> tuple[Outputs, ScanSaved]:
+    """Allocate y (B, L, D), final states (S, D, N) if returned, and saved states if a backward follows.
+
+    A GPU saves (B L // SAVED_TOKENS, D, N) in bfloat16, or half as many in float32: a document's state lies at its start //
+    SAVED_TOKENS + its number in the document - 1, so that none overlap and no sums over documents are needed. A CPU saves
+    (S + B L // SAVED_TOKENS, D rounded up, N) in A's dtype, a document's at its number + its start // SAVED_TOKENS.
+    """
     channels, states = A.shape
-    y = empty_grad_like(u)
-    final = A.new_empty((starts.shape[0], channels, states)) if return_final_state else None
+    documents = starts.shape[0]
+    final_state = A.new_empty((documents, channels, states)) if return_final_state else None
+    outputs = Outputs(y=empty_grad_like(u), final_state=final_state)
+    if not needs_backward:
+        return outputs, ScanSaved(states=None)
     intervals = u.shape[0] * u.shape[1] // SAVED_TOKENS
-    if not keep:
-        return y, final, None
-    if u.is_cuda:  # 16 bits a number, or 32 bits at half as many tokens
-        return y, final, A.new_empty((intervals, channels, states), dtype=torch.bfloat16)
-    # A document's states begin at its number + its start // SAVED_TOKENS: none overlap.
-    padded = -(-channels // SAVED_CHANNELS) * SAVED_CHANNELS
-    return y, final, A.new_empty((starts.shape[0] + intervals, padded, states))
+    if u.is_cuda:
+        saved = A.new_empty((intervals, channels, states), dtype=torch.bfloat16)
+    else:
+        saved = A.new_empty((documents + intervals, round_up(channels, SAVED_CHANNELS), states))
+    return outputs, ScanSaved(states=saved)
 
 
-def _backward(a: ScanArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
-    dy, dfinal = grads
-    gradients = tuple(map(empty_grad_like, a[:9]))
-    KERNELS[a.u.device.type]["ssm_backward"](
-        a.u.new_zeros(a.u.shape) if dy is None else unit_stride(dy),
-        dense(dfinal) if a.return_final_state else None,
-        *_kernel_arguments(a), *saved, *gradients,
-    )  # fmt: skip
+def _forward(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
+    outputs, saved = _allocate(a, needs_backward)
+    arguments = _inputs(a)
+    arguments["y"] = outputs.y
+    arguments["final_state"] = outputs.final_state
+    arguments["saved"] = saved.states
+    KERNELS[a.u.device.type]["ssm_forward"](arguments)
+    return outputs, saved
+
+
+def _allocate(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
+    return allocate_scan(a.u, a.A, a.layout.starts, a.return_final_state, needs_backward)
+
+
+def _backward(a: ScanArguments, saved: ScanSaved, grads: Outputs) -> dict[str, Tensor | None]:
+    dy = a.u.new_zeros(a.u.shape) if grads.y is None else unit_stride(grads.y)
+    dfinal = dense(grads.final_state) if a.return_final_state else None
+    gradients = compiled.signature.allocate_gradients(a)
+    arguments = _inputs(a) | gradients
+    arguments["dy"] = dy
+    arguments["dfinal"] = dfinal
+    arguments["saved"] = saved.states
+    KERNELS[a.u.device.type]["ssm_backward"](arguments)
     return gradients
 
 
-def _kernel_arguments(a: ScanArguments) -> tuple:
-    u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, _ = a
-    return (
-        u, delta, A.contiguous(), B, C, dense(D), z, dense(delta_bias), delta_softplus, layout.starts, layout.ends,
-        dense(initial_state),
-    )  # fmt: skip
+def _inputs(a: ScanArguments) -> dict[str, Any]:
+    """Name what both kernels read, as kernels/*/bindings do; activations by stride, parameters and states dense."""
+    return {
+        "u": a.u,
+        "delta": a.delta,
+        "A": a.A.contiguous(),
+        "B": a.B,
+        "C": a.C,
+        "D": dense(a.D),
+        "z": a.z,
+        "delta_bias": dense(a.delta_bias),
+        "delta_softplus": a.delta_softplus,
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": dense(a.initial_state),
+    }
 
 
-def _cuda_forward(*arguments: Any) -> None:
-    u, saved = arguments[0], arguments[-1]
-    cuts = _cuts(*arguments[:7])
-    if cuts and saved is not None:
+def _cuda_forward(arguments: dict[str, Any]) -> None:
+    """Launch the forward; where documents may be cut, refuse a GPU on which the backward would not fit."""
+    u = arguments["u"]
+    cuts = _may_cut(arguments)
+    if cuts and arguments["saved"] is not None:
         _check_backward_fits(u.device)
-    launch("ssm_forward", "forward", arguments, u, arguments[9:11], cuts)
+    launch("ssm_forward", "forward", arguments, like=u, cuts=cuts)
 
 
-def _cuda_backward(*arguments: Any, y: Tensor | None = None) -> None:
-    """Launch the backward; write the forward's output to ``y`` if given."""
-    cuts = _cuts(*arguments[2:9])
-    if cuts and not _even(arguments[0]):
-        arguments = (arguments[0].contiguous(), *arguments[1:])
-    launch("ssm_backward", "backward", arguments, arguments[2], arguments[11:13], cuts, (y,))
+def _cuda_backward(arguments: dict[str, Any]) -> None:
+    """Launch the backward; with a gate it also writes the forward's output to ``y``, if that is there."""
+    arguments.setdefault("y", None)
+    cuts = _may_cut(arguments)
+    if cuts and not _is_even(arguments["dy"]):
+        arguments["dy"] = arguments["dy"].contiguous()
+    launch("ssm_backward", "backward", arguments, like=arguments["u"], cuts=cuts)
 
 
 @functools.cache
 def _check_backward_fits(device: torch.device) -> None:
     """Check the GPU's shared memory before the forward. Raises KernelError."""
     properties = torch.cuda.get_device_properties(device)
-    room = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
-    got = f"{room >> 10}; take float16 or float32 activations instead of bfloat16"
-    needed = f"{BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block"
-    expect(room >= BACKWARD_SHARED_BYTES, "GPU", needed, got, KernelError)
+    available = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
+    expect(
+        available >= BACKWARD_SHARED_BYTES,
+        "GPU",
+        f"{BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block",
+        f"{available >> 10}; take float16 or float32 activations instead of bfloat16",
+        KernelError,
+    )
 
 
-def _even(tensor: Tensor) -> bool:
+def _is_even(tensor: Tensor) -> bool:
+    """Return whether every token of 16-bit (B, L, D) begins at a multiple of 4 bytes: kernels read channels in pairs."""
     rows, tokens, _ = tensor.stride()
     return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
 
 
-def _cuts(
-    u: Tensor, delta: Tensor, A: Tensor, B: Tensor, C: Tensor, D: Tensor | None, z: Tensor | None
-) -> bool:
-    tensors = (u, delta, B, C) if z is None else (u, delta, B, C, z)
-    return scans_by_tensor_cores(u, A.shape[1]) and all(map(_even, tensors))
+def _may_cut(arguments: dict[str, Any]) -> bool:
+    """Return whether the tensor-core kernels take these arguments; they alone cut documents."""
+    activations = [arguments[name] for name in ("u", "delta", "B", "C", "z")]
+    return scans_by_tensor_cores(arguments["u"], arguments["A"].shape[1]) and all(
+        tensor is None or _is_even(tensor) for tensor in activations
+    )
 
 
-declare("ssm_forward", outputs=3, cuda=_cuda_forward)
-declare("ssm_backward", outputs=9, cuda=_cuda_backward)
-compiled = register("ssm_pack", ScanArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9)
+declare("ssm_forward", cuda=_cuda_forward)
+declare("ssm_backward", cuda=_cuda_backward)
+compiled: PackedOperator[ScanArguments] = PackedOperator(
+    "ssm_pack",
+    arguments=ScanArguments,
+    outputs=Outputs,
+    saved=ScanSaved,
+    forward=_forward,
+    fake=_allocate,
+    backward=_backward,
+)

@@ -15,7 +15,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
 from packmamba.ops.cuda import check_has_kernels
-from packmamba.ops.custom_op import empty_grad_like, register
+from packmamba.ops.custom_op import Outputs, PackedOperator, empty_grad_like
 
 CHUNK = 64
 """A chunk ends where a document's position is a multiple of this."""
@@ -361,9 +361,16 @@ def _chunked_backward(
     )  # fmt: skip
 
 
-def _forward(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
+class SsdSaved(NamedTuple):
+    """Saved for the backward: nothing yet."""
+
+    states: Tensor | None
+
+
+def _forward(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, SsdSaved]:
     forward = _kernels(a.x).forward if a.x.is_cuda else chunked
-    return *forward(a), None
+    y, final_state = forward(a)
+    return Outputs(y=y, final_state=final_state), SsdSaved(states=None)
 
 
 def _kernels(x: Tensor) -> Any:
@@ -373,19 +380,31 @@ def _kernels(x: Tensor) -> Any:
     return ssd_triton
 
 
-def _fake(a: SsdArguments, keep: bool) -> tuple[Tensor | None, ...]:
-    return (empty_grad_like(a.x), a.A.new_empty(a.state_shape) if a.return_final_state else None, None)
+def _fake(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, SsdSaved]:
+    final_state = a.A.new_empty(a.state_shape) if a.return_final_state else None
+    return Outputs(y=empty_grad_like(a.x), final_state=final_state), SsdSaved(states=None)
 
 
-def _backward(a: SsdArguments, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
-    dy, dfinal = grads
-    dfinal = dfinal if a.return_final_state else None
+def _backward(a: SsdArguments, saved: SsdSaved, grads: Outputs) -> dict[str, Tensor | None]:
+    dfinal = grads.final_state if a.return_final_state else None
     if a.layout.starts.numel() == 0:
-        return tuple(None if tensor is None else torch.zeros_like(tensor) for tensor in a[:9])
-    if a.x.is_cuda:
-        return _kernels(a.x).backward(a, dy, dfinal)
-    with torch.autocast(a.x.device.type, enabled=False):
-        return _chunked_backward(a, dy, dfinal)
+        tensors: Any = a[: compiled.signature.num_gradients]
+        gradients = tuple(None if t is None else torch.zeros_like(t) for t in tensors)
+    elif a.x.is_cuda:
+        gradients = _kernels(a.x).backward(a, grads.y, dfinal)
+    else:
+        with torch.autocast(a.x.device.type, enabled=False):
+            gradients = _chunked_backward(a, grads.y, dfinal)
+    return dict(zip(compiled.signature.gradients, gradients))
 
 
-compiled = register("ssd_pack", SsdArguments, _forward, _fake, _backward, outputs=2, saved=1, gradients=9)
+compiled: PackedOperator[SsdArguments] = PackedOperator(
+    "ssd_pack",
+    arguments=SsdArguments,
+    outputs=Outputs,
+    saved=SsdSaved,
+    forward=_forward,
+    fake=_fake,
+    backward=_backward,
+    constants=("offsets",),
+)

@@ -58,8 +58,8 @@ def test_tensor_cores(layout, channels, states):
 def test_cut_documents(layout, states, cut_early):
     case = tuned_case(layout, states=states)
     for direction in cuda.CUT_SHARE:
-        cut_length = cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"), direction)[1]
-        assert cut_length < layout.shape[1] or layout is not LONG
+        plan = cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"), direction)
+        assert plan.cut_length < layout.shape[1] or layout is not LONG
     assert_parity(case, torch.bfloat16)
 
 

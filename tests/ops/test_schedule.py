@@ -20,9 +20,11 @@ class Device:
     def __init__(self):
         self.made, self.launched, self.stream, self.capturing = [], [], 7, False
 
-    def operator(self, kind, name):
+    def kernel(self, kind, name):
         assert kind == "cuda"
-        return getattr(self, name) if hasattr(self, name) else lambda *arguments: self.launch(name, arguments)
+        if hasattr(self, name):
+            return lambda arguments: getattr(self, name)(**arguments)
+        return lambda arguments: self.launch(name, **arguments)
 
     def schedule_size(self, documents, rows, row_length, cut_above, cut_length, window):
         assert (rows, row_length) == LAYOUT.shape
@@ -32,14 +34,12 @@ class Device:
         assert stream == self.stream
         self.made.append(memory.fill_(len(self.made)))
 
-    def launch(self, name, arguments):
+    def launch(self, name, *, schedule, cut_above, cut_length, window, stream, **arguments):
         if name == "ssm_backward":
-            *arguments, y = arguments
-            assert y is None
-        *arguments, memory, _, _, window, stream = arguments
+            assert arguments.pop("y") is None
         assert window == cuda.MIN_WINDOW and stream == self.stream
-        self.launched.append((name, int(memory[0])))
-        real[name](*arguments)
+        self.launched.append((name, int(schedule[0])))
+        real[name](arguments)
 
 
 real = dict(custom_op.KERNELS["cpu"])
@@ -48,7 +48,7 @@ real = dict(custom_op.KERNELS["cpu"])
 @pytest.fixture
 def device(monkeypatch):
     device = Device()
-    monkeypatch.setattr(cuda, "operator", device.operator)
+    monkeypatch.setattr(cuda, "kernel", device.kernel)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: device.stream, raising=False)
     monkeypatch.setattr(cuda, "current_device", lambda: -1)  # not torch's own, which the compiler asks too
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: device.capturing, raising=False)
@@ -69,8 +69,9 @@ def run(layout, dtype=torch.bfloat16):
 
 
 def schedule_bytes(layout):
-    made = {one for one in cuda.schedules_of(layout.starts).values() if isinstance(one, cuda.Schedule)}
-    return sum(one.args[0].nbytes for one in made)
+    schedules = cuda.schedules_of(layout.starts).values()
+    made = {schedule for schedule in schedules if isinstance(schedule, cuda.KernelSchedule)}
+    return sum(schedule.memory.nbytes for schedule in made)
 
 
 def test_a_layout_s_schedule_is_made_once(device):
