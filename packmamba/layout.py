@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,11 +40,23 @@ class SequenceLayout:
     """
 
     def __init__(
-        self, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor, num_tokens: int, longest: int | None = None
-    ) -> None:  # fmt: skip
-        """Trust the arguments."""
-        self.shape, self.starts, self.ends, self.offsets = shape, starts, ends, offsets
-        self.num_tokens, self.longest = num_tokens, longest
+        self,
+        shape: tuple[int, int],
+        starts: Tensor,
+        ends: Tensor,
+        offsets: Tensor,
+        num_tokens: int | None = None,
+        longest: int | None = None,
+    ) -> None:
+        """Trust the arguments, and count tokens if ``num_tokens`` is None (torch.export cannot)."""
+        if num_tokens is None and not torch.compiler.is_exporting():
+            num_tokens = int((ends - starts).sum())
+        self.shape = shape
+        self.starts = starts
+        self.ends = ends
+        self.offsets = offsets
+        self.num_tokens: Any = num_tokens
+        self.longest = longest
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
             starts.schedules = Schedules(longest=longest, offsets=offsets)  # type: ignore[attr-defined]
         self.flowing: SequenceLayout | None = None  # result of ``flow``, in a CUDA graph
@@ -135,6 +148,8 @@ class SequenceLayout:
         They increase strictly from 0 to B * L and hold every row's start: nothing is padding. ``row_length`` None: their end by
         rows.
         """
+        if torch.compiler.is_exporting():
+            return cls._from_traced_cu_seqlens(cu_seqlens, rows, row_length, name)
         cu = integer_tensor(cu_seqlens, name)
         expect(cu.dim() == 1 and cu.numel() > 1, name, "shape (S + 1,) with S at least 1", tuple(cu.shape))
         last = int(cu[-1])
@@ -155,6 +170,23 @@ class SequenceLayout:
                 f"{name}: expected a document to start at each row's start, got none at {missing[0]}"
             )
         return cls._checked(shape, cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
+
+    @classmethod
+    def _from_traced_cu_seqlens(
+        cls, cu_seqlens: Tensor, rows: int, row_length: int | None, name: str
+    ) -> SequenceLayout:
+        """Build in torch.export, where values cannot be read: the exported program checks them."""
+        if row_length is None:
+            raise ValueError("row_length: expected a number in torch.export, got None")
+        slots = rows * row_length
+        row_starts = torch.arange(rows, device=cu_seqlens.device) * row_length
+        right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == slots)
+        right &= (cu_seqlens.diff() > 0).all()
+        right &= torch.isin(row_starts, cu_seqlens).all()
+        expected = f"{name}: expected to increase strictly from 0 to B * L, through each row's start"
+        torch._assert_async(right, expected)
+        cu = cu_seqlens.to(torch.int32)
+        return cls((rows, row_length), cu[:-1], cu[1:], torch.zeros_like(cu[:-1]), slots)
 
     @classmethod
     def _from_starts(cls, values: Tensor, starts_here: Tensor, offsets: Tensor) -> SequenceLayout:
@@ -188,6 +220,11 @@ class SequenceLayout:
     def num_slots(self) -> int:
         """Return B * L."""
         return self.shape[0] * self.shape[1]
+
+    @property
+    def has_padding(self) -> bool:
+        """Whether a slot holds no token, or may hold none in torch.export."""
+        return self.num_tokens is None or self.num_tokens < self.num_slots
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -316,6 +353,8 @@ def _integer(value: int, name: str, minimum: int) -> int:
 
 
 def _shape(rows: int, row_length: int) -> tuple[int, int]:
+    if torch.compiler.is_compiling():
+        return rows, row_length  # a check would fix a traced tensor's sizes
     shape = _integer(rows, "rows", 1), _integer(row_length, "row_length", 1)
     fits = shape[0] * shape[1] <= _MAX_SLOTS
     expect(fits, "row_length", "at most 2**31 - 1 slots", f"{rows} rows of {row_length}")
@@ -324,6 +363,9 @@ def _shape(rows: int, row_length: int) -> tuple[int, int]:
 
 def integer_tensor(tensor: Tensor, name: str) -> Tensor:
     """Check an integer tensor; copy it to the host."""
+    if torch.compiler.is_exporting():
+        expected = "starts and ends, or cu_seqlens, in torch.export"
+        raise TypeError(f"{name}: expected {expected}, got values that decide a shape")
     dtype = getattr(tensor, "dtype", type(tensor).__name__)
     fits = dtype in _INT_DTYPES and isinstance(tensor, Tensor) and not tensor.is_meta
     expect(fits, name, "an integer tensor of values", dtype, TypeError)

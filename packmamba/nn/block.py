@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from packmamba.layout import SequenceLayout
 from packmamba.nn.mixers import State
+from packmamba.ops.checks import is_transforming
 
 RECOMPUTE = ("none", "inner", "block")
 
@@ -37,21 +38,28 @@ class Block(nn.Module):
         return residual, normed, state
 
 
-def add_norm(residual: Tensor, mixed: Tensor, epsilon: float | None) -> tuple[Tensor, Tensor]:
+def add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:
     """Return residual + mixed, and the same divided by its root mean square, in mixed's dtype."""
+    if is_transforming():  # torch.func takes no function with a backward of its own
+        return _add_norm(residual, mixed, epsilon)[:2]
     return _AddNorm.apply(residual, mixed, epsilon)
+
+
+def _add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Return also the factor of the norm, (B, L, 1)."""
+    residual = residual + mixed
+    scale = torch.rsqrt(residual.square().mean(-1, keepdim=True) + epsilon)
+    normed = residual * scale
+    if normed.dtype != mixed.dtype:
+        # A ``to`` of the same dtype compiles into an output without a gradient (torch 2.11).
+        normed = normed.to(mixed.dtype)
+    return residual, normed, scale
 
 
 class _AddNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, mixed: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
-        residual = residual + mixed
-        scale = torch.rsqrt(residual.square().mean(-1, keepdim=True) + epsilon)
-        normed = residual * scale
-        if (
-            normed.dtype != mixed.dtype
-        ):  # a `to` of the same dtype compiles into an output without a gradient (2.11)
-            normed = normed.to(mixed.dtype)
+    def forward(ctx: Any, residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:
+        residual, normed, scale = _add_norm(residual, mixed, epsilon)
         ctx.save_for_backward(normed, scale)
         return residual, normed
 

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.checks import accumulation_dtype, is_transforming
 
 CHUNK_LOGITS = 2048 * 50304
 """Maximum logits at a time: in bfloat16 about 200 MB, and their gradients as much."""
@@ -32,6 +32,11 @@ def linear_cross_entropy(
 
     Returns the sum, and losses (B, L) without factor and gradient, zero where there is no target; float32 (float64 of float64).
     """
+    if is_transforming():
+        raise RuntimeError(
+            "linear_cross_entropy: expected no transform of torch.func, got one; "
+            "take F.cross_entropy of the logits"
+        )
     total, losses = _LinearCrossEntropy.apply(
         hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), slots, compiled, torch.is_grad_enabled(),
         None if shares is None else shares.flatten(),

@@ -1,6 +1,7 @@
 """Check operators' arguments; errors name the argument."""
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -90,6 +91,8 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
     expect(fits, name, f"shape {(rows, width)} like the hidden states", tuple(value.shape))
     # All layers have one tensor: it is read once, as that waits for a GPU. In inference mode it has no version;
     # memory on the host may be written to by others (NumPy).
+    if torch.compiler.is_exporting() and name == "cu_seqlens":
+        return SequenceLayout.from_cu_seqlens(value, rows, width)
     version = None if value.is_inference() else value._version
     key = (version, torch.is_inference_mode_enabled(), (rows, width), hidden.device)
     known, cached, copy = getattr(value, "_packmamba_layout", (None, None, None))
@@ -141,9 +144,25 @@ def check_size(name: str, size: object, most: int) -> None:
 def is_tracing() -> bool:
     """Return whether a compiler, a functorch transform or a dispatch mode intercepts calls."""
     compiling = torch.compiler.is_compiling()
-    return (
-        compiling or torch._C._are_functorch_transforms_active() or torch._C._len_torch_dispatch_stack() > 0
-    )
+    return compiling or is_transforming() or torch._C._len_torch_dispatch_stack() > 0
+
+
+def is_transforming() -> bool:
+    """Return whether a transform of torch.func (vmap, grad, jvp) is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
+    """Raise RuntimeError if a transform of torch.func maps or differentiates a compiled operator's tensor."""
+    functorch = torch._C._functorch
+    for tensor in tensors:
+        if tensor is not None and (
+            functorch.is_batchedtensor(tensor) or functorch.is_gradtrackingtensor(tensor)
+        ):
+            raise RuntimeError(
+                f"{name}: expected tensors outside vmap and torch.func.grad, got one inside; "
+                "take backend='reference', or put vmap's samples in rows"
+            )
 
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:

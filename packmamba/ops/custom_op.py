@@ -26,7 +26,7 @@ from torch.autograd import forward_ad
 
 from packmamba.layout import SequenceLayout
 from packmamba.ops import build
-from packmamba.ops.checks import is_tracing
+from packmamba.ops.checks import is_tracing, is_transforming, refuse_transforms
 
 Arguments = TypeVar("Arguments", bound=tuple)
 Kernel = Callable[[dict[str, Any]], None]
@@ -203,7 +203,12 @@ class PackedOperator(Generic[Arguments]):
         return _apply_eager(self, others, *tensors)
 
     def call_dispatched(self, arguments: Arguments, needs_backward: bool) -> tuple:
-        """Compute by ``torch.ops.packmamba.<name>``, which compilers and transforms see."""
+        """Compute by ``torch.ops.packmamba.<name>``, which compilers and transforms see.
+
+        Raises RuntimeError under vmap and torch.func.grad.
+        """
+        if is_transforming():
+            refuse_transforms(self.name, arguments[: self.signature.num_tensors])
         values = self.signature.flatten(arguments)
         return self._operator(*values, needs_backward)[: self.num_outputs]
 

@@ -82,7 +82,7 @@ class Mixer(nn.Module):
         conv_layout, ssm_layout = (
             layout if given is None else given for given in (conv_layout, ssm_layout)
         )
-        if ssm_layout is not None and ssm_layout.num_tokens < ssm_layout.num_slots:
+        if ssm_layout is not None and ssm_layout.has_padding:
             # The projection's weight gradient multiplies padding by zero, which NaN survives.
             hidden = hidden.masked_fill((ssm_layout.slot_documents() < 0)[..., None], 0)
         mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)

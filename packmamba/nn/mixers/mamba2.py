@@ -12,7 +12,7 @@ from packmamba import ops
 from packmamba.errors import expect
 from packmamba.nn.init import Projection, dt_bias_
 from packmamba.nn.mixers.mamba1 import Mixer, State, check_options
-from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.checks import accumulation_dtype, is_transforming
 
 
 class GatedRMSNorm(nn.Module):
@@ -149,9 +149,16 @@ class PackedMamba2(Mixer):
             initial_state=ssm_state, return_final_state=return_state, backend=self.backend,
         )  # fmt: skip
         y, ssm_state = out if return_state else (out, None)
-        y = checkpoint(self.norm, y.flatten(-2), z, use_reentrant=False, preserve_rng_state=False)
-        mixed = self.out_proj(y)
+        mixed = self.out_proj(self._normalise(y.flatten(-2), z))
         return mixed, ((conv_state, ssm_state) if return_state else None)
+
+    def _normalise(self, y: Tensor, z: Tensor) -> Tensor:
+        """Gate and normalise y; the backward computes it again, which keeps only y and z."""
+        # torch.func's transforms refuse checkpoint, a strict torch.export cannot run it.
+        plain = is_transforming() or torch.compiler.is_exporting()
+        if torch.is_grad_enabled() and not plain:
+            return checkpoint(self.norm, y, z, use_reentrant=False, preserve_rng_state=False)
+        return self.norm(y, z)
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,169 @@
+"""torch.export with free lengths and numbers of documents, and torch.func."""
+
+import io
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim, export
+from torch.func import functional_call, grad, vmap
+
+from packmamba import MambaLM, PackedMamba, PackedMamba2, SequenceLayout, ops
+from packmamba.nn.loss import linear_cross_entropy
+
+FREE = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
+FREE_COUNT = {0: Dim.DYNAMIC}
+MIXERS = {"mamba1": {}, "mamba2": {"mixer": "mamba2", "headdim": 8}}
+LAYERS = {"mamba1": PackedMamba, "mamba2": lambda *sizes, **keys: PackedMamba2(*sizes, headdim=8, **keys)}
+# Rows of lengths and the length of a row: other shapes than the exported one; the last has padding and continuations.
+BATCHES = [([[3, 1, 5]], 9), ([[9]], 9), ([[1, 64], [65]], 65), ([[2, 5], [7], [1]], 8)]
+
+every_mixer = pytest.mark.parametrize("mixer", MIXERS)
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+every_mode = pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+
+
+def model_of(mixer):
+    torch.manual_seed(0)
+    return MambaLM(vocab_size=20, d_model=16, n_layer=2, **MIXERS[mixer])
+
+
+def tokens_of(rows, row_length):
+    return torch.randint(20, (rows, row_length))
+
+
+@every_mixer
+def test_a_program_takes_any_number_of_rows_of_any_length(mixer):
+    model = model_of(mixer)
+    with torch.no_grad():
+        program = export(model, (tokens_of(2, 16),), dynamic_shapes={"tokens": FREE})
+        file = io.BytesIO()
+        torch.export.save(program, file)
+        file.seek(0)
+        run = torch.export.load(file).module()
+        for shape in ((1, 1), (3, 9), (2, 100), (5, 64)):
+            tokens = tokens_of(*shape)
+            assert torch.equal(run(tokens), model(tokens))
+
+
+class Packed(nn.Module):
+    """A model of tokens (B, L) or hidden states (B, L, d_model), and documents (S,)."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens, starts, ends, offsets):
+        return self.model(tokens, layout=SequenceLayout(tokens.shape[:2], starts, ends, offsets))
+
+
+@every_mode
+@every_mixer
+def test_a_program_takes_any_number_of_documents(mixer, strict):
+    model = model_of(mixer)
+    example = SequenceLayout.from_lengths([[5, 11], [16]], row_length=16)
+    shapes = {"tokens": FREE, "starts": FREE_COUNT, "ends": FREE_COUNT, "offsets": FREE_COUNT}
+    with torch.no_grad():
+        arguments = (tokens_of(2, 16), example.starts, example.ends, example.offsets)
+        run = export(Packed(model), arguments, dynamic_shapes=shapes, strict=strict).module()
+        for lengths, row_length in BATCHES:
+            offsets = [[100, *[0] * (len(row) - 1)] for row in lengths]
+            layout = SequenceLayout.from_lengths(lengths, row_length, offsets)
+            tokens = tokens_of(*layout.shape)
+            result = run(tokens, layout.starts, layout.ends, layout.offsets)
+            assert torch.equal(result, model(tokens, layout=layout))
+
+
+@every_layer
+def test_an_exported_layer_never_reads_padding(make):
+    layer = make(16)
+    layout = SequenceLayout.from_lengths([[5, 6], [16]], row_length=16)
+    hidden = torch.randn(2, 16, 16)
+    arguments = (hidden, layout.starts, layout.ends, layout.offsets)
+    shapes = {"tokens": FREE, "starts": FREE_COUNT, "ends": FREE_COUNT, "offsets": FREE_COUNT}
+    run = export(Packed(layer), arguments, dynamic_shapes=shapes).module()
+    hidden[0, 11:] = float("nan")
+    result = run(*arguments)
+    assert torch.equal(result, layer(hidden, layout=layout)) and result.isfinite().all()
+
+
+@every_layer
+def test_a_layer_s_program_takes_and_checks_cu_seqlens(make):
+    layer = make(16)
+    shapes = {"hidden": FREE, "cu_seqlens": FREE_COUNT}
+    arguments = (torch.randn(2, 16, 16),), {"cu_seqlens": torch.tensor([0, 5, 16, 20, 32])}
+    run = export(layer, *arguments, dynamic_shapes=shapes).module()
+    for rows, row_length, cu_seqlens in ((1, 9, [0, 3, 4, 9]), (2, 70, [0, 1, 70, 140])):
+        hidden, cu_seqlens = torch.randn(rows, row_length, 16), torch.tensor(cu_seqlens)
+        assert torch.equal(run(hidden, cu_seqlens=cu_seqlens), layer(hidden, cu_seqlens=cu_seqlens))
+    for wrong in ([1, 70, 140], [0, 70, 139], [0, 70, 70, 140], [0, 69, 140]):
+        with pytest.raises(RuntimeError, match="^cu_seqlens: expected"):
+            run(hidden, cu_seqlens=torch.tensor(wrong))
+
+
+def test_layouts_whose_number_of_documents_is_no_shape_are_refused():
+    class BySeqIdx(nn.Module):
+        def forward(self, seq_idx):
+            return SequenceLayout.from_seq_idx(seq_idx).starts
+
+    with pytest.raises(TypeError, match="^seq_idx: expected .*torch.export"):
+        export(BySeqIdx(), (torch.zeros(2, 16, dtype=torch.int64),))
+
+
+def losses_of(layer):
+    layout = SequenceLayout.from_lengths([[4, 5], [9]], row_length=9)
+    return lambda parameters, x: functional_call(layer, parameters, (x,), {"layout": layout}).square().sum()
+
+
+@pytest.mark.parametrize("transform", ["vmap", "grad", "vmap of grad"])
+@every_layer
+def test_transforms_over_compiled_operators_are_refused_in_a_sentence(make, transform):
+    layer = make(16)
+    parameters, loss = dict(layer.named_parameters()), losses_of(layer)
+    x = torch.randn(3, 2, 9, 16)
+    call = {"vmap": lambda: vmap(layer)(x), "grad": lambda: grad(loss)(parameters, x[0])}
+    call["vmap of grad"] = lambda: vmap(grad(loss), (None, 0))(parameters, x)
+    with pytest.raises(RuntimeError, match="^(mamba_inner|conv1d_pack): expected .*backend='reference'") as caught:
+        call[transform]()
+    assert "\n" not in str(caught.value)
+
+
+def test_every_operator_names_itself():
+    x = torch.randn(3, 2, 9, 16)
+    heads, bc = torch.randn(3, 2, 9, 2, 8), torch.randn(3, 2, 9, 1, 4)
+    A = -torch.rand(16, 4)
+    calls = {
+        "conv1d_pack": lambda: vmap(lambda x: ops.conv1d_pack(x, torch.ones(16, 4)))(x),
+        "ssm_pack": lambda: vmap(lambda x, b: ops.ssm_pack(x, x, A, b, b))(x, bc[..., 0, :]),
+        "ssd_pack": lambda: vmap(lambda x, b: ops.ssd_pack(x, x.sum(-1), A[:2, 0], b, b))(heads, bc),
+        "linear_cross_entropy": lambda: vmap(
+            lambda x: linear_cross_entropy(x, A.T, torch.zeros(2, 9, dtype=int), torch.ones(2, 9, dtype=bool))
+        )(x),
+    }
+    for name, call in calls.items():
+        with pytest.raises(RuntimeError, match=f"^{name}: expected"):
+            call()
+
+
+@every_layer
+def test_the_reference_gives_gradients_by_sample(make):
+    layer = make(16, backend="reference").double()
+    parameters, loss = dict(layer.named_parameters()), losses_of(layer)
+    x = torch.randn(3, 2, 9, 16, dtype=torch.float64)
+    by_sample = vmap(grad(loss), (None, 0))(parameters, x)
+    for i in range(3):
+        expected = torch.autograd.grad(loss(parameters, x[i]), list(parameters.values()))
+        for name, gradient in zip(parameters, expected):
+            torch.testing.assert_close(by_sample[name][i], gradient, rtol=1e-10, atol=1e-12)
+
+
+@every_mixer
+def test_the_reference_model_gives_gradients_by_sample(mixer):
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=20, d_model=16, n_layer=2, backend="reference", **MIXERS[mixer]).double()
+    parameters, loss = dict(model.named_parameters()), losses_of(model)
+    tokens = torch.randint(20, (3, 2, 9))
+    by_sample = vmap(grad(loss), (None, 0))(parameters, tokens)
+    expected = torch.autograd.grad(loss(parameters, tokens[1]), list(parameters.values()))
+    for name, gradient in zip(parameters, expected):
+        torch.testing.assert_close(by_sample[name][1], gradient, rtol=1e-10, atol=1e-12)
