@@ -1,4 +1,4 @@
-"""Draws schemes.png and schemes.svg: python docs/figures/make_schemes.py [folder]."""
+"""Draws schemes.png, schemes.svg and packing.png: python docs/figures/make_schemes.py [folder]."""
 
 from __future__ import annotations
 
@@ -109,6 +109,41 @@ def arrangements(axes: Axes, top: float) -> None:
     axes.text(4.53 + SLOT + 0.08, legend + HEIGHT / 2, "padding", size=8.5, color=MUTED, va="center")
 
 
+def row_with_states(axes: Axes, x: float, y: float, pieces: list[Piece], leaks: bool) -> None:
+    """A packed row, and the state's way below it: through its documents, or from zero in each."""
+    below = y - 0.12
+    places = row(axes, x, y, pieces, ROW)
+    if leaks:
+        state(axes, places[0][0], places[-1][1], below, zero=True)
+        for begin, _ in places[1:]:
+            arrow(axes, begin - 0.17, begin + 0.17, below, LEAK, 2.6)
+        return
+    for (begin, end), (_, start, _) in zip(places, pieces, strict=True):
+        state(axes, begin, end, below, zero=start == 0)
+        if begin > x:
+            axes.plot([begin, begin], [y - 0.21, y + HEIGHT], color=INK, lw=2.2, solid_capstyle="butt")
+
+
+def packing(axes: Axes, top: float) -> None:
+    """The five documents padded, packed with a leak and packed with reset: README's figure."""
+    longest = max(length for length, _ in DOCUMENTS.values())
+    columns = (
+        (0.12, "padded", "11 of 30 slots are padding", INK),
+        (1.95, "packed, leaking", "a document sees those before it", LEAK),
+        (4.53, "packed with reset", "each document as if it were alone", INK),
+    )
+    for x, name, words, colour in columns:
+        axes.text(x, top, name, size=11, weight="bold", va="top", color=colour)
+        axes.text(x, top - 0.22, words, size=8.5, color=MUTED, va="top")
+    first = top - 0.7
+    for line, (name, (length, _)) in enumerate(DOCUMENTS.items()):
+        row(axes, 0.12, first - line * (HEIGHT + 0.04), [(name, 0, length)], longest)
+    for line, pieces in enumerate(PACKED):
+        y = first - 0.06 - line * 0.72
+        row_with_states(axes, 1.95, y, pieces, leaks=True)
+        row_with_states(axes, 4.53, y, pieces, leaks=False)
+
+
 def boundaries(axes: Axes, top: float) -> None:
     """Two packed rows under each scheme, with the state's way below them."""
     axes.text(0.12, top, "What crosses from one document into the next", size=11, weight="bold", va="top")
@@ -136,18 +171,7 @@ def boundaries(axes: Axes, top: float) -> None:
         captions = ("a row", "the same row of the next batch" if name == "carry" else "another row")
         for x, caption, pieces in zip(lefts, captions, rows, strict=True):
             axes.text(x, y + HEIGHT + 0.04, caption, size=7.5, color=MUTED, va="bottom")
-            places = row(axes, x, y, pieces, ROW)
-            if name == "leak":
-                state(axes, places[0][0], places[-1][1], below, zero=True)
-                for begin, _ in places[1:]:
-                    arrow(axes, begin - 0.17, begin + 0.17, below, LEAK, 2.6)
-                continue
-            for (begin, end), (_, start, _) in zip(places, pieces, strict=True):
-                state(axes, begin, end, below, zero=start == 0)
-                if begin > x:
-                    axes.plot(
-                        [begin, begin], [y - 0.21, y + HEIGHT], color=INK, lw=2.2, solid_capstyle="butt"
-                    )
+            row_with_states(axes, x, y, pieces, leaks=name == "leak")
         if name == "carry":
             arrow(axes, lefts[0] + ROW * SLOT - 0.1, lefts[1] + 0.16, below, DOCUMENTS["C"][1], 2.6)
 
@@ -170,6 +194,14 @@ def draw(folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         figure.savefig(folder / "schemes.png", dpi=200, facecolor="white")
         figure.savefig(folder / "schemes.svg", facecolor="white", metadata={"Date": None})
+        plt.close(figure)
+
+        figure = plt.figure(figsize=(7.0, 2.0))
+        axes = figure.add_axes((0, 0, 1, 1))
+        axes.set(xlim=(0, 7.0), ylim=(0, 2.0), aspect="equal")
+        axes.axis("off")
+        packing(axes, 1.95)
+        figure.savefig(folder / "packing.png", dpi=200, facecolor="white")
         plt.close(figure)
 
 
