@@ -17,7 +17,7 @@ import torch
 
 from packmamba.report.aggregate import Record, of_kind
 from packmamba.report.html import Kind
-from packmamba.report.statistics import Estimate
+from packmamba.report.statistics import Estimate, Ruling
 from packmamba.report.tables import Cell, Table, gibibytes, interval_text, mean_sd, number, p_cell, percent, word
 from packmamba.report.tables import make_columns as make_columns
 
@@ -85,6 +85,18 @@ def _interval_cell(found: Estimate, digits: int, count: int) -> Cell:
         return Cell("-", (None,) * count)
     text = interval_text(found[:3], f"+.{digits}f") + " (no claim)" * math.isnan(found.low)
     return Cell(text, tuple(found[:count]))
+
+
+def ruled(ruling: Ruling) -> dict[str, Any]:
+    """Return a row's cells for a contrast that was ruled on: ``difference[]``, two p, and two verdicts."""
+    row = {"difference": ruling.estimate, "verdict": ruling.verdict, "registered": ruling.by_interval}
+    return row | {"p_difference": ruling.p_difference, "p_equivalence": ruling.p_equivalence}
+
+
+def ruled_columns(margin: float, alone: str = "as registered") -> str:
+    """Return make_table's columns for the cells of ``ruled`` but the difference; ``alone``: the verdict without Holm."""
+    p = "p of difference, Holm = p_difference:p | p of equivalence, Holm = p_equivalence:p"
+    return f"!verdict, margin ± {margin} = verdict | !{alone} = registered | {p}"
 
 
 def hardware(record: Record) -> str:

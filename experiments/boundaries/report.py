@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from experiments.common import make_table
+from experiments.common import make_table, ruled, ruled_columns
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Record, Seeds, frame
 from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
@@ -29,9 +29,7 @@ from packmamba.report.statistics import (
     holm,
     interval,
     p_of_equivalence,
-    qualify,
     rule,
-    shows_harm,
     verdict,
 )
 from packmamba.report.tables import Cell, Table
@@ -189,11 +187,11 @@ def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm
     return estimate(*both) if both else None
 
 
-def comparison(arm: Arm, other: Arm, low: float, high: float) -> Comparison:
-    """Hold what decides about ``contrast``."""
+def comparison(arm: Arm, other: Arm, low: float, high: float, **family: Any) -> Comparison:
+    """Hold what decides about ``contrast``; ``family``: further fields of Comparison."""
     counts = Divergence(len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs))
     differences, targets = paired(arm, other, low, high) or ([], None)
-    return Comparison(differences, targets, MARGIN, counts)
+    return Comparison(differences, targets, MARGIN, counts, **family)
 
 
 def dose(arm: Arm) -> float:
@@ -355,23 +353,20 @@ def _primary(settings: Settings) -> Table:
                 for places, span in spans(setting.T).items():
                     family[title, places] = comparison(*sides[title], *span)
         # All four, measured or not: Holm does not get milder where an arm is missing.
-        for (title, places), ruling in rule(family, absent=4 - len(family)).items():
+        for (title, places), ruling in rule(family, {None: 4 - len(family)}).items():
             one, lost = ruling.estimate, len(sides[title][0].diverged | sides[title][1].diverged)
             said = f", {lost} diverged" if lost else ""
-            row: dict[str, Any] = {"setting": setting.label(), "outcome": title, "places": places, "difference": one}
-            row |= {"every": Cell(f"{one.seeds} of {every}{said}", (every, lost)), "packages": one.groups}
-            row |= {"p_holm": ruling.p_difference, "p_equivalence": ruling.p_equivalence}
-            rows.append(row | {"verdict": qualify(ruling, None), "registered": verdict(one, MARGIN)})
+            row = {"setting": setting.label(), "outcome": title, "places": places, "packages": one.groups}
+            rows.append(row | ruled(ruling) | {"every": Cell(f"{one.seeds} of {every}{said}", (every, lost))})
     return make_table(
         "primary",
         "Coverage and continuity inside and beyond T, nats per target",
         "!setting | !outcome | !places | difference [95% CI] = difference[] pairs | seeds = every diverged | packages:d | "
-        "p of difference, Holm over four = p_holm:p | p of equivalence, Holm over four = p_equivalence:p | "
-        f"!verdict, margin ±{MARGIN} = verdict | !as registered = registered",
+        + ruled_columns(MARGIN),
         rows,
         f"Coverage is foreign minus zero, continuity own minus foreign. Inside: places below T; beyond: T to {REACH} T.",
         f"Intervals and p resample seeds and packages together, {DRAWS:,} times. Primary is T = 2048 at 14M; the rest explores. "
-        "As registered: by the interval alone.",
+        "Holm over a setting's four. As registered: by the interval alone.",
     )
 
 
@@ -429,10 +424,9 @@ def _exploratory(settings: Settings) -> Table:
         "exploratory",
         "Every exploratory contrast of the ladder, of order and of leaks, nats per target",
         "!setting | !what | !minus | !places | difference [95% CI] = difference[] pairs | "
-        "seeds at one commit and GPU = same:d | p of difference = p:p | p of difference, Holm = p_holm:p | "
-        f"p of equivalence, Holm = p_equivalence:p | !verdict, margin ±{MARGIN} = verdict | !by the interval alone = alone",
+        f"seeds at one commit and GPU = same:d | p of difference = p:p | {ruled_columns(MARGIN, 'by the interval alone')}",
         rows,
-        "Intervals resample seeds and packages and are not adjusted. p: Student's t over seeds alone, which has no least value; "
+        "Intervals resample seeds and packages and are not adjusted. p: Student's t over seeds alone; "
         f"Holm over the {len(rows)} rows. Verdict: by the interval, and by p after Holm. Leak not caught, no leak arm: no leak "
         "of the setting is shown to harm at these places, so the test could not have failed.",
     )
@@ -445,14 +439,12 @@ def _rule_exploratory(rows: Sequence[dict[str, Any]]) -> None:
     rulings = []
     for i, row in enumerate(rows):
         found, at = row["difference"], (row["setting"], row["places"])
-        word = verdict(found, MARGIN, of_zero[i], of_equivalence[i])
-        rulings.append(Ruling(word, found, of_zero[i], of_equivalence[i], math.nan))
+        claim = verdict(found, MARGIN, of_zero[i], of_equivalence[i])
+        rulings.append(Ruling(claim, found, of_zero[i], of_equivalence[i], verdict(found, MARGIN)))
         if row["leaks"]:
-            caught[at] = caught.get(at, False) or shows_harm(rulings[i])
+            caught[at] = caught.get(at, False) or rulings[i].shows_harm()
     for row, ruling in zip(rows, rulings):
-        row |= {"p_holm": ruling.p_difference, "p_equivalence": ruling.p_equivalence}
-        row["verdict"] = qualify(ruling, caught.get((row["setting"], row["places"])))
-        row["alone"] = verdict(ruling.estimate, MARGIN)
+        row |= ruled(ruling._replace(leak_caught=caught.get((row["setting"], row["places"]))))
 
 
 def _same(arm: Arm, other: Arm) -> int:
@@ -468,23 +460,22 @@ def _same(arm: Arm, other: Arm) -> int:
 def _leaks(settings: Settings) -> Table:
     """Places alike at every T, too: inside and beyond T are others at another T."""
     spans_of = {"all places": (0, np.inf), f"first {FIRST}": (0, FIRST), f"from {FIRST} on": (FIRST, np.inf)}
-    ruled = [*spans_of][:2]
+    judged = [*spans_of][:2]
     rows: list[dict[str, Any]] = []
     family: dict[tuple[int, str], Comparison] = {}
     for setting, what, arm, other in compared(settings, LEAK):
-        found = _at(spans_of | spans(setting.T), arm, other)
-        row: dict[str, Any] = {"setting": setting.label(), "what": what, "minus": other.name, "dose": dose(arm)}
-        family |= {(len(rows), place): comparison(arm, other, *spans_of[place]) for place in ruled}
-        rows.append(row | {"seeds": one.seeds if (one := found["all places"]) else 0} | found)
-    rulings = rule(family)
-    for (i, place), ruling in rulings.items():
-        alike = (rulings[j, place] for j, row in enumerate(rows) if row["setting"] == rows[i]["setting"])
-        rows[i] |= {f"{place} verdict": qualify(ruling, any(map(shows_harm, alike)))}
-        rows[i] |= {f"{place} alone": verdict(ruling.estimate, MARGIN), f"{place} p": ruling.p_difference}
+        found, label = _at(spans_of | spans(setting.T), arm, other), setting.label()
+        for place in judged:
+            at = (label, place)
+            family[len(rows), place] = comparison(arm, other, *spans_of[place], setting=at, is_leak=True)
+        seeds = one.seeds if (one := found["all places"]) else 0
+        rows.append({"setting": label, "what": what, "minus": other.name, "dose": dose(arm), "seeds": seeds} | found)
+    for (i, place), ruling in rule(family).items():
+        rows[i] |= {f"{place} verdict": ruling.verdict, f"{place} alone": ruling.by_interval}
     verdicts = [
         f"!{place}, {title} = {place.replace(' ', '~')}~{column}"
-        for place in ruled
-        for title, column in ((f"verdict, margin ±{MARGIN}", "verdict"), ("by the interval alone", "alone"))
+        for place in judged
+        for title, column in ((f"verdict, margin ± {MARGIN}", "verdict"), ("by the interval alone", "alone"))
     ]
     return make_table(
         "leak",
@@ -494,7 +485,7 @@ def _leaks(settings: Settings) -> Table:
         rows,
         "Dose: the share of tokens that stand behind another document in their row. Exploratory; intervals resample seeds and "
         f"packages and are not adjusted for their number. Verdict: by the interval, and by p after Holm over {len(family)}, the "
-        f"rows at {' and '.join(ruled)}.",
+        f"rows at {' and '.join(judged)}.",
     )
 
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from experiments.common import make_table, without_speeds
+from experiments.common import make_table, ruled, ruled_columns, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record, divergence
 from packmamba.report.html import KINDS as LIBRARY
-from packmamba.report.statistics import Comparison, Ruling, qualify, rule, shows_harm, verdict
+from packmamba.report.statistics import Comparison, Ruling, rule, verdict
 from packmamba.report.tables import Cell, Table, number
 
 MARGIN = 0.02  # nats an answer, named before the runs
@@ -29,7 +29,6 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         return []
     baseline = next((arm for arm in arms if arm.name == "padded"), None)
     rulings = {} if baseline is None else _rule(task, arms, baseline)
-    caught = shows_harm(rulings["packed-leak"]) if "packed-leak" in rulings else None
     # No loss is below zero, so a rate beyond the end of the grid lowers an arm's by all of it at most.
     gains = {arm.name: arm[f"{task}.nats"].mean() if _at_an_end(arm) else 0.0 for arm in arms}
     rows = []
@@ -40,10 +39,9 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         row |= {"verdict": "-", "registered": "-"}
         if ruling := rulings.get(arm.name):
             found = ruling.estimate
-            row |= {"difference": found, "p_difference": ruling.p_difference, "p_equivalence": ruling.p_equivalence}
-            row |= {"verdict": qualify(ruling, caught), "registered": verdict(found, MARGIN)}
+            row |= ruled(ruling)
             turned = found._replace(low=found.low - gains[arm.name], high=found.high + gains["padded"])
-            if verdict(turned, MARGIN) != verdict(found, MARGIN):
+            if verdict(turned, MARGIN) != ruling.by_interval:
                 row |= dict.fromkeys(("verdict", "registered"), "open")
         rows.append(row)
     notes = [
@@ -63,8 +61,7 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
         f"!arm | runs = runs diverged missing | seeds solved (accuracy {SOLVED} and more) = solved:d | "
         "accuracy = accuracy accuracy_sd | chance:% | nats an answer = nats nats_sd | "
         "minus padded [95 %] = difference[] pairs:4 | "
-        f"!verdict, margin ± {MARGIN} = verdict | !as registered = registered | "
-        "p of difference, Holm = p_difference:p | p of equivalence, Holm = p_equivalence:p | its learning rate = lr",
+        f"{ruled_columns(MARGIN)} | its learning rate = lr",
         rows,
         *notes,
     )
@@ -73,14 +70,17 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
 
 def _rule(task: str, arms: Sequence[Arm], baseline: Arm) -> dict[str, Ruling]:
     """Rule on each arm minus the baseline: those named beforehand are one family, the others another."""
-    pairs = {
-        arm.name: Comparison(arm[f"{task}.nats"] - baseline[f"{task}.nats"], None, MARGIN, divergence(arm, baseline))
-        for arm in arms
-        if arm is not baseline
-    }
-    named = {name: one for name, one in pairs.items() if name in COMPARED}
-    others = {name: one for name, one in pairs.items() if name not in COMPARED}
-    return rule(named, absent=len(COMPARED) - len(named)) | rule(others)
+    comparisons = {}
+    for arm in arms:
+        if arm is not baseline:
+            comparisons[arm.name] = Comparison(
+                arm[f"{task}.nats"] - baseline[f"{task}.nats"],
+                margin=MARGIN,
+                divergence=divergence(arm, baseline),
+                family="named" if arm.name in COMPARED else "others",
+                is_leak=arm.leaks,
+            )
+    return rule(comparisons, {"named": len({*COMPARED}.difference(comparisons))})
 
 
 def _runs(arm: Arm, task: str) -> Cell:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.common import make_table, without_speeds
+from experiments.common import make_table, ruled, ruled_columns, without_speeds
 from packmamba.report import aggregate
 from packmamba.report.aggregate import Arm, Record, divergence
 from packmamba.report.html import KINDS as LIBRARY
@@ -21,11 +21,8 @@ from packmamba.report.statistics import (
     difference_by_group,
     estimate,
     interval,
-    qualify,
     rule,
     seeds_for,
-    shows_harm,
-    verdict,
 )
 from packmamba.report.tables import Cell, Table
 
@@ -114,24 +111,26 @@ def _pairs(arms: Sequence[Arm]) -> list[Pair]:
     return [(arm, other) for arm, other in found if other is not None and arm.says(STEPS) == other.says(STEPS)]
 
 
-def _rule(arms: Sequence[Arm], others: Sequence[Sequence[Record]]) -> dict[Arm, tuple[Ruling, bool | None]]:
-    """Rule on each arm minus its baseline; with whether a leak of the same setting was caught.
+def _rule(arms: Sequence[Arm], others: Sequence[Sequence[Record]]) -> dict[Arm, Ruling]:
+    """Rule on each arm minus its baseline.
 
     The primary is one family with those of the other distributions; the rest explores.
     """
-    pairs = _comparisons(arms)
-    further = {arm: one for arm, one in pairs.items() if arm.name != PRIMARY}
-    primary = {arm: one for arm, one in pairs.items() if arm.name == PRIMARY}
+    comparisons = _comparisons(arms)
     for records in others:
         found = _comparisons(aggregate.training_arms(records))
-        primary |= {arm: one for arm, one in found.items() if arm.name == PRIMARY}
-    rulings = rule(primary, absent=max(0, DISTRIBUTIONS - len(primary))) | rule(further)
-    caught = {_setting(arm): shows_harm(rulings[arm]) for arm in pairs if arm.leaks}
-    return {arm: (rulings[arm], caught.get(_setting(arm))) for arm in pairs}
+        comparisons |= {arm: one for arm, one in found.items() if arm.name == PRIMARY}
+    primaries = sum(arm.name == PRIMARY for arm in comparisons)
+    return rule(comparisons, {PRIMARY: max(0, DISTRIBUTIONS - primaries)})
 
 
 def _comparisons(arms: Sequence[Arm]) -> dict[Arm, Comparison]:
-    return {arm: Comparison(*_sums(arm, other), MARGIN, divergence(arm, other)) for arm, other in _pairs(arms)}
+    comparisons = {}
+    for arm, other in _pairs(arms):
+        family = PRIMARY if arm.name == PRIMARY else "others"
+        lost = divergence(arm, other)
+        comparisons[arm] = Comparison(*_sums(arm, other), MARGIN, lost, family, _setting(arm), arm.leaks)
+    return comparisons
 
 
 def _setting(arm: Arm) -> Hashable:
@@ -145,12 +144,9 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm], others: Sequence[Seq
         row = {"arm": arm.name, "minus": baseline.name if baseline else "-", "runs": _runs(arm), "loss": arm[LOSS]}
         row |= {"verdict": "-", "registered": "-", "targets": arm["targets"].mean()}
         if baseline is not None:
-            found = estimate(*_sums(arm, baseline))
-            row |= {"difference": found, "over_seeds": interval(arm[LOSS] - baseline[LOSS])}
+            row |= {"difference": estimate(*_sums(arm, baseline)), "over_seeds": interval(arm[LOSS] - baseline[LOSS])}
             if arm in rulings:  # else another question than whether they are as accurate
-                ruling, caught = rulings[arm]
-                row |= {"verdict": qualify(ruling, caught), "registered": verdict(found, MARGIN)}
-                row |= {"p_difference": ruling.p_difference, "p_equivalence": ruling.p_equivalence}
+                row |= ruled(rulings[arm])
         rows.append(row)
     notes = [
         "Every arm has the same documents in every step, cut alike. It is evaluated on whole documents of other packages, one at "
@@ -169,8 +165,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm], others: Sequence[Seq
         f"{unit(records)}: paired differences of the validation loss, nats per target",
         "!arm | !minus | runs = runs diverged missing | validation loss = loss loss_sd | "
         "difference [95 %: seeds and packages] = difference[]:5 | [95 %: seeds] = over_seeds[] pairs:5 | "
-        f"!verdict, margin ± {MARGIN} = verdict | !as registered = registered | p of difference, Holm = p_difference:p | "
-        "p of equivalence, Holm = p_equivalence:p | targets a run = targets:,.0f",
+        f"{ruled_columns(MARGIN)} | targets a run = targets:,.0f",
         rows,
         *notes,
     )
@@ -219,20 +214,17 @@ def _leak(arms: Sequence[Arm]) -> Table:
         for one, other in ((arm, padded), (arm, reset), (reset, padded)):
             for places, where in {"all": "", "first 256": "start < 256", "first 2048": "start < 2048"}.items():
                 sums, weights = _sums(one, other, where)
-                row: dict[str, Any] = {"arm": one.name, "minus": other.name, "places": places}
-                row["difference"] = bootstrap(sums, weights)
-                family[len(rows)] = Comparison(sums, weights, MARGIN, divergence(one, other))
-                rows.append(row | {"pairs": len(sums), "above": int((sums.sum(axis=1) > 0).sum())})
-    rulings = rule(family)
-    caught = any(shows_harm(rulings[i]) for i, row in enumerate(rows) if row["arm"].startswith("packed-leak"))
-    for i, row in enumerate(rows):
-        row |= {"verdict": qualify(rulings[i], caught), "registered": verdict(rulings[i].estimate, MARGIN)}
-        row["p"] = rulings[i].p_difference
+                rows.append({"arm": one.name, "minus": other.name, "places": places, "pairs": len(sums)})
+                rows[-1]["above"] = int((sums.sum(axis=1) > 0).sum())
+                lost = divergence(one, other)
+                family[len(family)] = Comparison(sums, weights, MARGIN, lost, is_leak=one is arm)
+    for row, ruling in zip(rows, rule(family).values()):
+        row |= ruled(ruling)
     return make_table(
         "leak",
         "Packed with a leak, each document read from zero: paired differences of the validation loss, nats per target",
         "!arm | !minus | !places | difference [95 %] = difference[]:5 | pairs:d | above:d | "
-        f"!verdict, margin ± {MARGIN} = verdict | !by the interval alone = registered | p of difference, Holm = p:p",
+        + ruled_columns(MARGIN, "by the interval alone"),
         rows,
         "Intervals resample seeds and packages. Above: seeds above zero. Exploratory. Verdict: by the interval, and by p after "
         f"Holm over the {len(rows)} rows.",

@@ -23,16 +23,14 @@ from packmamba.report.statistics import (
     Comparison,
     Divergence,
     Estimate,
-    Ruling,
     difference_by_group,
     estimate,
     holm,
     interval,
     margin_from_pilot,
+    p_of_equivalence,
     power,
-    qualify,
     rule,
-    shows_harm,
     verdict,
 )
 from packmamba.report.tables import Cell, Table
@@ -125,17 +123,19 @@ def fulfilled(one: Contrast, found: Estimate | None, p: float, margin: float | N
     return "wrong" if high < 0 else "right" if low > 0 and p <= 0.05 else "open"
 
 
-def registered(found: Mapping[Contrast, Ruling], margin: float | None) -> dict[Contrast, tuple[float, str, str]]:
+def registered(
+    found: Mapping[Contrast, Estimate], p_same: float, margin: float | None
+) -> dict[Contrast, tuple[float, str, str]]:
     """Return p, verdict and prediction by the rule that was fixed beforehand: Holm over the four claims.
 
-    P1's claim is of equivalence, the others' of a difference. ``found`` has unadjusted p.
+    P1's claim is of equivalence, with ``p_same``, the others' of a difference.
     """
-    claims = {one: it.p_equivalence if one.sign is None else it.p_difference for one, it in found.items()}
+    claims = {one: p_same if one.sign is None else it.p for one, it in found.items()}
     adjusted, result = holm(claims), {}
     for one, it in found.items():
         p = adjusted[one]
-        ruled = verdict(it.estimate, margin) if one.sign is None else verdict(it.estimate, None, p)
-        result[one] = p, ruled, fulfilled(one, it.estimate, p, margin)
+        ruled = verdict(it, margin) if one.sign is None else verdict(it, None, p)
+        result[one] = p, ruled, fulfilled(one, it, p, margin)
     return result
 
 
@@ -144,20 +144,23 @@ def verdicts(arms: Arms) -> Table:
     rows = []
     for mixer, title in MIXERS.items():
         margins = [arm.sweep.get("margin") for (of, name), arm in arms.items() if (of, name) == (mixer, "packed-reset")]
-        margin, family = next(iter(margins), None), {}
+        margin, family, p_same = next(iter(margins), None), {}, math.nan
         for one in PRIMARY:
             arm, other = (arms.get((mixer, name)) for name in (one.arm, one.other))
             counts = Divergence() if arm is None or other is None else divergence(arm, other)
-            family[one] = Comparison(*nats(arm, other, one.curve), margin if one.sign is None else None, counts)
-        alone = {one: rule({one: it})[one] for one, it in family.items()}
-        rulings, fixed = rule(family), registered(alone, margin)
-        caught = shows_harm(rulings[PRIMARY[1]])
+            sums, targets = nats(arm, other, one.curve)
+            judged = margin if one.sign is None else None
+            family[one] = Comparison(sums, targets, judged, counts, is_leak=one.arm == "packed-leak")
+            if judged is not None:
+                p_same = p_of_equivalence(sums, targets, judged)
+        rulings = rule(family)
+        fixed = registered({one: ruling.estimate for one, ruling in rulings.items()}, p_same, margin)
         for one, ruling in rulings.items():
             it, (p, ruled, prediction) = ruling.estimate, fixed[one]
             row: dict[str, Any] = {"primary": one.name, "architecture": title, "difference": it, "p_holm": p}
             row |= {"seeds": of_planned(it.seeds, one.seeds), "groups": it.groups if it.seeds else None}
             row |= {"margin": margin if one.sign is None else None}
-            row |= {"verdict": qualify(ruling, caught), "registered": ruled, "prediction": prediction}
+            row |= {"verdict": ruling.verdict, "registered": ruled, "prediction": prediction}
             rows.append(row if it.seeds else row | dict.fromkeys(("verdict", "registered", "prediction"), "not run"))
     return make_table(
         "verdicts-text",

@@ -87,7 +87,7 @@ class Study:
 
 
 def verdicts(study: Study, rng: np.random.Generator) -> list[str]:
-    """Simulate a study and return the verdict of each contrast."""
+    """Simulate a study and return what is claimed of each contrast."""
     arms = study.contrasts + 1
     own = study.noise(rng, arms, study.seeds)
     lost = study.diverged(own, rng)
@@ -105,7 +105,7 @@ def verdicts(study: Study, rng: np.random.Generator) -> list[str]:
             family[arm] = Comparison(differences * weights, weights, margin, counts)
         else:
             family[arm] = Comparison(differences[:, 0], None, margin, counts)
-    return [ruling.verdict for ruling in rule(family).values()]
+    return [ruling.claim for ruling in rule(family).values()]
 
 
 def is_wrong(study: Study, found: list[str]) -> bool:

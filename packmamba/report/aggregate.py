@@ -28,9 +28,7 @@ from packmamba.report.statistics import (
     interval,
     margin_from_pilot,
     over_items,
-    qualify,
     rule,
-    shows_harm,
 )
 
 Record = Mapping[str, Any]
@@ -55,7 +53,9 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in config.items():
         flat |= (
-            flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+            flatten(value, f"{prefix}{key}.")
+            if isinstance(value, Mapping)
+            else {f"{prefix}{key}": value}
         )
     return flat
 
@@ -67,7 +67,10 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
     """Return a row for each record, by time: its keys, ``config.<key>``, ``curves.<name>``, and metrics as floats."""
-    rows = [{**r, **flatten({key: r[key] for key in ("config", "curves")})} for r in of_kind(records, kind)]
+    rows = [
+        {**r, **flatten({key: r[key] for key in ("config", "curves")})}
+        for r in of_kind(records, kind)
+    ]
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
     others = pd.DataFrame(rows, dtype=object)
     joined = pd.concat([others.where(others.notna(), None), metrics], axis=1)
@@ -138,7 +141,9 @@ class Arm:
     @lru_cache(maxsize=64)
     def points(self, curve: str) -> pd.DataFrame:
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
-        return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
+        return pd.DataFrame(
+            [point | {"seed": seed} for seed, each in curves.items() for point in each]
+        )
 
 
 Arms = Sequence[Arm]
@@ -157,7 +162,9 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
         losses = [column for column in runs if column.startswith("val_loss")]
         runs.loc[runs["diverged_at_step"].notna(), losses] = math.nan
     settings = [
-        key for key in runs if key.startswith("config.") and key.removeprefix("config.") not in NOT_SETTINGS
+        key
+        for key in runs
+        if key.startswith("config.") and key.removeprefix("config.") not in NOT_SETTINGS
     ]
     differ = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
     keys = sorted(differ.index[differ])
@@ -181,15 +188,21 @@ def timed_arms(records: Records) -> list[Arm]:
         return []
     runs["timing"] = runs["config.run"].map(str)
     groups = runs.groupby(["arm", "timing"])
-    arms = [Arm(name, (("run", run),), group.tail(1).set_index("seed")) for (name, run), group in groups]
+    arms = [
+        Arm(name, (("run", run),), group.tail(1).set_index("seed")) for (name, run), group in groups
+    ]
     ended, timed = runs.groupby("timing")["time"].max(), []
     for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
         names = {one.baseline.name for one in trained if one.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
         base = [peer for peer in peers if peer.name in names]
-        base += [peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme]
+        base += [
+            peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme
+        ]
         rate = base[0]["real_tokens_per_second"].iloc[0] if base else math.nan
-        timed.append(replace(arm, runs=arm.runs.assign(speedup=arm.runs["real_tokens_per_second"] / rate)))
+        timed.append(
+            replace(arm, runs=arm.runs.assign(speedup=arm.runs["real_tokens_per_second"] / rate))
+        )
     return timed
 
 
@@ -197,9 +210,9 @@ def arms_with_speeds(records: Records) -> list[Arm]:
     """Return trained arms, with speeds of the latest timing that holds most of them."""
     arms, timed = training_arms(records), timed_arms(records)
     names = {arm.name for arm in arms}
-    timing = next(iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,))[
-        0
-    ]
+    timing = next(
+        iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,)
+    )[0]
     timed = [one for one in timed if one.timing == timing]
     for arm in arms:
         its = [
@@ -231,7 +244,11 @@ class Seeds(NamedTuple):
     missing: int
 
     def __str__(self) -> str:
-        words = [f"{n} {what}" for n, what in ((self.diverged, "diverged"), (self.missing, "missing")) if n]
+        words = [
+            f"{n} {what}"
+            for n, what in ((self.diverged, "diverged"), (self.missing, "missing"))
+            if n
+        ]
         return ", ".join([f"{self.finite} of {sum(self)}", *words]) if words else str(self.finite)
 
 
@@ -250,12 +267,18 @@ def _baseline(arm: Arm, arms: Arms) -> Arm:
     matches = [peer for peer in peers if peer.label == named] + [
         p for p in peers if p.title == parts_of(named)[0]
     ]
-    return [*matches, *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme), *peers][0]
+    return [
+        *matches,
+        *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme),
+        *peers,
+    ][0]
 
 
 def versus(arms: Arms) -> str:
     baselines = {arm.baseline for arm in arms}
-    return " or ".join(sorted({one.label if one.sweep.get("apart") else one.title for one in baselines}))
+    return " or ".join(
+        sorted({one.label if one.sweep.get("apart") else one.title for one in baselines})
+    )
 
 
 def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
@@ -284,26 +307,22 @@ def divergence(arm: Arm, other: Arm) -> Divergence:
 
 
 class Contrast(NamedTuple):
-    """Hold an arm's metric minus another's, with its verdict.
-
-    ``leak_caught``: whether a leak arm of the same setting is shown to be worse; None without one.
-    """
+    """Hold an arm's metric minus another's, and the ruling on it."""
 
     arm: Arm
     other: Arm
-    primary: bool
     same_documents: bool
-    divergence: Divergence
+    comparison: Comparison
     ruling: Ruling
-    leak_caught: bool | None = None
 
     @property
     def name(self) -> str:
         return f"{self.arm.label} - {self.other.title}"
 
     @property
-    def estimate(self) -> Estimate:
-        return self.ruling.estimate
+    def primary(self) -> bool:
+        """Whether the sweep named it beforehand."""
+        return self.comparison.family == "primary"
 
     @property
     def margin(self) -> float | None:
@@ -311,37 +330,33 @@ class Contrast(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        """The ruling's verdict, with all that qualifies it."""
-        others = ", other documents" * (not self.same_documents)
-        return qualify(self.ruling, self.leak_caught) + others
+        """The ruling's verdict, and whether the arms read other documents."""
+        return self.ruling.verdict + ", other documents" * (not self.same_documents)
 
 
 def contrasts(arms: Arms, metric: str) -> list[Contrast]:
     """Rule on each arm minus its baseline, and on the contrasts that the sweep names as primary.
 
     Primary contrasts are one family, over all points of a grid, and the others, which explore, are
-    another: each family is ruled by itself.
+    another.
     """
     pairs, absent = _named_pairs(arms)
-    rulings: dict[tuple[Arm, Arm], Ruling] = {}
-    for is_primary in (True, False):
-        family = {
-            (arm, other): Comparison(
-                *paired(arm, other, metric),
-                margin=arm.sweep.get("margin") if same_documents(arm, other) else None,
-                divergence=divergence(arm, other),
-            )
-            for (arm, other), primary in pairs.items()
-            if primary == is_primary
-        }
-        rulings |= rule(family, absent if is_primary else 0)
-    made = [
-        Contrast(
-            arm, other, primary, same_documents(arm, other), divergence(arm, other), rulings[arm, other]
+    comparisons = {}
+    for (arm, other), primary in pairs.items():
+        same = same_documents(arm, other)
+        comparisons[arm, other] = Comparison(
+            *paired(arm, other, metric),
+            margin=arm.sweep.get("margin") if same else None,
+            divergence=divergence(arm, other),
+            family="primary" if primary else "exploratory",
+            setting=arm.setting,
+            is_leak=same and arm.leaks and not other.leaks,
         )
-        for (arm, other), primary in pairs.items()
+    rulings = rule(comparisons, {"primary": absent}, higher_is_better(metric))
+    return [
+        Contrast(arm, other, same_documents(arm, other), comparison, rulings[arm, other])
+        for (arm, other), comparison in comparisons.items()
     ]
-    return _with_leaks_caught(made, metric)
 
 
 def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
@@ -358,19 +373,6 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
         else:
             absent += 1
     return pairs, absent
-
-
-def _with_leaks_caught(made: Sequence[Contrast], metric: str) -> list[Contrast]:
-    """Say of each contrast whether a leak of the same setting was caught.
-
-    Caught is a leak arm that is shown to be worse than an intact arm with the same documents.
-    """
-    caught: dict[Any, bool] = {}
-    for each in made:
-        if each.arm.leaks and not each.other.leaks and each.same_documents:
-            setting, harm = each.arm.setting, shows_harm(each.ruling, higher_is_better(metric))
-            caught[setting] = caught.get(setting, False) or harm
-    return [each._replace(leak_caught=caught.get(each.arm.setting)) for each in made]
 
 
 def higher_is_better(metric: str) -> bool:
@@ -398,10 +400,14 @@ def pilot_margin(
 def same_documents(arm: Arm, other: Arm) -> bool:
     """Tell if the steps of two arms hold the same documents."""
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
-    if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {"matched"}:
+    if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {
+        "matched"
+    }:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
     keys = {
-        key.removeprefix("config.") for key in {*arm.runs, *other.runs} if key.startswith("config.data.")
+        key.removeprefix("config.")
+        for key in {*arm.runs, *other.runs}
+        if key.startswith("config.data.")
     }
     return all(arm.says(key) == other.says(key) for key in keys - free)
 
@@ -411,7 +417,9 @@ def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
     sides = [side.points("loss_by_position") for side in (arm, arm.baseline)]
     if arm.baseline is arm or any(points.empty for points in sides):
         return []
-    ours, theirs = (points.set_index(["start", "end", "seed"])["loss"].astype(float) for points in sides)
+    ours, theirs = (
+        points.set_index(["start", "end", "seed"])["loss"].astype(float) for points in sides
+    )
     by_place = (ours - theirs).dropna().groupby(level=["start", "end"])
     return [(start, end, one) for (start, end), values in by_place if (one := interval(values))]
 
@@ -425,7 +433,9 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
         config = record["config"]
         path = place / f"{config.get('evaluation', {}).get('name')}-{config.get('id')}.jsonl"
         result.append(
-            {**record, "items": path} if record["kind"] == "evaluation" and path.is_file() else record
+            {**record, "items": path}
+            if record["kind"] == "evaluation" and path.is_file()
+            else record
         )
     return result
 
@@ -439,7 +449,9 @@ ITEM_MEASURES = {
 
 def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     """Return the difference of two models' metric, paired by item, or None."""
-    ours, theirs = (side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline))
+    ours, theirs = (
+        side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline)
+    )
     pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
     if not pairs and len(ours) == len(theirs) == 1:
         pairs = [(ours.iloc[0], theirs.iloc[0])]
@@ -454,8 +466,16 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
 
 
 def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
-    items = pd.DataFrame([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()])
-    items = items.assign(one=1, correct=items["choice"] == items["answer"]) if "choice" in items else items
-    group = next((items[key] for key in ("group", "document", "index") if key in items), items.index)
+    items = pd.DataFrame(
+        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    )
+    items = (
+        items.assign(one=1, correct=items["choice"] == items["answer"])
+        if "choice" in items
+        else items
+    )
+    group = next(
+        (items[key] for key in ("group", "document", "index") if key in items), items.index
+    )
     values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)
     return values.groupby(group, sort=False).sum()

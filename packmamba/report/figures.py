@@ -161,12 +161,12 @@ def _learning_curves(arms: Arms) -> list[Figure]:
 
 def _differences(arms: Arms) -> list[Figure]:
     metric = table_keys(arms)[0][0]
-    pairs = [one for one in aggregate.contrasts(arms, metric) if one.estimate.seeds > 1]
+    pairs = [one for one in aggregate.contrasts(arms, metric) if one.ruling.estimate.seeds > 1]
     if not pairs:
         return []
     fig, (ax,) = axes(1, height=1.4 + 0.45 * len(pairs))
     for y, pair in enumerate(pairs):
-        color, one = style_in(pair.arm, arms)["color"], pair.estimate
+        color, one = style_in(pair.arm, arms)["color"], pair.ruling.estimate
         dots = (pair.arm[metric] - pair.other[metric]).dropna()
         ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(
@@ -175,7 +175,7 @@ def _differences(arms: Arms) -> list[Figure]:
     ax.axvline(0, color=MUTED, linewidth=1)
     if (margin := pairs[0].arm.sweep.get("margin")) is not None:
         ax.axvspan(-margin, margin, color=MUTED, alpha=0.12, linewidth=0)
-    name_bars(ax, [f"{pair.name} (n = {pair.estimate.seeds})" for pair in pairs])
+    name_bars(ax, [f"{pair.name} (n = {pair.ruling.estimate.seeds})" for pair in pairs])
     ax.set(title="Paired differences", xlabel=title(metric))
     caption = f"Paired differences in {title(metric)}: each seed (dots), mean and 95 % interval."
     return [finish(fig, "differences", caption)]

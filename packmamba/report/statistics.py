@@ -31,7 +31,7 @@ Statistics 1, 386 (resampling rows and columns).
 import functools
 import math
 from bisect import bisect_left
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -119,7 +119,9 @@ def _score_of_zero(mean: float, means: NDArray[np.float64]) -> float:
 def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.uint8], ...]:
     """Count draws, (draws, seeds) and (draws, groups)."""
     rng = np.random.default_rng(0)
-    return tuple(rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups))
+    return tuple(
+        rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups)
+    )
 
 
 def estimate(differences: Any, weights: Any = None, draws: int = DRAWS) -> Estimate | None:
@@ -219,7 +221,8 @@ class Divergence(NamedTuple):
         """
         fewest, most = max(0, self.total - self.other_runs), min(self.total, self.runs)
         splits = (
-            _fisher(count, self.runs, self.total - count, self.other_runs) for count in (fewest, most)
+            _fisher(count, self.runs, self.total - count, self.other_runs)
+            for count in (fewest, most)
         )
         return min(splits) <= ALPHA
 
@@ -240,66 +243,103 @@ class Comparison:
     """Hold what decides about a contrast: one arm minus another.
 
     ``differences`` and ``weights`` are ``estimate``'s, of the seeds that both arms finished.
-    Without a ``margin`` the contrast is never equivalent.
+    Without a ``margin`` the contrast is never equivalent. ``family`` names the contrasts that are
+    adjusted together. ``is_leak``: the first arm lets documents cross their boundaries and the
+    other does not; it vouches for the contrasts of its ``setting``.
     """
 
     differences: Any
     weights: Any = None
     margin: float | None = None
     divergence: Divergence = Divergence()
+    family: Hashable = None
+    setting: Hashable = None
+    is_leak: bool = False
 
 
 class Ruling(NamedTuple):
-    """Hold a contrast's verdict and what it rests on; each p is adjusted over the family."""
+    """Hold what is claimed of a contrast and what that rests on.
 
-    verdict: str
-    estimate: Estimate
-    p_difference: float
-    p_equivalence: float
-    p_divergence: float
-
-
-def rule(family: Mapping[Key, Comparison], absent: int = 0) -> dict[Key, Ruling]:
-    """Give each contrast of a family its verdict; the module's docstring says by which rule.
-
-    ``absent`` counts contrasts that were named beforehand and have no runs: Holm's adjustment gets
-    no milder where an arm is missing.
+    Each p is adjusted over the family. ``by_interval`` is what the interval alone would claim.
+    ``leak_caught`` tells if the same test, in the same setting, shows a leak's harm; None without
+    an arm that leaks.
     """
-    estimates = {key: estimate(one.differences, one.weights) or NOTHING for key, one in family.items()}
-    of_zero = {(key, "mean"): found.p for key, found in estimates.items()}
-    of_divergence = {
-        (key, "divergence"): one.divergence.p for key, one in family.items() if one.divergence.can_differ
+
+    claim: str
+    estimate: Estimate
+    p_difference: float = math.nan
+    p_equivalence: float = math.nan
+    by_interval: str = ""
+    leak_caught: bool | None = None
+
+    @property
+    def verdict(self) -> str:
+        """The claim, *equivalent* with all that it lacks: seeds, or a leak that is caught."""
+        if self.claim != "equivalent":
+            return self.claim
+        few_seeds = ", few seeds" * (self.estimate.seeds < FEW_SEEDS)
+        lacks = {None: ", no leak arm", False: ", leak not caught", True: ""}
+        return f"equivalent{few_seeds}{lacks[self.leak_caught]}"
+
+    def shows_harm(self, higher_is_better: bool = False) -> bool:
+        """Tell if the first arm is shown to be worse: by its mean, or since it diverges more."""
+        if "diverges" in self.claim:
+            return self.claim == "different (diverges)"
+        is_higher = self.estimate.mean > 0
+        return self.claim.startswith("different") and is_higher != higher_is_better
+
+
+def rule(
+    comparisons: Mapping[Key, Comparison],
+    absent: Mapping[Hashable, int] | None = None,
+    higher_is_better: bool = False,
+) -> dict[Key, Ruling]:
+    """Give each contrast its verdict; the module's docstring says by which rule.
+
+    ``absent`` counts by family the contrasts that were named beforehand and have no runs: Holm's
+    adjustment gets no milder where an arm is missing. ``higher_is_better`` says what a leak's harm
+    is.
+    """
+    rulings: dict[Key, Ruling] = {}
+    for family in dict.fromkeys(one.family for one in comparisons.values()):
+        members = {key: one for key, one in comparisons.items() if one.family == family}
+        rulings |= _rule_family(members, (absent or {}).get(family, 0))
+    caught: dict[Hashable, bool] = {}
+    for key, one in comparisons.items():
+        if one.is_leak:
+            harm = rulings[key].shows_harm(higher_is_better)
+            caught[one.setting] = caught.get(one.setting, False) or harm
+    return {
+        key: rulings[key]._replace(leak_caught=caught.get(one.setting))
+        for key, one in comparisons.items()
     }
-    of_equivalence = {
-        key: p_of_equivalence(one.differences, one.weights, one.margin)
-        for key, one in family.items()
-        if one.margin is not None
-    }
+
+
+def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Ruling]:
+    """Adjust both kinds of p over a family, and give each contrast its claim."""
+    estimates, of_difference, of_equivalence = {}, dict[Any, float](), dict[Any, float]()
+    for key, one in family.items():
+        estimates[key] = estimate(one.differences, one.weights) or NOTHING
+        of_difference[key, "mean"] = estimates[key].p
+        if one.divergence.can_differ:
+            of_difference[key, "divergence"] = one.divergence.p
+        if one.margin is not None:
+            of_equivalence[key] = p_of_equivalence(one.differences, one.weights, one.margin)
     missing: dict[Any, float] = {("absent", place): math.nan for place in range(absent)}
-    p_difference: dict[Any, float] = holm(of_zero | of_divergence | missing)
-    p_equivalence: dict[Any, float] = holm({**of_equivalence, **missing})
+    p_difference = holm(of_difference | missing)
+    p_equivalence = holm(of_equivalence | missing)
     rulings = {}
-    for key, comparison in family.items():
-        adjusted = (
-            p_difference[key, "mean"],
-            p_equivalence.get(key, math.nan),
-            p_difference.get((key, "divergence"), math.nan),
-        )
-        word = _word(comparison, estimates[key], *adjusted)
-        rulings[key] = Ruling(word, estimates[key], *adjusted)
+    for key, one in family.items():
+        found = estimates[key]
+        p, p_same = p_difference[key, "mean"], p_equivalence.get(key, math.nan)
+        if p_difference.get((key, "divergence"), math.nan) <= ALPHA:
+            claim = f"different ({'diverges' if one.divergence.worse else 'the other diverges'})"
+        elif one.divergence.total:
+            claim = f"{verdict(found, None, p)}, of survivors"
+        else:
+            claim = verdict(found, one.margin, p, p_same)
+        rulings[key] = Ruling(claim, found, p, p_same, verdict(found, one.margin))
     return rulings
-
-
-def _word(
-    comparison: Comparison, found: Estimate, p_difference: float, p_equivalence: float, p_divergence: float
-) -> str:
-    """Return a contrast's verdict by its adjusted p."""
-    divergence = comparison.divergence
-    if p_divergence <= ALPHA:
-        return "different (diverges)" if divergence.worse else "different (the other diverges)"
-    if divergence.total:
-        return f"{verdict(found, None, p_difference)}, of survivors"
-    return verdict(found, comparison.margin, p_difference, p_equivalence)
 
 
 def verdict(
@@ -321,28 +361,6 @@ def verdict(
     return "different" if shown and (p_difference is None or p_difference <= ALPHA) else "open"
 
 
-def shows_harm(ruling: Ruling, higher_is_better: bool = False) -> bool:
-    """Tell if the first arm is shown to be worse: by its mean, or since it diverges more often."""
-    if "diverges" in ruling.verdict:
-        return ruling.verdict == "different (diverges)"
-    is_higher = ruling.estimate.mean > 0
-    return ruling.verdict.startswith("different") and is_higher != higher_is_better
-
-
-def qualify(ruling: Ruling, leak_caught: bool | None) -> str:
-    """Return a ruling's verdict, *equivalent* with all that it lacks.
-
-    ``leak_caught`` tells if the same test, in the same setting, shows the harm of an arm that leaks
-    between documents; None without such an arm. A test that no known failure fails could not have
-    failed.
-    """
-    if ruling.verdict != "equivalent":
-        return ruling.verdict
-    few_seeds = ", few seeds" * (ruling.estimate.seeds < FEW_SEEDS)
-    lacks = {None: ", no leak arm", False: ", leak not caught", True: ""}
-    return f"equivalent{few_seeds}{lacks[leak_caught]}"
-
-
 def margin_from_pilot(harm: Estimate) -> float:
     """Return half of the lower end of the 95 % interval of a failure's harm: a margin.
 
@@ -361,7 +379,9 @@ def margin_from_pilot(harm: Estimate) -> float:
     return harm.low / 2
 
 
-def power(pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, draws: int = 2000) -> float:
+def power(
+    pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, draws: int = 2000
+) -> float:
     """Return a lower bound of how often ``rule`` calls arms without a difference equivalent.
 
     ``pilot`` are differences of the very contrast that is to be tested, as ``estimate`` takes

@@ -44,7 +44,8 @@ class Table:
 
     def shown(self) -> Table:
         filled = [
-            not self.rows or any(row[i].text != "-" for row in self.rows) for i in range(len(self.columns))
+            not self.rows or any(row[i].text != "-" for row in self.rows)
+            for i in range(len(self.columns))
         ]
         rows = [[*compress(row, filled)] for row in self.rows]
         return replace(self, columns=[*compress(self.columns, filled)], rows=rows)
@@ -54,7 +55,9 @@ def write_table(table: Table, form: str) -> str:
     """Return the table as csv (unrounded), md, tex (booktabs) or txt."""
     if form == "csv":
         names = [name for column in table.columns for name in column.names]
-        values = [[_csv_value(value) for cell in row for value in cell.values] for row in table.rows]
+        values = [
+            [_csv_value(value) for cell in row for value in cell.values] for row in table.rows
+        ]
         return pd.DataFrame(values, columns=names).to_csv(index=False, lineterminator="\n")
     table = table.shown()
     titles, cells = (
@@ -69,9 +72,14 @@ def write_table(table: Table, form: str) -> str:
         rules = ["---:" if column.numeric else "---" for column in table.columns]
         lines = [titles, rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
-        return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)]) + "\n"
+        return (
+            "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)])
+            + "\n"
+        )
     aligned = "".join("lr"[column.numeric] for column in table.columns)
-    latex = pd.DataFrame(cells, columns=titles).to_latex(index=False, escape=True, column_format=aligned)
+    latex = pd.DataFrame(cells, columns=titles).to_latex(
+        index=False, escape=True, column_format=aligned
+    )
     latex = re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
     return f"% \\usepackage{{booktabs,graphicx}}\n\\resizebox{{\\columnwidth}}{{!}}{{%\n{latex}}}\n"
 
@@ -83,9 +91,13 @@ def _csv_value(value: Any) -> str:
 def make_columns(text: str) -> list[Column]:
     """Make columns of ``title = name name | !title of words = name | title and name``."""
     parts = [
-        (part.removeprefix("!").partition(" = "), not part.startswith("!")) for part in text.split(" | ")
+        (part.removeprefix("!").partition(" = "), not part.startswith("!"))
+        for part in text.split(" | ")
     ]
-    return [Column(title, tuple(names.split() or [title]), numeric) for (title, _, names), numeric in parts]
+    return [
+        Column(title, tuple(names.split() or [title]), numeric)
+        for (title, _, names), numeric in parts
+    ]
 
 
 def interval_column(title: str, name: str = "difference", pairs: str = "pairs") -> Column:
@@ -189,9 +201,13 @@ def title(metric: str) -> str:
     return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
 
 
-def arms_table(name: str, heading: str, arms: Arms, columns: Sequence[ArmColumn], *notes: str) -> Table:
+def arms_table(
+    name: str, heading: str, arms: Arms, columns: Sequence[ArmColumn], *notes: str
+) -> Table:
     rows = [[word(arm.label), *(cell(arm) for _, cell in columns)] for arm in arms]
-    return Table(name, heading, [*make_columns("!arm"), *(column for column, _ in columns)], rows, [*notes])
+    return Table(
+        name, heading, [*make_columns("!arm"), *(column for column, _ in columns)], rows, [*notes]
+    )
 
 
 def seeds_column(arms: Arms, metric: str = "val_loss") -> ArmColumn:
@@ -203,7 +219,9 @@ def metric_column(metric: str, arms: Arms, prefix: str = "") -> ArmColumn:
     """Return a metric's or key's column; ``prefix`` is not in its title."""
     if form := FORMATS.get(metric.rpartition(".")[2]):
         heading = (
-            f"speedup over {aggregate.versus(arms)}" if metric == "speedup" and arms else title(metric)
+            f"speedup over {aggregate.versus(arms)}"
+            if metric == "speedup" and arms
+            else title(metric)
         )
         return Column(heading, (metric,)), lambda arm: form(arm[prefix + metric].mean())
     if any(f"config.{metric}" in arm.runs for arm in arms):
@@ -229,7 +247,9 @@ def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
 def main_first(metrics: Sequence[str]) -> list[str]:
     """Sort an evaluation's metrics: the main one, others by number, counts."""
     main = next((metric for metric in MAIN if metric in metrics), "")
-    return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
+    return sorted(
+        metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric))
+    )
 
 
 def table_keys(arms: Arms) -> tuple[list[str], list[str] | None]:
@@ -273,7 +293,9 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
         verdict_column = Column("verdict", ("verdict",), False)
         columns.append((verdict_column, lambda arm: word(verdicts.get(arm, "-"))))
     if further is None:
-        further = [key for key in _further_keys(arms) if any(arm[key].notna().any() for arm in arms)]
+        further = [
+            key for key in _further_keys(arms) if any(arm[key].notna().any() for arm in arms)
+        ]
     columns += [metric_column(metric, arms) for metric in further]
     heading = f"{', '.join(map(title, metrics))} by arm"
     notes = _notes(arms) + _pilot_notes(arms, contrasts)
@@ -300,8 +322,8 @@ def _pilot_notes(arms: Arms, contrasts: Sequence[Contrast]) -> list[str]:
     notes = []
     is_pilot = not _is_ruled(arms) and not aggregate.higher_is_better(table_keys(arms)[0][0])
     for contrast in contrasts if is_pilot else ():
-        if contrast.arm.leaks and contrast.same_documents and contrast.estimate.low > 0:
-            margin = margin_from_pilot(contrast.estimate)
+        if contrast.arm.leaks and contrast.same_documents and contrast.ruling.estimate.low > 0:
+            margin = margin_from_pilot(contrast.ruling.estimate)
             notes.append(
                 f"{contrast.name}: half of the lower end of its interval is {margin:.2g}, a margin "
                 "for a later sweep with other seeds."
@@ -318,7 +340,10 @@ def _differences(arms: Arms) -> Table:
         found = [aggregate.difference(arm, metric) for metric in metrics]
         if any(one and one.seeds > 1 for one in found):
             differing.append(arm)
-    note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
+    note = (
+        "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by "
+        "Student's t."
+    )
     heading = "Paired differences over seeds, in nats per target"
     return arms_table("differences", heading, differing, columns, note)
 
@@ -351,18 +376,19 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
     ]
     table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
     for contrast in contrasts:
-        found, family = contrast.estimate, sum(one.primary == contrast.primary for one in contrasts)
+        found = contrast.ruling.estimate
+        family = sum(one.primary == contrast.primary for one in contrasts)
         row = [
             word(contrast.name),
             word("primary" if contrast.primary else "exploratory"),
             difference_cell(found),
             number(found.seeds, "d"),
             number(found.groups if found.groups > 1 else None, ",d"),
-            Cell(_diverged(contrast) or "-", tuple(contrast.divergence)),
+            Cell(_diverged(contrast) or "-", tuple(contrast.comparison.divergence)),
             p_cell(contrast.ruling.p_difference),
             p_cell(contrast.ruling.p_equivalence),
             word(contrast.verdict),
-            number(_seeds_needed(contrast, metric, family), "d"),
+            number(_seeds_needed(contrast, family), "d"),
         ]
         table.rows.append(row)
     margins = sorted({contrast.margin for contrast in contrasts if contrast.margin is not None})
@@ -383,16 +409,18 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
 
 def _diverged(contrast: Contrast) -> str:
     """Say how many runs of each arm diverged, if any did."""
-    diverged, runs, other_diverged, other_runs = contrast.divergence
-    return f"{diverged} of {runs}, {other_diverged} of {other_runs}" * bool(diverged + other_diverged)
+    diverged, runs, other_diverged, other_runs = contrast.comparison.divergence
+    return f"{diverged} of {runs}, {other_diverged} of {other_runs}" * bool(
+        diverged + other_diverged
+    )
 
 
-def _seeds_needed(contrast: Contrast, metric: str, family: int) -> int | None:
+def _seeds_needed(contrast: Contrast, family: int) -> int | None:
     """Return the seeds for 80 % power, where the contrast might be called equivalent."""
-    if contrast.margin is None or not contrast.same_documents or contrast.arm.leaks:
+    comparison = contrast.comparison
+    if comparison.margin is None or contrast.arm.leaks:
         return None
-    pairs = aggregate.paired(contrast.arm, contrast.other, metric)
-    return seeds_for(*pairs, contrast.margin, family)
+    return seeds_for(comparison.differences, comparison.weights, comparison.margin, family)
 
 
 class Finding(NamedTuple):
@@ -410,11 +438,11 @@ def findings(records: Records) -> list[Finding]:
     arms = aggregate.arms_with_speeds(records)
     metric = table_keys(arms)[0][0]
     made = aggregate.contrasts(arms, metric)
-    return [_finding(one, metric) for one in made if one.estimate.seeds or one.divergence.total]
+    return [_finding(one, metric) for one in made if one.ruling.estimate.seeds or _diverged(one)]
 
 
 def _finding(contrast: Contrast, metric: str) -> Finding:
-    found, diverged, ruling = contrast.estimate, _diverged(contrast), contrast.verdict
+    found, diverged, ruling = contrast.ruling.estimate, _diverged(contrast), contrast.verdict
     evidence = title(metric)
     if found.seeds:
         unit = " nats" if "loss" in metric else ""
@@ -436,19 +464,24 @@ def _notes(arms: Arms) -> list[str]:
     notes = ["Losses are nats per target, each document from zero state."]
     if others := ", ".join(arm.label for arm in arms if arm.timing is None):
         notes.append(f"Not timed together, speeds do not compare: {others}.")
-    if others := ", ".join(arm.label for arm in arms if not aggregate.same_documents(arm, arm.baseline)):
+    if others := ", ".join(
+        arm.label for arm in arms if not aggregate.same_documents(arm, arm.baseline)
+    ):
         notes.append(f"Steps hold other documents than the baseline's: {others}.")
     fewest = min(len(arm.runs) for arm in arms)
     if fewest < FEW_SEEDS and len(arms) > 1:
         notes.append(f"Seeds: {fewest}. Claims of parity need at least {FEW_SEEDS}.")
     targets = sum(
-        point["count"] for point in next(iter(arms[0].runs.get("curves.loss_by_position", ())), None) or ()
+        point["count"]
+        for point in next(iter(arms[0].runs.get("curves.loss_by_position", ())), None) or ()
     )
     documents = arms[0]["validation_documents"].mean()
     if targets and not pd.isna(documents):
         notes.append(f"Validation: {documents:,.0f} documents, {targets:,.0f} targets.")
         if documents < 50:
-            notes.append("Fewer than 50 documents: intervals over seeds say nothing about other documents.")
+            notes.append(
+                "Fewer than 50 documents: intervals over seeds say nothing about other documents."
+            )
     if absent := {name for arm in arms for name in arm.sweep.get("absent", ())}:
         notes.append(f"Without any run: {', '.join(sorted(absent))}.")
     return notes
@@ -457,9 +490,14 @@ def _notes(arms: Arms) -> list[str]:
 def _positions(arms: Arms) -> Table:
     columns = make_columns("!arm | from token = start | to token = end")
     columns.append(interval_column(f"minus {aggregate.versus(arms)}"))
-    table = Table("loss-by-position", "Loss by position in the document, in nats per target", columns)
+    table = Table(
+        "loss-by-position", "Loss by position in the document, in nats per target", columns
+    )
     rows = [
-        (arm, *one) for arm in arms for one in aggregate.difference_by_position(arm) if one[-1].seeds > 1
+        (arm, *one)
+        for arm in arms
+        for one in aggregate.difference_by_position(arm)
+        if one[-1].seeds > 1
     ]
     for arm, start, end, one in rows:
         last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
@@ -480,7 +518,9 @@ def throughput_tables(records: Records) -> list[Table]:
         "speedup",
     ]
     columns = [metric_column(metric, []) for metric in metrics]
-    columns.append((Column("run", ("run",)), lambda arm: Cell((arm.timing or "")[:8], (arm.timing,))))
+    columns.append(
+        (Column("run", ("run",)), lambda arm: Cell((arm.timing or "")[:8], (arm.timing,)))
+    )
     note = "Only arms of one run compare. Speedup: over the arm with 1.00x."
     heading = "Time of optimizer steps, arms interleaved in one process"
     return [arms_table("throughput", heading, timed, columns, note)] if timed else []
@@ -491,7 +531,9 @@ def evaluation_tables(records: Records) -> list[Table]:
     tasks: dict[str, list[aggregate.Record]] = {}
     for record in aggregate.of_kind(records, "evaluation"):
         one = record["config"]["evaluation"]
-        options = "".join(f", {key}={value}" for key, value in sorted((one.get("options") or {}).items()))
+        options = "".join(
+            f", {key}={value}" for key, value in sorted((one.get("options") or {}).items())
+        )
         tasks.setdefault(one["name"] + options, []).append(record)
     tables = []
     for heading, some in tasks.items():
@@ -499,18 +541,23 @@ def evaluation_tables(records: Records) -> list[Table]:
             Arm(str(name), (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
             for name, runs in aggregate.frame(some, "evaluation").groupby("arm", sort=False)
         ]
-        first = next((m for scheme in aggregate.BASELINES for m in models if m.name == scheme), models[0])
+        first = next(
+            (m for scheme in aggregate.BASELINES for m in models if m.name == scheme), models[0]
+        )
         models.sort(key=lambda model: model is not first)
         metrics = main_first(list(first.runs.select_dtypes(float)))
         paired = {
-            arm: aggregate.item_difference(arm, first, metrics[0]) for arm in models if arm is not first
+            arm: aggregate.item_difference(arm, first, metrics[0])
+            for arm in models
+            if arm is not first
         }
         columns = [(Column("runs", ("runs",)), lambda arm: number(len(arm.runs), "d"))]
         columns += [metric_column(metric, []) for metric in metrics]
         notes = []
         if any(paired.values()):
             cells = {
-                arm: difference_cell(one and one._replace(seeds=one.groups)) for arm, one in paired.items()
+                arm: difference_cell(one and one._replace(seeds=one.groups))
+                for arm, one in paired.items()
             }
             minus = interval_column(f"minus {first.name}")
             columns.append((minus, lambda arm, cells=cells: cells.get(arm, difference_cell(None))))  # type: ignore[misc]
@@ -524,6 +571,9 @@ def evaluation_tables(records: Records) -> list[Table]:
 
 def evaluation_label(records: Records) -> str:
     """Return the only evaluation's name, and a hash of its documents."""
-    names = {record["config"]["evaluation"]["name"] for record in aggregate.of_kind(records, "evaluation")}
+    names = {
+        record["config"]["evaluation"]["name"]
+        for record in aggregate.of_kind(records, "evaluation")
+    }
     name = names.pop() if len(names) == 1 else "documents"
     return f"{name}-{zlib.crc32(records[0]['corpus_hash'].encode()) & 0xFFFF:04x}"

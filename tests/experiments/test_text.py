@@ -6,7 +6,6 @@ import csv
 import gzip
 import io
 import json
-import math
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +18,7 @@ from packmamba.config import DataConfig
 from packmamba.data.token_store import load_corpora
 from packmamba.records import read_records
 from packmamba.report.html import table_files
-from packmamba.report.statistics import NOTHING, Estimate, Ruling, margin_from_pilot, verdict
+from packmamba.report.statistics import NOTHING, Estimate, margin_from_pilot, verdict
 from packmamba.report.tables import write_table
 from packmamba.training.sweep import load_sweep, run_sweep
 
@@ -151,9 +150,8 @@ def test_an_equivalence_without_a_margin_is_open():
 
 
 def test_a_primary_that_did_not_run_counts_for_holm():
-    found = {one: Ruling("", Estimate(0.1, 0.05, 0.15, 8), 0.01, 0.01, math.nan) for one in PRIMARY[:3]}
-    found[PRIMARY[3]] = Ruling("", NOTHING, math.nan, math.nan, math.nan)
-    assert [registered(found, 0.2)[one][0] for one in PRIMARY[:3]] == pytest.approx([0.04] * 3)
+    found = {one: Estimate(0.1, 0.05, 0.15, 8, 0.01) for one in PRIMARY[:3]} | {PRIMARY[3]: NOTHING}
+    assert [registered(found, 0.01, 0.2)[one][0] for one in PRIMARY[:3]] == pytest.approx([0.04] * 3)
 
 
 def test_by_half_of_the_pilot_s_lower_bound_the_first_primary_is_open():
