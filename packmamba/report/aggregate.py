@@ -1,4 +1,10 @@
-"""Arms of records: runs by arm and seed, baselines, paired differences and speeds."""
+"""From records to arms, and from arms to contrasts.
+
+A record is one run. An arm holds the runs of one name and configuration by seed, of a repeated run
+the latest. An arm has a baseline: what its sweep names, else the padded arm, the single one, or the
+one packed with reset, of the same point of the sweep's grid. A contrast is an arm's metric minus
+another's, paired by seed, with the verdict that ``statistics.rule`` gives it.
+"""
 
 from __future__ import annotations
 
@@ -34,17 +40,21 @@ from packmamba.report.statistics import (
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 
-SCHEMES = "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry".split()
+SCHEMES = (
+    "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan "
+    "packed-carry"
+).split()  # in the order of tables
 LEAKS = ("leak", "leak_conv", "leak_scan")  # boundary schemes that are failures by design
 HIGHER_IS_BETTER = ("accuracy", "gain")  # words in the names of such metrics
 BASELINES = ("padded", "single", "packed-reset")
-OPEN_END = 2**31 - 1
+OPEN_END = 2**31 - 1  # of the last range of positions
 SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
 NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
-    trainer.log_every trainer.checkpoint_every trainer.threads""".split()
+    trainer.log_every trainer.checkpoint_every trainer.threads""".split()  # alike in compared arms
 
 
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
+    """Select records of a kind: training, throughput, evaluation."""
     return [record for record in records if record["kind"] == kind]
 
 
@@ -52,11 +62,10 @@ def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.")
-            if isinstance(value, Mapping)
-            else {f"{prefix}{key}": value}
-        )
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
     return flat
 
 
@@ -66,11 +75,14 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 
 def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
-    """Return a row for each record, by time: its keys, ``config.<key>``, ``curves.<name>``, and metrics as floats."""
-    rows = [
-        {**r, **flatten({key: r[key] for key in ("config", "curves")})}
-        for r in of_kind(records, kind)
-    ]
+    """Return a row for each record of a kind, by time.
+
+    Columns are the record's keys, ``config.<key>``, ``curves.<name>``, and metrics as floats.
+    """
+    rows = []
+    for record in of_kind(records, kind):
+        nested = flatten({key: record[key] for key in ("config", "curves")})
+        rows.append({**record, **nested})
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
     others = pd.DataFrame(rows, dtype=object)
     joined = pd.concat([others.where(others.notna(), None), metrics], axis=1)
@@ -85,7 +97,11 @@ def parts_of(name: str) -> tuple[str, str]:
 
 @dataclass(eq=False)
 class Arm:
-    """Hold rows of ``frame`` by seed; ``variant``: keys and values in which arms of one name differ."""
+    """Hold rows of ``frame`` by seed.
+
+    ``variant`` are the keys and values in which arms of one name differ. ``arm["val_loss"]`` is a
+    metric by seed, NaN where it is missing.
+    """
 
     name: str
     variant: tuple[tuple[str, Any], ...]
@@ -96,6 +112,7 @@ class Arm:
         return self.runs.get(metric, pd.Series(math.nan, self.runs.index))
 
     def says(self, key: str, absent: Any = None) -> Any:
+        """Return a key's value in the arm's configuration, such as ``data.strategy``."""
         value = self.runs.iloc[0].get(f"config.{key}")
         return absent if value is None else value
 
@@ -108,10 +125,12 @@ class Arm:
 
     @property
     def setting(self) -> tuple[str, str]:
+        """What arms share that are compared: the variant, and the point of the grid."""
         return repr(self.variant), parts_of(self.name)[1]
 
     @property
     def title(self) -> str:
+        """The name without the point of the grid."""
         return parts_of(self.name)[0]
 
     @property
@@ -126,6 +145,7 @@ class Arm:
 
     @property
     def label(self) -> str:
+        """The name with the variant, as tables show it."""
         settings = ", ".join(f"{key}={value}" for key, value in self.variant)
         return f"{self.name} ({settings})" if settings else self.name
 
@@ -136,10 +156,12 @@ class Arm:
 
     @property
     def sweep(self) -> Mapping[str, Any]:
+        """The entry of ``sweep.json`` that the arm's runs belong to; empty without one."""
         return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
 
     @lru_cache(maxsize=64)
     def points(self, curve: str) -> pd.DataFrame:
+        """Return the points of a curve of all runs, with their seed."""
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
         return pd.DataFrame(
             [point | {"seed": seed} for seed, each in curves.items() for point in each]
@@ -161,16 +183,9 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     if "diverged_at_step" in runs:
         losses = [column for column in runs if column.startswith("val_loss")]
         runs.loc[runs["diverged_at_step"].notna(), losses] = math.nan
-    settings = [
-        key
-        for key in runs
-        if key.startswith("config.") and key.removeprefix("config.") not in NOT_SETTINGS
-    ]
-    differ = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
-    keys = sorted(differ.index[differ])
-    runs["variant"] = [
-        tuple((key.removeprefix("config."), run[key]) for key in keys) for _, run in runs.iterrows()
-    ]
+    keys = _varied_keys(runs)
+    variants = [tuple((key, run[f"config.{key}"]) for key in keys) for _, run in runs.iterrows()]
+    runs["variant"] = variants
     arms = []
     for (name, _), group in runs.groupby(["arm", runs["variant"].map(repr)]):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
@@ -181,28 +196,37 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     return arms
 
 
+def _varied_keys(runs: pd.DataFrame) -> list[str]:
+    """Return the keys of the configuration in which runs of one name differ."""
+    settings = [
+        column
+        for column in runs
+        if column.startswith("config.") and column.removeprefix("config.") not in NOT_SETTINGS
+    ]
+    varies = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
+    return sorted(column.removeprefix("config.") for column in varies.index[varies])
+
+
 def timed_arms(records: Records) -> list[Arm]:
     """Return timed arms, the latest first, with ``speedup`` over the baseline or single."""
     runs, trained = frame(records, "throughput"), training_arms(records)
     if runs.empty:
         return []
     runs["timing"] = runs["config.run"].map(str)
-    groups = runs.groupby(["arm", "timing"])
-    arms = [
-        Arm(name, (("run", run),), group.tail(1).set_index("seed")) for (name, run), group in groups
-    ]
-    ended, timed = runs.groupby("timing")["time"].max(), []
+    ended = runs.groupby("timing")["time"].max()
+    arms = []
+    for (name, timing), group in runs.groupby(["arm", "timing"]):
+        arms.append(Arm(name, (("run", timing),), group.tail(1).set_index("seed")))
+    timed = []
     for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
-        names = {one.baseline.name for one in trained if one.name == arm.name}
+        baselines = {one.baseline.name for one in trained if one.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
-        base = [peer for peer in peers if peer.name in names]
-        base += [
-            peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme
-        ]
-        rate = base[0]["real_tokens_per_second"].iloc[0] if base else math.nan
-        timed.append(
-            replace(arm, runs=arm.runs.assign(speedup=arm.runs["real_tokens_per_second"] / rate))
-        )
+        candidates = [peer for peer in peers if peer.name in baselines]
+        for scheme in ("single", *BASELINES):
+            candidates += [peer for peer in peers if peer.scheme == scheme]
+        rates = arm.runs["real_tokens_per_second"]
+        base = candidates[0]["real_tokens_per_second"].iloc[0] if candidates else math.nan
+        timed.append(replace(arm, runs=arm.runs.assign(speedup=rates / base)))
     return timed
 
 
@@ -210,17 +234,14 @@ def arms_with_speeds(records: Records) -> list[Arm]:
     """Return trained arms, with speeds of the latest timing that holds most of them."""
     arms, timed = training_arms(records), timed_arms(records)
     names = {arm.name for arm in arms}
-    timing = next(
-        iter(Counter(one.timing for one in timed if one.name in names).most_common(1)), (None,)
-    )[0]
+    held = Counter(one.timing for one in timed if one.name in names)
+    timing = max(held, key=held.__getitem__, default=None)  # of equal counts the first, the latest
     timed = [one for one in timed if one.timing == timing]
     for arm in arms:
-        its = [
-            t
-            for t in timed
-            if t.name == arm.name and all(t.says(key) == value for key, value in arm.variant)
-        ]
-        speeds = dict(its[0].runs.iloc[0][SPEEDS]) if its else {"speedup": math.nan, "timing": None}
+        speeds: dict[str, Any] = {"speedup": math.nan, "timing": None}
+        for one in reversed(timed):
+            if one.name == arm.name and all(one.says(key) == value for key, value in arm.variant):
+                speeds = dict(one.runs.iloc[0][SPEEDS])
         if arm.baseline.name not in [one.name for one in timed]:
             speeds["speedup"] = math.nan
         arm.runs = arm.runs.assign(**speeds)
@@ -228,10 +249,11 @@ def arms_with_speeds(records: Records) -> list[Arm]:
 
 
 def _in_order(arms: Arms) -> list[Arm]:
+    """Sort arms by setting, then by scheme; further arms of one scheme, by time, come after all."""
     ranks, seen = dict[Arm, Any](), Counter[Any]()
     for arm in sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name)):
-        again, scheme = seen[arm.setting, arm.scheme], (*SCHEMES, arm.scheme).index(arm.scheme)
-        ranks[arm] = tuple(map(natural, arm.setting)), again, scheme
+        scheme = (*SCHEMES, arm.scheme).index(arm.scheme)
+        ranks[arm] = tuple(map(natural, arm.setting)), seen[arm.setting, arm.scheme], scheme
         seen[arm.setting, arm.scheme] += 1
     return sorted(ranks, key=ranks.__getitem__)
 
@@ -244,11 +266,8 @@ class Seeds(NamedTuple):
     missing: int
 
     def __str__(self) -> str:
-        words = [
-            f"{n} {what}"
-            for n, what in ((self.diverged, "diverged"), (self.missing, "missing"))
-            if n
-        ]
+        words = [f"{self.diverged} diverged"] * bool(self.diverged)
+        words += [f"{self.missing} missing"] * bool(self.missing)
         return ", ".join([f"{self.finite} of {sum(self)}", *words]) if words else str(self.finite)
 
 
@@ -262,23 +281,24 @@ def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
 
 
 def _baseline(arm: Arm, arms: Arms) -> Arm:
+    """Return the arm that the sweep names, else the first of ``BASELINES``, else the first arm.
+
+    Runs that were trained apart, not by a sweep, have one baseline whatever their settings.
+    """
     named = arm.sweep.get("baseline") or ""
     peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
-    matches = [peer for peer in peers if peer.label == named] + [
-        p for p in peers if p.title == parts_of(named)[0]
-    ]
-    return [
-        *matches,
-        *(peer for scheme in BASELINES for peer in peers if peer.scheme == scheme),
-        *peers,
-    ][0]
+    candidates = [peer for peer in peers if peer.label == named]
+    candidates += [peer for peer in peers if peer.title == parts_of(named)[0]]
+    for scheme in BASELINES:
+        candidates += [peer for peer in peers if peer.scheme == scheme]
+    return [*candidates, *peers][0]
 
 
 def versus(arms: Arms) -> str:
+    """Name the baselines of arms, for a column's title."""
     baselines = {arm.baseline for arm in arms}
-    return " or ".join(
-        sorted({one.label if one.sweep.get("apart") else one.title for one in baselines})
-    )
+    names = {one.label if one.sweep.get("apart") else one.title for one in baselines}
+    return " or ".join(sorted(names))
 
 
 def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
@@ -398,30 +418,36 @@ def pilot_margin(
 
 
 def same_documents(arm: Arm, other: Arm) -> bool:
-    """Tell if the steps of two arms hold the same documents."""
+    """Tell if the steps of two arms hold the same documents.
+
+    With matched batching a step's documents are drawn before they are arranged, so that arms may
+    arrange them in other rows.
+    """
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
-    if {arm.says("data.batching", "matched"), other.says("data.batching", "matched")} == {
-        "matched"
-    }:
+    batching = {one.says("data.batching", "matched") for one in (arm, other)}
+    if batching == {"matched"}:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
-    keys = {
-        key.removeprefix("config.")
-        for key in {*arm.runs, *other.runs}
-        if key.startswith("config.data.")
-    }
-    return all(arm.says(key) == other.says(key) for key in keys - free)
+    for column in {*arm.runs, *other.runs}:
+        key = column.removeprefix("config.")
+        if column.startswith("config.data.") and key not in free:
+            if arm.says(key) != other.says(key):
+                return False
+    return True
 
 
 def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
     """Return (start, end, the arm's loss minus its baseline's) by range of positions."""
-    sides = [side.points("loss_by_position") for side in (arm, arm.baseline)]
-    if arm.baseline is arm or any(points.empty for points in sides):
+    curves = [side.points("loss_by_position") for side in (arm, arm.baseline)]
+    if arm.baseline is arm or any(points.empty for points in curves):
         return []
-    ours, theirs = (
-        points.set_index(["start", "end", "seed"])["loss"].astype(float) for points in sides
-    )
-    by_place = (ours - theirs).dropna().groupby(level=["start", "end"])
-    return [(start, end, one) for (start, end), values in by_place if (one := interval(values))]
+    index = ["start", "end", "seed"]
+    ours, theirs = (points.set_index(index)["loss"].astype(float) for points in curves)
+    found = []
+    for (start, end), values in (ours - theirs).dropna().groupby(level=["start", "end"]):
+        difference_there = interval(values)
+        if difference_there is not None:
+            found.append((start, end, difference_there))
+    return found
 
 
 def with_items(folder: str | Path, records: Records) -> list[Record]:
@@ -432,14 +458,12 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
     for record in records:
         config = record["config"]
         path = place / f"{config.get('evaluation', {}).get('name')}-{config.get('id')}.jsonl"
-        result.append(
-            {**record, "items": path}
-            if record["kind"] == "evaluation" and path.is_file()
-            else record
-        )
+        has_items = record["kind"] == "evaluation" and path.is_file()
+        result.append({**record, "items": path} if has_items else record)
     return result
 
 
+# A metric's numerator and denominator among the keys of an item.
 ITEM_MEASURES = {
     "choice_accuracy": ("correct", "one"),
     "accuracy": ("right", "answers"),
@@ -448,34 +472,33 @@ ITEM_MEASURES = {
 
 
 def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
-    """Return the difference of two models' metric, paired by item, or None."""
-    ours, theirs = (
-        side.runs.get("items", pd.Series(dtype=object)).dropna() for side in (arm, baseline)
-    )
+    """Return the difference of two models' metric, paired by item, or None.
+
+    Runs are paired by seed; one run of each is a pair whatever the seeds.
+    """
+    absent = pd.Series(dtype=object)
+    ours, theirs = (side.runs.get("items", absent).dropna() for side in (arm, baseline))
     pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
     if not pairs and len(ours) == len(theirs) == 1:
         pairs = [(ours.iloc[0], theirs.iloc[0])]
     if not pairs or metric not in ITEM_MEASURES:
         return None
-    sides = [[_by_group(path, *ITEM_MEASURES[metric]) for path in pair] for pair in pairs]
-    weights = sides[0][0]["weight"]
-    if weights.empty or not all(side["weight"].equals(weights) for pair in sides for side in pair):
+    summed = [[_by_group(path, *ITEM_MEASURES[metric]) for path in pair] for pair in pairs]
+    weights = summed[0][0]["weight"]
+    alike = all(side["weight"].equals(weights) for pair in summed for side in pair)
+    if weights.empty or not alike:
         return None
-    sums = [one["value"] - other["value"] for one, other in sides]
+    sums = [one["value"] - other["value"] for one, other in summed]
     return bootstrap(sums, weights) if len(sums) > 1 else over_items(sums[0], weights)
 
 
 def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
-    items = pd.DataFrame(
-        [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    )
-    items = (
-        items.assign(one=1, correct=items["choice"] == items["answer"])
-        if "choice" in items
-        else items
-    )
-    group = next(
-        (items[key] for key in ("group", "document", "index") if key in items), items.index
-    )
+    """Sum an item file's value and weight by group of documents, else by document, else by item."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    items = pd.DataFrame([json.loads(line) for line in lines])
+    if "choice" in items:
+        items = items.assign(one=1, correct=items["choice"] == items["answer"])
+    keys = [key for key in ("group", "document", "index") if key in items]
+    group = items[keys[0]] if keys else items.index
     values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)
     return values.groupby(group, sort=False).sum()

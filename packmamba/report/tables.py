@@ -1,4 +1,8 @@
-"""Tables of arms, timings and evaluations; all records of one corpus."""
+"""Tables of arms, verdicts, timings and evaluations, from records of one corpus.
+
+A table is a list of rows of cells. A cell is a text, for people, and the numbers behind it, for the
+CSV file, which has all digits. In a column all numbers have one notation.
+"""
 
 from __future__ import annotations
 
@@ -43,10 +47,10 @@ class Table:
     notes: list[str] = field(default_factory=list)
 
     def shown(self) -> Table:
-        filled = [
-            not self.rows or any(row[i].text != "-" for row in self.rows)
-            for i in range(len(self.columns))
-        ]
+        """Return the table without columns that hold dashes alone."""
+        filled = []
+        for place in range(len(self.columns)):
+            filled.append(not self.rows or any(row[place].text != "-" for row in self.rows))
         rows = [[*compress(row, filled)] for row in self.rows]
         return replace(self, columns=[*compress(self.columns, filled)], rows=rows)
 
@@ -60,26 +64,22 @@ def write_table(table: Table, form: str) -> str:
         ]
         return pd.DataFrame(values, columns=names).to_csv(index=False, lineterminator="\n")
     table = table.shown()
-    titles, cells = (
-        [column.title for column in table.columns],
-        [[cell.text for cell in row] for row in table.rows],
-    )
+    titles = [column.title for column in table.columns]
+    cells = [[cell.text for cell in row] for row in table.rows]
     if form == "txt":
-        index, columns = [row[0] for row in cells], titles[1:]
-        text = pd.DataFrame([row[1:] for row in cells], index, columns).to_string() if cells else ""
-        return "\n".join([table.title, "", text, "", *table.notes]) + "\n"
+        index = [row[0] for row in cells]
+        rest = pd.DataFrame([row[1:] for row in cells], index, titles[1:])
+        return "\n".join([table.title, "", rest.to_string() if cells else "", "", *table.notes, ""])
     if form == "md":
         rules = ["---:" if column.numeric else "---" for column in table.columns]
         lines = [titles, rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
-        return (
-            "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes)])
-            + "\n"
+        return "\n".join(
+            [f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes), ""]
         )
     aligned = "".join("lr"[column.numeric] for column in table.columns)
-    latex = pd.DataFrame(cells, columns=titles).to_latex(
-        index=False, escape=True, column_format=aligned
-    )
+    frame = pd.DataFrame(cells, columns=titles)
+    latex = frame.to_latex(index=False, escape=True, column_format=aligned)
     latex = re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
     return f"% \\usepackage{{booktabs,graphicx}}\n\\resizebox{{\\columnwidth}}{{!}}{{%\n{latex}}}\n"
 
@@ -90,25 +90,25 @@ def _csv_value(value: Any) -> str:
 
 def make_columns(text: str) -> list[Column]:
     """Make columns of ``title = name name | !title of words = name | title and name``."""
-    parts = [
-        (part.removeprefix("!").partition(" = "), not part.startswith("!"))
-        for part in text.split(" | ")
-    ]
-    return [
-        Column(title, tuple(names.split() or [title]), numeric)
-        for (title, _, names), numeric in parts
-    ]
+    columns = []
+    for part in text.split(" | "):
+        title, _, names = part.removeprefix("!").partition(" = ")
+        columns.append(Column(title, tuple(names.split() or [title]), not part.startswith("!")))
+    return columns
 
 
 def interval_column(title: str, name: str = "difference", pairs: str = "pairs") -> Column:
+    """Make the column of ``difference_cell``."""
     return Column(f"{title} [95% CI]", (name, f"{name}_low", f"{name}_high", pairs))
 
 
 def word(text: str) -> Cell:
+    """Make a cell of a text alone."""
     return Cell(text, (text,))
 
 
 def number(value: float | None, form: str, unit: str = "") -> Cell:
+    """Format a number, such as ``,.0f``; a dash for none."""
     return Cell("-" if pd.isna(value) else f"{value:{form}}{unit}", (value,))
 
 
@@ -117,17 +117,15 @@ def percent(fraction: Any) -> Cell:
     if pd.isna(fraction):
         return number(None, "")
     share = 100 * fraction
-    text = (
-        f"{share:.0f}"
-        if share in (0, 100)
-        else "< 0.001"
-        if 0 < share < 0.001
-        else f"{share:#.3g}".rstrip(".")
-    )
+    if share in (0, 100):
+        text = f"{share:.0f}"
+    else:
+        text = "< 0.001" if 0 < share < 0.001 else f"{share:#.3g}".rstrip(".")
     return Cell(f"{text} %", (fraction,))
 
 
 def gibibytes(count: Any) -> Cell:
+    """Format a number of bytes; the CSV has bytes."""
     return Cell("-" if pd.isna(count) else f"{count / 2**30:.2f} GiB", (count,))
 
 
@@ -198,31 +196,31 @@ ArmColumn = tuple[Column, Callable[[Arm], Cell]]
 
 
 def title(metric: str) -> str:
+    """Return a metric's name in words."""
     return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
 
 
 def arms_table(
     name: str, heading: str, arms: Arms, columns: Sequence[ArmColumn], *notes: str
 ) -> Table:
+    """Make a table with a row for each arm; a column has a function that makes an arm's cell."""
+    titles = [*make_columns("!arm"), *(column for column, _ in columns)]
     rows = [[word(arm.label), *(cell(arm) for _, cell in columns)] for arm in arms]
-    return Table(
-        name, heading, [*make_columns("!arm"), *(column for column, _ in columns)], rows, [*notes]
-    )
+    return Table(name, heading, titles, rows, [*notes])
 
 
 def seeds_column(arms: Arms, metric: str = "val_loss") -> ArmColumn:
+    """Count an arm's seeds with a value, its diverged runs and what is missing."""
     counts = {arm: aggregate.seeds_of(arm, arms, metric) for arm in arms}
     return Column("seeds", ("seeds",)), lambda arm: Cell(str(counts[arm]), (counts[arm].finite,))
 
 
 def metric_column(metric: str, arms: Arms, prefix: str = "") -> ArmColumn:
     """Return a metric's or key's column; ``prefix`` is not in its title."""
-    if form := FORMATS.get(metric.rpartition(".")[2]):
-        heading = (
-            f"speedup over {aggregate.versus(arms)}"
-            if metric == "speedup" and arms
-            else title(metric)
-        )
+    form = FORMATS.get(metric.rpartition(".")[2])
+    if form is not None:
+        is_speedup = metric == "speedup" and arms
+        heading = f"speedup over {aggregate.versus(arms)}" if is_speedup else title(metric)
         return Column(heading, (metric,)), lambda arm: form(arm[prefix + metric].mean())
     if any(f"config.{metric}" in arm.runs for arm in arms):
         return Column(metric, (metric,)), lambda arm: word(str(arm.says(metric)))
@@ -231,17 +229,19 @@ def metric_column(metric: str, arms: Arms, prefix: str = "") -> ArmColumn:
 
 
 def difference_column(metric: str, arms: Arms, heading: str = "", *names: str) -> ArmColumn:
+    """Return a column of differences from each arm's baseline."""
     column = interval_column(heading or f"minus {aggregate.versus(arms)}", *names)
     return column, lambda arm: difference_cell(aggregate.difference(arm, metric))
 
 
 def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
-    keys: dict[str, list[str]] = {}
-    for metric in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
-        name, _, own = metric.partition(".")
-        if name not in ("config", "curves"):
-            keys.setdefault(name, []).append(own)
-    return {name: main_first(metrics) for name, metrics in keys.items()}
+    """Return the metrics of each evaluation of the arms' runs, the main one first."""
+    metrics: dict[str, list[str]] = {}
+    for column in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
+        evaluation, _, metric = column.partition(".")
+        if evaluation not in ("config", "curves"):
+            metrics.setdefault(evaluation, []).append(metric)
+    return {evaluation: main_first(some) for evaluation, some in metrics.items()}
 
 
 def main_first(metrics: Sequence[str]) -> list[str]:
@@ -461,28 +461,27 @@ def _finding(contrast: Contrast, metric: str) -> Finding:
 
 
 def _notes(arms: Arms) -> list[str]:
+    """Say what the headline's numbers are of, and what they lack."""
     notes = ["Losses are nats per target, each document from zero state."]
-    if others := ", ".join(arm.label for arm in arms if arm.timing is None):
-        notes.append(f"Not timed together, speeds do not compare: {others}.")
-    if others := ", ".join(
-        arm.label for arm in arms if not aggregate.same_documents(arm, arm.baseline)
-    ):
-        notes.append(f"Steps hold other documents than the baseline's: {others}.")
+    apart = [arm.label for arm in arms if arm.timing is None]
+    if apart:
+        notes.append(f"Not timed together, speeds do not compare: {', '.join(apart)}.")
+    others = [arm.label for arm in arms if not aggregate.same_documents(arm, arm.baseline)]
+    if others:
+        notes.append(f"Steps hold other documents than the baseline's: {', '.join(others)}.")
     fewest = min(len(arm.runs) for arm in arms)
     if fewest < FEW_SEEDS and len(arms) > 1:
         notes.append(f"Seeds: {fewest}. Claims of parity need at least {FEW_SEEDS}.")
-    targets = sum(
-        point["count"]
-        for point in next(iter(arms[0].runs.get("curves.loss_by_position", ())), None) or ()
-    )
+    curves = arms[0].runs.get("curves.loss_by_position", ())
+    targets = sum(point["count"] for point in next(iter(curves), None) or ())
     documents = arms[0]["validation_documents"].mean()
     if targets and not pd.isna(documents):
         notes.append(f"Validation: {documents:,.0f} documents, {targets:,.0f} targets.")
         if documents < 50:
-            notes.append(
-                "Fewer than 50 documents: intervals over seeds say nothing about other documents."
-            )
-    if absent := {name for arm in arms for name in arm.sweep.get("absent", ())}:
+            few = "Fewer than 50 documents: intervals over seeds say nothing about other documents."
+            notes.append(few)
+    absent = {name for arm in arms for name in arm.sweep.get("absent", ())}
+    if absent:
         notes.append(f"Without any run: {', '.join(sorted(absent))}.")
     return notes
 
@@ -490,37 +489,28 @@ def _notes(arms: Arms) -> list[str]:
 def _positions(arms: Arms) -> Table:
     columns = make_columns("!arm | from token = start | to token = end")
     columns.append(interval_column(f"minus {aggregate.versus(arms)}"))
-    table = Table(
-        "loss-by-position", "Loss by position in the document, in nats per target", columns
-    )
-    rows = [
-        (arm, *one)
-        for arm in arms
-        for one in aggregate.difference_by_position(arm)
-        if one[-1].seeds > 1
-    ]
-    for arm, start, end, one in rows:
-        last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else Cell("the end", (None,))
-        table.rows.append([word(arm.label), number(start, ",.0f"), last, difference_cell(one)])
-    share = f"{sum(one.low > 0 or one.high < 0 for *_, one in rows)} of {len(rows)} intervals"
+    heading = "Loss by position in the document, in nats per target"
+    table, beyond = Table("loss-by-position", heading, columns), 0
+    for arm in arms:
+        for start, end, found in aggregate.difference_by_position(arm):
+            if found.seeds > 1:
+                to_end = Cell("the end", (None,))
+                last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else to_end
+                row = [word(arm.label), number(start, ",.0f"), last, difference_cell(found)]
+                table.rows.append(row)
+                beyond += found.low > 0 or found.high < 0
+    share = f"{beyond} of {len(table.rows)} intervals"
     table.notes = [f"Paired over seeds. {share} exclude zero; one in twenty would by chance."]
     return table
 
 
 def throughput_tables(records: Records) -> list[Table]:
+    """Tabulate the speed of arms whose steps took turns in one process."""
     timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
-    metrics = [
-        "rounds",
-        *EXACT[:2],
-        "real_tokens_per_second",
-        "slots_per_second",
-        "padding_fraction",
-        "speedup",
-    ]
-    columns = [metric_column(metric, []) for metric in metrics]
-    columns.append(
-        (Column("run", ("run",)), lambda arm: Cell((arm.timing or "")[:8], (arm.timing,)))
-    )
+    speeds = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup")
+    columns = [metric_column(metric, []) for metric in ("rounds", *EXACT[:2], *speeds)]
+    run = Column("run", ("run",))
+    columns.append((run, lambda arm: Cell((arm.timing or "")[:8], (arm.timing,))))
     note = "Only arms of one run compare. Speedup: over the arm with 1.00x."
     heading = "Time of optimizer steps, arms interleaved in one process"
     return [arms_table("throughput", heading, timed, columns, note)] if timed else []
@@ -530,50 +520,47 @@ def evaluation_tables(records: Records) -> list[Table]:
     """Tabulate models by evaluation, with differences from the first."""
     tasks: dict[str, list[aggregate.Record]] = {}
     for record in aggregate.of_kind(records, "evaluation"):
-        one = record["config"]["evaluation"]
-        options = "".join(
-            f", {key}={value}" for key, value in sorted((one.get("options") or {}).items())
-        )
-        tasks.setdefault(one["name"] + options, []).append(record)
+        evaluation = record["config"]["evaluation"]
+        options = sorted((evaluation.get("options") or {}).items())
+        task = evaluation["name"] + "".join(f", {key}={value}" for key, value in options)
+        tasks.setdefault(task, []).append(record)
     tables = []
-    for heading, some in tasks.items():
-        models = [
-            Arm(str(name), (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
-            for name, runs in aggregate.frame(some, "evaluation").groupby("arm", sort=False)
-        ]
-        first = next(
-            (m for scheme in aggregate.BASELINES for m in models if m.name == scheme), models[0]
-        )
-        models.sort(key=lambda model: model is not first)
-        metrics = main_first(list(first.runs.select_dtypes(float)))
-        paired = {
-            arm: aggregate.item_difference(arm, first, metrics[0])
-            for arm in models
-            if arm is not first
-        }
-        columns = [(Column("runs", ("runs",)), lambda arm: number(len(arm.runs), "d"))]
-        columns += [metric_column(metric, []) for metric in metrics]
-        notes = []
-        if any(paired.values()):
-            cells = {
-                arm: difference_cell(one and one._replace(seeds=one.groups))
-                for arm, one in paired.items()
-            }
-            minus = interval_column(f"minus {first.name}")
-            columns.append((minus, lambda arm, cells=cells: cells.get(arm, difference_cell(None))))  # type: ignore[misc]
-            notes = [
-                "Differences are paired by item, with intervals over items (groups of documents), and over seeds."
-            ]
-        name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", heading)) * (len(tasks) > 1)
-        tables.append(arms_table(name, f"Evaluation: {heading}", models, columns, *notes))
+    for task, some in tasks.items():
+        name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", task)) * (len(tasks) > 1)
+        tables.append(_evaluated_models(name, task, some))
     return tables
+
+
+def _evaluated_models(name: str, task: str, records: Records) -> Table:
+    """Tabulate the models of one evaluation; the first is the baseline's, if there is one."""
+    models = []
+    for arm, runs in aggregate.frame(records, "evaluation").groupby("arm", sort=False):
+        latest = runs.drop_duplicates("seed", keep="last").set_index("seed")
+        models.append(Arm(str(arm), (), latest))
+    by_name = {model.name: model for model in models}
+    first = next((by_name[arm] for arm in aggregate.BASELINES if arm in by_name), models[0])
+    models.sort(key=lambda model: model is not first)
+    metrics = main_first(list(first.runs.select_dtypes(float)))
+    columns: list[ArmColumn] = [(Column("runs", ("runs",)), lambda arm: number(len(arm.runs), "d"))]
+    columns += [metric_column(metric, []) for metric in metrics]
+    paired = {}
+    for model in models[1:]:
+        found = aggregate.item_difference(model, first, metrics[0])
+        paired[model] = found and found._replace(seeds=found.groups)
+    notes = []
+    if any(paired.values()):
+        minus = interval_column(f"minus {first.name}")
+        columns.append((minus, lambda arm: difference_cell(paired.get(arm))))
+        notes.append(
+            "Differences are paired by item, with intervals over items (groups of documents), and "
+            "over seeds."
+        )
+    return arms_table(name, f"Evaluation: {task}", models, columns, *notes)
 
 
 def evaluation_label(records: Records) -> str:
     """Return the only evaluation's name, and a hash of its documents."""
-    names = {
-        record["config"]["evaluation"]["name"]
-        for record in aggregate.of_kind(records, "evaluation")
-    }
+    evaluated = aggregate.of_kind(records, "evaluation")
+    names = {record["config"]["evaluation"]["name"] for record in evaluated}
     name = names.pop() if len(names) == 1 else "documents"
     return f"{name}-{zlib.crc32(records[0]['corpus_hash'].encode()) & 0xFFFF:04x}"
