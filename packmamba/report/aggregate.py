@@ -41,8 +41,7 @@ Record = Mapping[str, Any]
 Records = Sequence[Record]
 
 SCHEMES = (
-    "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan "
-    "packed-carry"
+    "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry"
 ).split()  # in the order of tables
 LEAKS = ("leak", "leak_conv", "leak_scan")  # boundary schemes that are failures by design
 HIGHER_IS_BETTER = ("accuracy", "gain")  # words in the names of such metrics
@@ -163,9 +162,7 @@ class Arm:
     def points(self, curve: str) -> pd.DataFrame:
         """Return the points of a curve of all runs, with their seed."""
         curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
-        return pd.DataFrame(
-            [point | {"seed": seed} for seed, each in curves.items() for point in each]
-        )
+        return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
 
 
 Arms = Sequence[Arm]

@@ -119,9 +119,7 @@ def _score_of_zero(mean: float, means: NDArray[np.float64]) -> float:
 def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.uint8], ...]:
     """Count draws, (draws, seeds) and (draws, groups)."""
     rng = np.random.default_rng(0)
-    return tuple(
-        rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups)
-    )
+    return tuple(rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups))
 
 
 def estimate(differences: Any, weights: Any = None, draws: int = DRAWS) -> Estimate | None:
@@ -221,8 +219,7 @@ class Divergence(NamedTuple):
         """
         fewest, most = max(0, self.total - self.other_runs), min(self.total, self.runs)
         splits = (
-            _fisher(count, self.runs, self.total - count, self.other_runs)
-            for count in (fewest, most)
+            _fisher(count, self.runs, self.total - count, self.other_runs) for count in (fewest, most)
         )
         return min(splits) <= ALPHA
 
@@ -310,8 +307,7 @@ def rule(
             harm = rulings[key].shows_harm(higher_is_better)
             caught[one.setting] = caught.get(one.setting, False) or harm
     return {
-        key: rulings[key]._replace(leak_caught=caught.get(one.setting))
-        for key, one in comparisons.items()
+        key: rulings[key]._replace(leak_caught=caught.get(one.setting)) for key, one in comparisons.items()
     }
 
 
@@ -379,9 +375,7 @@ def margin_from_pilot(harm: Estimate) -> float:
     return harm.low / 2
 
 
-def power(
-    pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, draws: int = 2000
-) -> float:
+def power(pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, draws: int = 2000) -> float:
     """Return a lower bound of how often ``rule`` calls arms without a difference equivalent.
 
     ``pilot`` are differences of the very contrast that is to be tested, as ``estimate`` takes

@@ -59,9 +59,7 @@ def write_table(table: Table, form: str) -> str:
     """Return the table as csv (unrounded), md, tex (booktabs) or txt."""
     if form == "csv":
         names = [name for column in table.columns for name in column.names]
-        values = [
-            [_csv_value(value) for cell in row for value in cell.values] for row in table.rows
-        ]
+        values = [[_csv_value(value) for cell in row for value in cell.values] for row in table.rows]
         return pd.DataFrame(values, columns=names).to_csv(index=False, lineterminator="\n")
     table = table.shown()
     titles = [column.title for column in table.columns]
@@ -74,9 +72,7 @@ def write_table(table: Table, form: str) -> str:
         rules = ["---:" if column.numeric else "---" for column in table.columns]
         lines = [titles, rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
-        return "\n".join(
-            [f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes), ""]
-        )
+        return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes), ""])
     aligned = "".join("lr"[column.numeric] for column in table.columns)
     frame = pd.DataFrame(cells, columns=titles)
     latex = frame.to_latex(index=False, escape=True, column_format=aligned)
@@ -200,9 +196,7 @@ def title(metric: str) -> str:
     return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
 
 
-def arms_table(
-    name: str, heading: str, arms: Arms, columns: Sequence[ArmColumn], *notes: str
-) -> Table:
+def arms_table(name: str, heading: str, arms: Arms, columns: Sequence[ArmColumn], *notes: str) -> Table:
     """Make a table with a row for each arm; a column has a function that makes an arm's cell."""
     titles = [*make_columns("!arm"), *(column for column, _ in columns)]
     rows = [[word(arm.label), *(cell(arm) for _, cell in columns)] for arm in arms]
@@ -247,9 +241,7 @@ def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
 def main_first(metrics: Sequence[str]) -> list[str]:
     """Sort an evaluation's metrics: the main one, others by number, counts."""
     main = next((metric for metric in MAIN if metric in metrics), "")
-    return sorted(
-        metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric))
-    )
+    return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
 
 
 def table_keys(arms: Arms) -> tuple[list[str], list[str] | None]:
@@ -293,9 +285,7 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
         verdict_column = Column("verdict", ("verdict",), False)
         columns.append((verdict_column, lambda arm: word(verdicts.get(arm, "-"))))
     if further is None:
-        further = [
-            key for key in _further_keys(arms) if any(arm[key].notna().any() for arm in arms)
-        ]
+        further = [key for key in _further_keys(arms) if any(arm[key].notna().any() for arm in arms)]
     columns += [metric_column(metric, arms) for metric in further]
     heading = f"{', '.join(map(title, metrics))} by arm"
     notes = _notes(arms) + _pilot_notes(arms, contrasts)
@@ -340,10 +330,7 @@ def _differences(arms: Arms) -> Table:
         found = [aggregate.difference(arm, metric) for metric in metrics]
         if any(one and one.seeds > 1 for one in found):
             differing.append(arm)
-    note = (
-        "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by "
-        "Student's t."
-    )
+    note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
     heading = "Paired differences over seeds, in nats per target"
     return arms_table("differences", heading, differing, columns, note)
 
@@ -410,9 +397,7 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
 def _diverged(contrast: Contrast) -> str:
     """Say how many runs of each arm diverged, if any did."""
     diverged, runs, other_diverged, other_runs = contrast.comparison.divergence
-    return f"{diverged} of {runs}, {other_diverged} of {other_runs}" * bool(
-        diverged + other_diverged
-    )
+    return f"{diverged} of {runs}, {other_diverged} of {other_runs}" * bool(diverged + other_diverged)
 
 
 def _seeds_needed(contrast: Contrast, family: int) -> int | None:
