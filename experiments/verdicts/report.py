@@ -57,7 +57,10 @@ def diverging(runs: pd.DataFrame) -> Table:
     rows = []
     for run in runs.sort_values(["seeds", "share"]).to_dict("records"):
         row = {"seeds": run["seeds"], "share": run["share"]}
-        rows.append(row | {f"verdict_{i}": run.get(word) or 0.0 for i, word in enumerate(WORDS)})
+        shares = {word: run.get(word, 0.0) for word in WORDS}
+        rows.append(
+            row | {f"verdict_{i}": 0.0 if pd.isna(shares[word]) else shares[word] for i, word in enumerate(WORDS)}
+        )
     return make_table(
         "diverging",
         "Simulated studies: verdicts of an arm whose runs diverge, beside one whose runs do not",

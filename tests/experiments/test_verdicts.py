@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import math
+from pathlib import Path
 
 import pytest
 from configured import configured
@@ -13,6 +16,7 @@ from experiments.verdicts.report import KINDS
 from packmamba.records import read_records
 from packmamba.report.html import table_files
 
+FOLDER = Path(bench.__file__).parent
 SEEDS = [3, 5, 8, 16]
 
 
@@ -28,6 +32,17 @@ def test_the_bench_makes_its_tables(tmp_path):
     made = table_files(read_records(tmp_path), KINDS)
     assert len(made["rates.csv"].splitlines()) == 1 + 3 * 2 * 3 + 2 * 2
     assert len(made["diverging.csv"].splitlines()) == 1 + 4
+
+
+def test_committed_rates_are_at_most_5_percent():
+    """Of families with a false verdict, in every kind of study, over seeds and over groups."""
+    rates = table_files(read_records(FOLDER), KINDS)["rates.csv"]
+    trials = {record["config"]["groups"]: record["metrics"]["trials"] for record in read_records(FOLDER)}
+    for row in csv.DictReader(io.StringIO(rates)):
+        limit = most(trials[bench.GROUPS if "groups" in row["intervals"] else 1])
+        for claim in ("different", "equivalent"):
+            found = {seeds: float(row[f"{claim}_{seeds}"]) for seeds in SEEDS}
+            assert max(found.values()) <= limit, row
 
 
 def test_an_arm_that_diverges_is_never_equivalent():
