@@ -320,14 +320,16 @@ def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Rul
         if one.divergence.can_differ:
             of_difference[key, "divergence"] = one.divergence.p
         if one.margin is not None:
-            of_equivalence[key] = p_of_equivalence(one.differences, one.weights, one.margin)
+            p_same = p_of_equivalence(one.differences, one.weights, one.margin)
+            of_equivalence[key] = math.nan if one.divergence.total else p_same  # counts, claims nothing
     missing: dict[Any, float] = {("absent", place): math.nan for place in range(absent)}
     p_difference = holm(of_difference | missing)
     p_equivalence = holm(of_equivalence | missing)
     rulings = {}
     for key, one in family.items():
         found = estimates[key]
-        p, p_same = p_difference[key, "mean"], p_equivalence.get(key, math.nan)
+        p = p_difference[key, "mean"]
+        p_same = p_equivalence.get(key, math.nan)
         if p_difference.get((key, "divergence"), math.nan) <= ALPHA:
             claim = f"different ({'diverges' if one.divergence.worse else 'the other diverges'})"
         elif one.divergence.total:

@@ -397,7 +397,9 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
 def _diverged(contrast: Contrast) -> str:
     """Say how many runs of each arm diverged, if any did."""
     diverged, runs, other_diverged, other_runs = contrast.comparison.divergence
-    return f"{diverged} of {runs}, {other_diverged} of {other_runs}" * bool(diverged + other_diverged)
+    return f"{diverged} of {runs} against {other_diverged} of {other_runs}" * bool(
+        diverged + other_diverged
+    )
 
 
 def _seeds_needed(contrast: Contrast, family: int) -> int | None:

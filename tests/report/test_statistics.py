@@ -330,12 +330,13 @@ def test_an_arm_with_diverged_runs_is_never_equivalent():
         "5",
         "0",
     )
+    assert row["p_equivalence"] == "" != row["p_difference"]
     recovered = with_losses("padded", losses)
     recovered[0]["metrics"] |= {"diverged_at_step": 3}  # its last loss is finite
     assert verdicts_of(recovered)["packed-reset - padded"] == "open, of survivors"
     made = with_losses("packed-reset", [None] * 5)
     assert verdicts_of(made)["packed-reset - padded"] == "different (diverges)"
-    assert "5 of 5, 0 of 5 runs diverged" in findings(made)[0].evidence
+    assert "5 of 5 against 0 of 5 runs diverged" in findings(made)[0].evidence
 
 
 @pytest.mark.parametrize(("lost", "tests"), [("diverged", 3), ("absent", 2)])
