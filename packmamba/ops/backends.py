@@ -1,4 +1,9 @@
-"""The operators' backends: chosen by name, or by the device of the tensors."""
+"""The operators' backends: chosen by name, or by the device of the tensors.
+
+A backend is a table from operators to functions, so that another one costs an entry in ``BACKENDS``
+and a module. All are imported with the package: a table that grew during a run would make
+torch.compile compile again.
+"""
 
 import importlib
 import importlib.util
@@ -17,11 +22,19 @@ COMPILED = {operator: f"packmamba.ops.{module}:compiled" for operator, module in
 
 @dataclass(frozen=True)
 class Backend:
-    """Hold operators' implementations, ``module:function``, which take the named tuples of arguments."""
+    """Implementations of the operators.
+
+    Attributes:
+        implementations: ``module:function`` by operator; each takes ``ConvArguments``,
+            ``ScanArguments``, ``SsdArguments`` or ``InnerArguments`` and returns the operator's
+            outputs.
+        device: device type of the tensors it takes; None: any.
+        packages: packages that must be installed.
+    """
 
     implementations: dict[str, str] = field(default_factory=dict)
-    device: str | None = None  # type of the tensors it takes; None: any
-    packages: tuple[str, ...] = ()  # that must be installed
+    device: str | None = None
+    packages: tuple[str, ...] = ()
 
     @property
     def missing(self) -> list[str]:
@@ -64,7 +77,8 @@ def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack"
 def backend_name(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> str:
     """Return the backend that runs: for ``auto`` (and None) the compiled kernels of the device.
 
-    A CPU that cannot build them runs the reference, with one warning; a GPU never falls back. Raises ValueError.
+    A CPU that cannot build them runs the reference, which is as exact, with one warning; a GPU
+    never falls back. Raises ValueError for an unknown backend, or one that does not run here.
     """
     name = "auto" if backend is None else backend
     if name not in BACKENDS:
@@ -78,6 +92,7 @@ def backend_name(backend: str | None, device: torch.device, operator: str = "ssm
     if name in BACKENDS and (name, operator) not in _implementations and not torch.compiler.is_compiling():
         load()  # a plugin's
     if (name, operator) not in _implementations:
-        available = ", ".join(sorted(of for of, implemented in _implementations if implemented == operator))
+        names = sorted(other for other, implemented in _implementations if implemented == operator)
+        available = ", ".join(names)
         raise ValueError(f"backend: no compiled '{name}' kernels for {device}; available: {available}")
     return name

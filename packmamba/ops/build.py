@@ -1,8 +1,16 @@
 """Build and load the compiled kernels.
 
-A kind (``cpu``, ``cuda``) is a shared library of ``kernels/common`` and ``kernels/<kind>`` on PyTorch's stable ABI, compiled on
-first use into a cache that machines may share. ``CXX`` and ``PACKMAMBA_NVCC`` name compilers, ``PACKMAMBA_MARCH`` another
-instruction set, ``PACKMAMBA_CUDA_ARCHS`` other architectures.
+A kind (``cpu``, ``cuda``) is a shared library of ``kernels/common`` and ``kernels/<kind>``,
+compiled on first use or by ``kernels build``: some seconds on a CPU, a minute or two for a GPU. It
+is on PyTorch's stable ABI, so that a library serves several versions of PyTorch, and is compiled
+for this machine's instruction set, so that nothing is chosen at run time.
+
+The cache may be shared by machines: a library's name is a hash of all that changes it (sources,
+flags, compiler, what "native" means here), and a file lock lets many processes compile it once.
+
+``CXX`` and ``PACKMAMBA_NVCC`` name compilers, ``PACKMAMBA_MARCH`` an instruction set other than
+this machine's, ``PACKMAMBA_CUDA_ARCHS`` architectures other than those of the GPUs here,
+``PACKMAMBA_CACHE`` another cache, ``PACKMAMBA_SANITIZE`` the CPU compiler's sanitizers.
 """
 
 import functools
@@ -26,9 +34,10 @@ from filelock import FileLock
 from packmamba.errors import COMMAND, KernelError, expect
 
 BUILD_COMMAND = f"{COMMAND} kernels build"
-# The oldest stable ABI on which libraries load.
 TORCH_TARGET_VERSION = 0x020B000000000000
+"""PyTorch 2.11: libraries built for its stable ABI load on it and on later ones."""
 OLDEST_ARCHITECTURE = 80
+"""Compute capability 8.0 (A100), without its dot."""
 TORCH = Path(torch.__file__).parent
 FLAGS = [
     "-std=c++17",
@@ -42,7 +51,14 @@ LINK_FLAGS = ["-shared", f"-L{TORCH}/lib", "-ltorch_cpu"]
 
 @dataclass(frozen=True)
 class Build:
-    """Describe one library; ``target``: instruction set or architectures; ``identity``: what native means here."""
+    """Describe how a library is built.
+
+    Attributes:
+        kind: "cpu" or "cuda".
+        compiler, version: path, and the line that it prints of itself.
+        target: the instruction set or the architectures, for a reader.
+        identity: what ``-march=native`` means here, the macros that it defines; empty for CUDA.
+    """
 
     kind: str
     compiler: str
@@ -54,11 +70,12 @@ class Build:
 
     @property
     def sources(self) -> list[Path]:
+        """List the files that are compiled, each on its own."""
         return sorted((kernel_folder() / self.kind).glob("*.cpp" if self.kind == "cpu" else "*.cu"))
 
     @functools.cached_property
     def path(self) -> Path:
-        """Name the library by a hash of all that changes it."""
+        """Name the library by a hash of all that changes it, which no folder's place does."""
         digest = hashlib.sha256(".".join(torch.__version__.split(".")[:2]).encode())
         for fact in (self.version, *self.flags, *self.link_flags, self.identity):
             for name, folder in (("torch", TORCH), ("compiler", Path(self.compiler).resolve().parents[1])):
@@ -71,6 +88,7 @@ class Build:
 
 
 def cache_folder() -> Path:
+    """Return ``PACKMAMBA_CACHE``, else ``XDG_CACHE_HOME``/packmamba, else ~/.cache/packmamba."""
     default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/packmamba"
     return Path(os.environ.get("PACKMAMBA_CACHE") or default).expanduser()
 
@@ -78,11 +96,12 @@ def cache_folder() -> Path:
 def kernel_folder() -> Path:
     """Find the sources in an installed wheel, or at the top of a checkout."""
     package = Path(__file__).resolve().parents[1]
-    return folder if (folder := package / "kernels").is_dir() else package.parent / "kernels"
+    installed = package / "kernels"
+    return installed if installed.is_dir() else package.parent / "kernels"
 
 
 def build(kind: str) -> Path:
-    """Compile the library of ``kind`` unless it is cached. Raises KernelError."""
+    """Compile the library of ``kind`` unless it is cached, once for all processes. Raises KernelError."""
     recipe = describe(kind)
     try:
         if not recipe.path.is_file():
@@ -97,6 +116,7 @@ def build(kind: str) -> Path:
 
 @functools.cache
 def _load(kind: str) -> KernelError | None:
+    """Load the library, once a process; return why that failed, for whoever asks again."""
     try:
         torch.ops.load_library(build(kind))
     except KernelError as error:
@@ -134,7 +154,10 @@ class Kernel:
         ]
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """Call; KeyError names an argument that is missing. PyTorch's own search by name would take 3 us more."""
+        """Call; KeyError names an argument that is missing.
+
+        In order, because PyTorch's own search by name would take 3 us more.
+        """
         return self._operator(*self._in_order(arguments))
 
 
@@ -151,7 +174,8 @@ def ready(kind: str) -> bool:
     return error is None
 
 
-# As by torch.compiler.assume_constant_result, which imports the compiler: seconds.
+# A constant for torch.compile, as by torch.compiler.assume_constant_result, which imports the
+# compiler: seconds.
 ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
@@ -161,12 +185,10 @@ def info() -> list[dict[str, Any]]:
     for kind in ("cpu", "cuda"):
         row = {"kind": kind, "compiler": None, "target": None, "built": False, "problem": None}
         try:
-            of = describe(kind)
-            row |= {
-                "compiler": f"{of.compiler} ({of.version})",
-                "target": of.target,
-                "built": of.path.is_file(),
-            }
+            recipe = describe(kind)
+            row["compiler"] = f"{recipe.compiler} ({recipe.version})"
+            row["target"] = recipe.target
+            row["built"] = recipe.path.is_file()
         except KernelError as error:
             row["problem"] = str(error)
         rows.append(row)
@@ -177,6 +199,7 @@ def _describe_cpu() -> Build:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:
         raise KernelError(f"no C++ compiler: install g++ or name one in CXX, then run `{BUILD_COMMAND}`")
+    # A choice at compile time needs no dispatch at run time; the hash holds what the choice was.
     march = f"-march={os.environ.get('PACKMAMBA_MARCH') or 'native'}"
     flags = [*FLAGS, march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
@@ -199,9 +222,7 @@ def _describe_cuda() -> Build:
     flags = [*FLAGS, "-Xcompiler", "-fPIC,-fvisibility=hidden"]
     for architecture in architectures:
         flags += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
-    if os.environ.get("PACKMAMBA_PER_TOKEN_INDICES"):
-        # kernels/cuda/params.h
-        flags.append("-DPACKMAMBA_PER_TOKEN_INDICES")
+    # The wheels' nvcc does not look where the wheels' runtime lies.
     link_flags = [*LINK_FLAGS, f"-L{Path(compiler).resolve().parents[1]}/lib"]
     version = _output(compiler, "--version").splitlines()[-1]
     target = ", ".join(f"sm_{architecture}" for architecture in architectures)
@@ -209,6 +230,7 @@ def _describe_cuda() -> Build:
 
 
 def describe(kind: str) -> Build:
+    """Return how ``kind`` would be built here. Raises KernelError if it cannot be."""
     return _describe_cpu() if kind == "cpu" else _describe_cuda()
 
 
@@ -221,19 +243,20 @@ def _find_nvcc() -> str | None:
 
 
 def _cuda_architectures() -> list[int]:
-    """List compute capabilities without their dot: named ones, else the devices'."""
+    """List compute capabilities without their dot: those named, else those of the devices here."""
     named = os.environ.get("PACKMAMBA_CUDA_ARCHS", "")
-    given = [part.strip().replace(".", "") for part in named.split(",") if part]
+    requested = [part.strip().replace(".", "") for part in named.split(",") if part]
     devices = map(torch.cuda.get_device_capability, range(torch.cuda.device_count()))
-    known = given or [f"{major}{minor}" for major, minor in devices]
-    usable = {int(part) for part in known if part.isdecimal() and int(part) >= OLDEST_ARCHITECTURE}
+    present = requested or [f"{major}{minor}" for major, minor in devices]
+    usable = {int(part) for part in present if part.isdecimal() and int(part) >= OLDEST_ARCHITECTURE}
     expected = "compute capability 8.0 (A100) or newer, of a GPU here or as PACKMAMBA_CUDA_ARCHS=80,90"
-    fits = usable and (not given or len(usable) == len(set(given)))
-    expect(fits, "GPU", expected, ", ".join(known) or "no GPU", KernelError)
+    all_usable = usable and (not requested or len(usable) == len(set(requested)))
+    expect(all_usable, "GPU", expected, ", ".join(present) or "no GPU", KernelError)
     return sorted(usable)
 
 
 def _compile(recipe: Build) -> None:
+    """Compile each source in a thread of its own, link, and put the library in its place at once."""
     print(
         f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: a minute or two", file=sys.stderr
     )
@@ -248,6 +271,7 @@ def _compile(recipe: Build) -> None:
 
 
 def _output(*command: str) -> str:
+    """Run a command; return what it printed. Raises KernelError with the end of that."""
     try:
         return subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, text=True, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:

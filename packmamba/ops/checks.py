@@ -1,4 +1,11 @@
-"""Check operators' arguments; errors name the argument."""
+"""Check operators' arguments before any kernel runs.
+
+An error names the argument, what was expected and what came.
+
+Checks read shapes, dtypes, strides and devices, which the host knows: none waits for a GPU, but for
+the first conversion of boundaries that come as a tensor on one (``boundary_layout``), which every
+layer then shares.
+"""
 
 import functools
 from collections.abc import Iterable
@@ -21,7 +28,11 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def check_activations(tensor: Tensor, name: str, shape: str = "(B, L, D)") -> None:
-    """Check an operator's first argument."""
+    """Check an operator's first argument. Raises ValueError, TypeError.
+
+    It has as many dimensions as ``shape`` names, none empty, a dtype of ``ACTIVATION_DTYPES`` and
+    unit channel stride.
+    """
     check_is_tensor(tensor, name)
     if tensor.dim() != shape.count(",") + 1 or 0 in tensor.shape:
         raise ValueError(
@@ -33,10 +44,16 @@ def check_activations(tensor: Tensor, name: str, shape: str = "(B, L, D)") -> No
 
 
 def check_tensors(
-    like: Tensor, like_name: str, dtypes: tuple, unit_stride: bool = False, /, **given: tuple[Any, tuple]
+    like: Tensor, like_name: str, dtypes: tuple, unit_stride: bool = False, /, **tensors: tuple[Any, tuple]
 ) -> None:
-    """Check other arguments, (tensor, shape) by name; their device is ``like``'s."""
-    for name, (tensor, shape) in given.items():
+    """Check other tensors beside the first, ``like``. Raises ValueError, TypeError.
+
+    Args:
+        dtypes: those allowed.
+        unit_stride: whether channels must lie side by side.
+        tensors: (tensor, shape) by argument; those of ``OPTIONAL`` may be None.
+    """
+    for name, (tensor, shape) in tensors.items():
         if tensor is None and name in OPTIONAL:
             continue
         check_is_tensor(tensor, name)
@@ -54,7 +71,10 @@ def check_tensors(
 def check_layout(
     layout: SequenceLayout | None, like: Tensor, like_name: str, name: str = "layout"
 ) -> SequenceLayout:
-    """Check and return the layout; None: each row is one document."""
+    """Check and return the layout of ``like`` (B, L, ...); None: each row is one document.
+
+    Raises ValueError, TypeError.
+    """
     rows, row_length = shape = like.shape[:2]
     if layout is None:
         return _rows_layout(rows, row_length, like)
@@ -68,10 +88,16 @@ def check_layout(
     return layout
 
 
-def boundary_layout(hidden: Tensor, **given: Any) -> SequenceLayout | None:
-    """Convert seq_idx, cu_seqlens, position_indices or a layout, beside hidden (B, L, d_model), to a layout on its device."""
+def boundary_layout(hidden: Tensor, **boundaries: Any) -> SequenceLayout | None:
+    """Convert boundaries beside hidden (B, L, d_model) to a layout on its device, or None.
+
+    Args:
+        boundaries: ``seq_idx``, ``cu_seqlens`` or ``position_indices`` as of
+            ``SequenceLayout.from_*``, or a ``layout``; several must name the same documents. Raises
+            ValueError, TypeError.
+    """
     first, source = None, ""
-    for name, value in given.items():
+    for name, value in boundaries.items():
         if value is None:
             continue
         layout = _convert(name, value, hidden)
@@ -83,23 +109,24 @@ def boundary_layout(hidden: Tensor, **given: Any) -> SequenceLayout | None:
 
 
 def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
+    """Convert once: the layout is kept as an attribute of the tensor, until that is written to."""
     if isinstance(value, SequenceLayout):
         return value
     check_is_tensor(value, name)
     rows, width = hidden.shape[:2]
-    fits = name == "cu_seqlens" or value.shape == (rows, width)
-    expect(fits, name, f"shape {(rows, width)} like the hidden states", tuple(value.shape))
-    # All layers have one tensor: it is read once, as that waits for a GPU. In inference mode it has no version;
-    # memory on the host may be written to by others (NumPy).
+    has_shape = name == "cu_seqlens" or value.shape == (rows, width)
+    expect(has_shape, name, f"shape {(rows, width)} like the hidden states", tuple(value.shape))
     if torch.compiler.is_exporting() and name == "cu_seqlens":
         return SequenceLayout.from_cu_seqlens(value, rows, width)
+    # All layers have one tensor: it is read once, as that waits for a GPU. In inference mode it has
+    # no version; memory on the host may be written to by others (NumPy).
     version = None if value.is_inference() else value._version
     key = (version, torch.is_inference_mode_enabled(), (rows, width), hidden.device)
-    known, cached, copy = getattr(value, "_packmamba_layout", (None, None, None))
+    cached_key, cached, copy = getattr(value, "_packmamba_layout", (None, None, None))
     if (
         cached is not None
         and version is not None
-        and known == key
+        and cached_key == key
         and (copy is None or torch.equal(copy, value))
     ):
         return cached
@@ -118,12 +145,16 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
 
 
 def check_is_tensor(tensor: object, name: str) -> None:
+    """Raise TypeError unless it is a tensor."""
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
 
 
 def check_columns(matrix: Tensor, name: str, rows: int, least: int, most: int) -> int:
-    """Check a parameter's number of dimensions and columns; return its columns."""
+    """Check that a parameter is a matrix of ``least`` to ``most`` columns; return how many.
+
+    ``rows``: for the error alone; ``check_tensors`` checks them. Raises ValueError, TypeError.
+    """
     check_is_tensor(matrix, name)
     if matrix.dim() != 2 or not least <= matrix.shape[1] <= most:
         raise ValueError(f"{name}: expected shape ({rows}, {least} to {most}), got {tuple(matrix.shape)}")
@@ -131,14 +162,16 @@ def check_columns(matrix: Tensor, name: str, rows: int, least: int, most: int) -
 
 
 def check_flags(**flags: object) -> None:
+    """Raise TypeError unless each is True or False."""
     for name, flag in flags.items():
         if flag is not True and flag is not False:
             raise TypeError(f"{name}: expected True or False, got {flag!r}")
 
 
 def check_size(name: str, size: object, most: int) -> None:
-    fits = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= most
-    expect(fits, name, f"an integer from 1 to {most}", repr(size))
+    """Raise ValueError unless it is an integer from 1 to ``most``."""
+    is_size = isinstance(size, int) and not isinstance(size, bool) and 1 <= size <= most
+    expect(is_size, name, f"an integer from 1 to {most}", repr(size))
 
 
 def is_tracing() -> bool:
@@ -166,7 +199,7 @@ def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
 
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
-    """Return a cached layout of one document per row; one per stream, as another could read it too early."""
+    """Return a cached layout of one document per row; a stream each, as another could read too early."""
     if is_tracing() or (like.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return SequenceLayout.from_rows(rows, row_length, like.device)
     stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0
@@ -179,9 +212,9 @@ def _cached_rows_layout(rows: int, row_length: int, device: torch.device, stream
         return SequenceLayout.from_rows(rows, row_length, device)
 
 
-def _check_device(given: Tensor | SequenceLayout, name: str, like: Tensor, like_name: str) -> None:
-    if given.device != like.device:
-        raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {given.device}")
+def _check_device(value: Tensor | SequenceLayout, name: str, like: Tensor, like_name: str) -> None:
+    if value.device != like.device:
+        raise ValueError(f"{name}: expected device {like.device} like {like_name}, got {value.device}")
 
 
 def _check_channel_stride(tensor: Tensor, name: str) -> None:

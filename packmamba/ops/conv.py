@@ -1,7 +1,8 @@
-"""The depthwise causal convolution over packed documents: argument checks, and the compiled kernels as an operator.
+"""The depthwise causal convolution over packed documents: argument checks and the compiled operator.
 
-Nothing is saved for the backward but the arguments: it computes the sums before the activation again, which costs a few
-multiplications a number where another tensor of the activations' size would cost memory and its bytes.
+Nothing is saved for the backward but the arguments: it computes the sums before the activation
+again, which costs a few multiplications a number where another tensor of the activations' size
+would cost memory and its bytes.
 
 Shapes: B rows, L slots, S documents, D channels, W taps.
 """
@@ -42,21 +43,22 @@ def conv1d_pack(
 ) -> Any:
     """Convolve documents causally, channel by channel (``causal_conv1d_fn``).
 
-    ``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])``, where x before a document is its initial state, or zero
-    (packed: PackMamba, arXiv 2408.03865). Differentiable in every tensor, also through the final state.
+    ``y[t] = activation(bias + sum_j weight[:, W-1-j] * x[t-j])``, where x before a document is its
+    initial state, or zero (packed: PackMamba, arXiv 2408.03865). Differentiable in every tensor,
+    also through the final state.
 
     Args (others, dtypes and strides as of ``ssm_pack``):
         x: (B, L, D).
         weight: (D, W), W from 2 to 4; x's dtype or float32.
         bias: (D,), like weight; None: zero.
         activation: "silu" or None.
-        initial_state: (S, D, W-1), the inputs before each document, oldest first, whatever ``layout.continues`` says; x's
-            dtype or float32; None: zeros.
-        return_final_state: also return each document's last inputs, like initial_state, which a shorter document keeps in
-            part; its dtype, else x's.
+        initial_state: (S, D, W-1), the inputs before each document, oldest first, whatever
+            ``layout.continues`` says; x's dtype or float32; None: zeros.
+        return_final_state: also return each document's last inputs, like initial_state, which a
+            shorter document keeps in part; its dtype, else x's.
 
-    Returns y (B, L, D) in x's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
-    Raises TypeError or ValueError.
+    Returns y (B, L, D) in x's dtype, zero at padding, which is never read; with
+    ``return_final_state`` a pair. Raises TypeError or ValueError.
     """
     checks.check_activations(x, "x")
     layout = checks.check_layout(layout, x, "x")
@@ -147,7 +149,10 @@ def _backward(a: ConvArguments, saved: Nothing, grads: Outputs) -> dict[str, Ten
 
 
 def _inputs(a: ConvArguments) -> dict[str, Any]:
-    """Name what both kernels read, as kernels/*/bindings do; parameters and states dense, in the accumulation dtype."""
+    """Name what both kernels read, as kernels/*/bindings do.
+
+    Activations lie as they came; parameters and states are made dense, in the accumulation dtype.
+    """
     dtype = checks.accumulation_dtype(a.x.dtype)
     return {
         "x": a.x,
@@ -169,7 +174,7 @@ def _cuda_backward(arguments: dict[str, Any]) -> None:
 
 
 def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:
-    """Launch a kernel with the scan's schedule where the scan will have one: the convolution cuts nothing itself."""
+    """Launch a kernel with the schedule that the scan will have; the convolution itself cuts nothing."""
     x = arguments["x"]
     launch(name, direction, arguments, like=x, cuts=scans_by_tensor_cores(x, states=16))
 

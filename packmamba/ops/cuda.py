@@ -1,13 +1,15 @@
 """Launch CUDA kernels, and make what they share: the batch's schedule, its documents as work items.
 
-A schedule is made on the device, so that the host need not wait for a layout's tensors, at the first kernel that wants it,
-and is kept with the layout: it costs some microseconds a batch, whatever the number of layers. It is made again where it
-might not hold: for another stream (its work might come before a schedule is there), after a write to the layout, and in
-each capture of a CUDA graph, whose layout is filled again before each replay.
+A schedule is made on the device, so that the host need not wait for a layout's tensors, at the
+first kernel that wants it, and is kept with the layout: it costs some microseconds a batch,
+whatever the number of layers. It is made again where it might not hold: for another stream (its
+work might come before a schedule is there), after a write to the layout, and in each capture of a
+CUDA graph, whose layout is filled again before each replay.
 
-It also decides where long documents are cut. Cuts lie at multiples of ``SEGMENT`` from a document's token 0, whatever the
-batch, so that a document's bits do not depend on its neighbours; the batch decides only whether the segments of a document
-are walked in turn by one work item, or at once by several.
+It also decides where long documents are cut. Cuts lie at multiples of ``SEGMENT`` from a document's
+token 0, whatever the batch, so that a document's bits do not depend on its neighbours; the batch
+decides only whether the segments of a document are walked in turn by one work item, or at once by
+several.
 """
 
 from __future__ import annotations
@@ -25,9 +27,15 @@ from packmamba.layout import Schedules
 from packmamba.ops.build import kernel
 
 SEGMENT = 1024
-"""Tokens between the places, counted from a document's token 0, at which the scan combines states (kernels/cuda/params.h)."""
+"""Tokens from a document's token 0 between the places where the scan combines states.
+
+kernels/cuda/params.h has the mechanism.
+"""
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}
-"""Documents above this share of a scheduler's tokens are cut in segments that are walked at once, and scanned twice."""
+"""Longer documents than this share of a scheduler's tokens are walked in segments at once.
+
+That scans them twice, which pays where they would hold the others up.
+"""
 NEVER = 2**31 - 1
 """A length that no document has."""
 # Documents of one window share a work item: minimum slots, maximum windows.
@@ -43,7 +51,8 @@ class CutPlan(NamedTuple):
     """Say how a batch is made into work items, as kernels/cuda/params.h has it; in tokens.
 
     Attributes:
-        cut_above: the segments of longer documents are walked at once, each by a work item of its own.
+        cut_above: the segments of longer documents are walked at once, each by a work item of its
+            own.
         cut_length: of a segment; ``NEVER`` where no document is as long.
         window: documents that begin in the same window of so many slots share a work item.
     """
@@ -88,7 +97,8 @@ def plan(
     window = max(MIN_WINDOW, slots // WINDOWS)
     if not cuts or longest < SEGMENT:
         return CutPlan(cut_above=NEVER, cut_length=NEVER, window=window)
-    # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that holds no other up.
+    # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that
+    # holds no other up.
     share = slots * ceil_div(channels, WARP_CHANNELS) // _schedulers(device)
     cut_above = max(SEGMENT, int(share * CUT_SHARE[direction]))
     # The grid has room for 65535 segments walked at once.
@@ -109,8 +119,9 @@ def schedule(
 ) -> KernelSchedule:
     """Return the batch's schedule, made on the device at the first call for a layout (S,), (S,) int32.
 
-    A graph under capture makes its own, since its layout is filled again before each replay: at every call, or at the first
-    inside ``one_capture``. So does each stream: another's work might come before a schedule is there.
+    A graph under capture makes its own, since its layout is filled again before each replay: at
+    every call, or at the first inside ``one_capture``. So does each stream: another's work might
+    come before a schedule is there.
     """
     schedules = schedules_of(starts)
     if stream is None:

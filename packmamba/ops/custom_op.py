@@ -1,13 +1,15 @@
-"""Make operators of compiled kernels known to PyTorch: schema, fake, autograd, and a short way for eager calls.
+"""Make operators of compiled kernels known to PyTorch: schema, fake, autograd, a short way for eager calls.
 
-An operator is three functions on a named tuple of its arguments (``forward``, ``fake``, ``backward``); ``PackedOperator``
-makes ``torch.ops.packmamba.<name>`` and ``<name>_backward`` of them:
+An operator is three functions on a named tuple of its arguments (``forward``, ``fake``,
+``backward``); ``PackedOperator`` makes ``torch.ops.packmamba.<name>`` and ``<name>_backward`` of
+them:
 
-- A schema holds each layout as its two tensors, so that one traced graph serves every layout. Absent outputs are empty
-  tensors there, since a schema's outputs cannot be None.
-- A call takes one of two ways. Under a compiler, a transform or a dispatch mode it goes through the dispatcher
-  (``call_dispatched``). An eager call (``call_eager``) runs the functions at once: ``torch.library.custom_op`` with
-  ``register_autograd`` would add 0.5 ms forward and 0.2 ms backward (PyTorch 2.11), more than a small model's kernels.
+- A schema holds each layout as its two tensors, so that one traced graph serves every layout.
+  Absent outputs are empty tensors there, since a schema's outputs cannot be None.
+- A call takes one of two ways. Under a compiler, a transform or a dispatch mode it goes through the
+  dispatcher (``call_dispatched``). An eager call (``call_eager``) runs the functions at once:
+  ``torch.library.custom_op`` with ``register_autograd`` would add 0.5 ms forward and 0.2 ms
+  backward (PyTorch 2.11), more than a small model's kernels.
 - Derivatives that kernels do not have (second, forward-mode) raise, instead of being silently zero.
 
 ``KERNELS`` holds what such functions call: kernels by device and name, their arguments by name.
@@ -46,7 +48,7 @@ SCHEMA = {
 PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool, tuple, list}
 """Types of arguments that no tensor subclass intercepts: an eager call may take the short way."""
 KERNELS: dict[str, dict[str, Kernel]] = {"cpu": {}, "cuda": {}}
-"""Kernels by device type and name; their arguments, outputs among them, are those of kernels/cpu/bindings.cpp."""
+"""Kernels by device type and name. Arguments, outputs among them, are those of kernels/cpu/bindings.cpp."""
 
 _library = torch.library.Library("packmamba", "FRAGMENT")
 
@@ -60,7 +62,8 @@ def declare(name: str, cuda: Kernel) -> None:
 def _run_on_cpu(name: str, arguments: dict[str, Any]) -> None:
     """Run a kernel of the CPU, which writes contiguous tensors alone.
 
-    Slices of wider tensors (dx, dz, dB and dC of ``mamba_inner``) are written elsewhere first, then copied.
+    Slices of wider tensors (dx, dz, dB and dC of ``mamba_inner``) are written elsewhere first, then
+    copied.
     """
     kernel = build.kernel("cpu", name)
     slices = []
@@ -93,10 +96,11 @@ class Documents(NamedTuple):
 
 
 class Signature(Generic[Arguments]):
-    """Say where an operator's arguments lie in its schema: tensors, then two tensors a layout, then options.
+    """Where an operator's arguments lie in its schema: tensors, two tensors a layout, then options.
 
     Args:
-        arguments: a named tuple of tensors, then layouts, then options; its annotations make the schema.
+        arguments: a named tuple of tensors, then layouts, then options; its annotations make the
+            schema.
         constants: names of the last tensors, which have no gradient.
 
     Attributes:
@@ -120,14 +124,22 @@ class Signature(Generic[Arguments]):
         # Faster than the named tuple's own __new__, which takes each field as a parameter.
         self.make: Callable[[tuple], Arguments] = functools.partial(tuple.__new__, arguments)
 
-    def layout_tensors(self, others: tuple) -> list[Tensor]:
-        """List starts and ends of the layouts that ``others``, all arguments but the tensors, begin with."""
-        return [tensor for layout in others[: self.num_layouts] for tensor in (layout.starts, layout.ends)]
+    def layout_tensors(self, layouts_and_options: tuple) -> list[Tensor]:
+        """List starts and ends of each layout; the argument: all arguments but the tensors."""
+        return [
+            tensor
+            for layout in layouts_and_options[: self.num_layouts]
+            for tensor in (layout.starts, layout.ends)
+        ]
 
     def flatten(self, arguments: Arguments) -> tuple:
         """Lay arguments out as the schema has them."""
-        others = arguments[self.num_tensors :]
-        return (*arguments[: self.num_tensors], *self.layout_tensors(others), *others[self.num_layouts :])
+        layouts_and_options = arguments[self.num_tensors :]
+        return (
+            *arguments[: self.num_tensors],
+            *self.layout_tensors(layouts_and_options),
+            *layouts_and_options[self.num_layouts :],
+        )
 
     def unflatten(self, values: tuple) -> Arguments:
         """Make arguments of the schema's values; layouts become ``Documents``."""
@@ -154,8 +166,10 @@ class PackedOperator(Generic[Arguments]):
         name: of ``torch.ops.packmamba.<name>``.
         arguments: the named tuple that it takes, see ``Signature``.
         outputs, saved: named tuples of what it returns, and of what it saves for the backward.
-        forward, fake: (arguments, whether a backward follows) -> (outputs, saved); ``fake`` allocates only.
-        backward: (arguments, saved, gradients of the outputs, None: zero) -> gradients as ``d<argument>``; None where absent.
+        forward, fake: (arguments, whether a backward follows) -> (outputs, saved); ``fake``
+            allocates only.
+        backward: (arguments, saved, gradients of the outputs, None: zero) -> gradients as
+            ``d<argument>``; None where absent.
         constants: names of the last tensors among the arguments, which have no gradient.
     """
 
@@ -199,8 +213,8 @@ class PackedOperator(Generic[Arguments]):
             outputs, _ = self.forward(arguments, False)
             return outputs
         tensors = arguments[: self.signature.num_tensors]
-        others = arguments[self.signature.num_tensors :]
-        return _apply_eager(self, others, *tensors)
+        layouts_and_options = arguments[self.signature.num_tensors :]
+        return _apply_eager(self, layouts_and_options, *tensors)
 
     def call_dispatched(self, arguments: Arguments, needs_backward: bool) -> tuple:
         """Compute by ``torch.ops.packmamba.<name>``, which compilers and transforms see.
@@ -213,24 +227,24 @@ class PackedOperator(Generic[Arguments]):
         return self._operator(*values, needs_backward)[: self.num_outputs]
 
     def backward_eager(
-        self, saved: tuple[Tensor, ...], others: tuple, grads: tuple
+        self, saved: tuple[Tensor, ...], layouts_and_options: tuple, grads: tuple
     ) -> tuple[Tensor | None, ...]:
         """Compute the gradients of an eager call at once; ``saved`` as ``_EagerCall`` saved them."""
         signature = self.signature
         gradients = self.backward(
-            signature.make(saved[: signature.num_tensors] + others),
+            signature.make(saved[: signature.num_tensors] + layouts_and_options),
             self.saved(*saved[signature.num_saved :]),
             self.outputs(*grads),
         )
         return signature.in_order(gradients)
 
     def backward_dispatched(
-        self, saved: tuple[Tensor, ...], others: tuple, grads: tuple
+        self, saved: tuple[Tensor, ...], layouts_and_options: tuple, grads: tuple
     ) -> tuple[Tensor | None, ...]:
-        """Compute gradients by ``torch.ops.packmamba.<name>_backward``, which refuses to be differentiated."""
+        """Compute gradients by ``torch.ops.packmamba.<name>_backward``; refuse to differentiate those."""
         signature = self.signature
         flat = saved[: signature.num_saved]
-        options = others[signature.num_layouts :]
+        options = layouts_and_options[signature.num_layouts :]
         states = none_to_empty(saved[signature.num_saved :], saved[0])
         with torch.no_grad():
             computed = self._operator_backward(*grads[: self.num_outputs], *flat, *options, *states)
@@ -249,7 +263,7 @@ class PackedOperator(Generic[Arguments]):
                 )
 
     def _define(self) -> None:
-        """Define both operators in torch.ops.packmamba, with their implementations and the autograd of the first."""
+        """Define both operators in torch.ops.packmamba, and the autograd of the first."""
         signature = self.signature
         saved = self.saved._fields  # type: ignore[attr-defined]
         grads = "".join(f"Tensor? grad_{i}, " for i in range(self.num_outputs))
@@ -296,8 +310,8 @@ class PackedOperator(Generic[Arguments]):
         if not (torch.is_grad_enabled() and _any_requires_grad(values[: self.signature.num_gradients])):
             return self.run_below_autograd(keys, values)
         num_tensors = self.signature.num_tensors
-        others = self.signature.unflatten(values[:-1])[num_tensors:]
-        return _DispatchedCall.apply(self, keys, values[-1], others, *values[:num_tensors])
+        layouts_and_options = self.signature.unflatten(values[:-1])[num_tensors:]
+        return _DispatchedCall.apply(self, keys, values[-1], layouts_and_options, *values[:num_tensors])
 
     def run_below_autograd(self, keys: Any, values: tuple) -> tuple[Tensor, ...]:
         """Go on to the dispatch keys after autograd's."""
@@ -309,13 +323,15 @@ class _EagerCall(torch.autograd.Function):
     """Differentiate an eager call, whose outputs may be None."""
 
     @staticmethod
-    def forward(ctx: Any, operator: PackedOperator, others: tuple, *tensors: Tensor | None) -> Any:
+    def forward(
+        ctx: Any, operator: PackedOperator, layouts_and_options: tuple, *tensors: Tensor | None
+    ) -> Any:
         ctx.operator = operator
-        ctx.others = others
+        ctx.layouts_and_options = layouts_and_options
         ctx.set_materialize_grads(False)  # None for the gradient of an output that nothing used
-        outputs, saved = operator.forward(operator.signature.make(tensors + others), True)
+        outputs, saved = operator.forward(operator.signature.make(tensors + layouts_and_options), True)
         # With the layouts' tensors: autograd then refuses a layout that was written to meanwhile.
-        ctx.save_for_backward(*tensors, *operator.signature.layout_tensors(others), *saved)
+        ctx.save_for_backward(*tensors, *operator.signature.layout_tensors(layouts_and_options), *saved)
         return outputs
 
     @staticmethod
@@ -324,7 +340,7 @@ class _EagerCall(torch.autograd.Function):
         differentiate = (  # with gradients enabled (create_graph) the result may be differentiated
             operator.backward_dispatched if torch.is_grad_enabled() else operator.backward_eager
         )
-        gradients = differentiate(ctx.saved_tensors, ctx.others, grads)
+        gradients = differentiate(ctx.saved_tensors, ctx.layouts_and_options, grads)
         return None, None, *gradients, *(None,) * len(operator.signature.constants)
 
 
@@ -337,14 +353,19 @@ class _DispatchedCall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, operator: PackedOperator, keys: Any, keep: bool, others: tuple, *tensors: Tensor | None
+        ctx: Any,
+        operator: PackedOperator,
+        keys: Any,
+        keep: bool,
+        layouts_and_options: tuple,
+        *tensors: Tensor | None,
     ) -> Any:
         ctx.operator = operator
         ctx.keep = keep
-        ctx.others = others
+        ctx.layouts_and_options = layouts_and_options
         ctx.set_materialize_grads(False)
-        layouts = operator.signature.layout_tensors(others)
-        options = others[operator.signature.num_layouts :]
+        layouts = operator.signature.layout_tensors(layouts_and_options)
+        options = layouts_and_options[operator.signature.num_layouts :]
         results = operator.run_below_autograd(keys, (*tensors, *layouts, *options, keep))
         ctx.save_for_backward(*tensors, *layouts, *results[operator.num_outputs :])
         return results
@@ -356,7 +377,7 @@ class _DispatchedCall(torch.autograd.Function):
             raise RuntimeError(
                 f"packmamba::{operator.name}: called with keep=False, so it cannot be differentiated"
             )
-        gradients = operator.backward_dispatched(ctx.saved_tensors, ctx.others, grads)
+        gradients = operator.backward_dispatched(ctx.saved_tensors, ctx.layouts_and_options, grads)
         return (*(None,) * 4, *gradients, *(None,) * len(operator.signature.constants))
 
 

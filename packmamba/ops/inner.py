@@ -1,8 +1,9 @@
 """The Mamba block after its first projection as one operator (mamba-ssm's ``mamba_inner_fn``), packed.
 
-One operator instead of a composition, because its explicit backward writes gradients into parts of wider tensors without
-copies (dx and dz into dxz; ddelta's low rank, dB and dC into what is multiplied by x_weight), and may keep less than
-autograd: with ``recompute`` a layer saves the scan's states and (B, L, R + 2 N) numbers, and two activations less.
+One operator instead of a composition, because its explicit backward writes gradients into parts of
+wider tensors without copies (dx and dz into dxz; ddelta's low rank, dB and dC into what is
+multiplied by x_weight), and may keep less than autograd: with ``recompute`` a layer saves the
+scan's states and (B, L, R + 2 N) numbers, and two activations less.
 
 Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 """
@@ -48,18 +49,22 @@ def mamba_inner(
 
     Args:
         xz: (B, L, 2 D), the convolution's input and the gate.
-        conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is SiLU.
-        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype; gradients of wider ones
-            are not rounded to it by compiled kernels.
+        conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is
+            SiLU.
+        x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype;
+            gradients of wider ones are not rounded to it by compiled kernels.
         A, D, delta_bias: (D, N), (D,), (D,), as of ``ssm_pack``.
-        conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is one.
+        conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is
+            one.
         conv_state, ssm_state: the operators' initial states, by the documents of their layouts.
         return_state: also return (final convolution state, final scan state).
-        recompute: in the backward compute the convolution's output and delta again (compiled kernels only), and on a GPU y:
-            from states that are rounded at times, so that its bits may differ.
+        recompute: in the backward compute the convolution's output and delta again (compiled
+            kernels only), and on a GPU y: from states that are rounded at times, so that its bits
+            may differ.
         backend: a name in ``ops.BACKENDS``.
 
-    Returns (B, L, d_model) in xz's dtype, and the final states or None. Raises TypeError or ValueError.
+    Returns (B, L, d_model) in xz's dtype, and the final states or None. Raises TypeError or
+    ValueError.
     """
     arguments = _checked(
         xz=xz,
@@ -85,8 +90,9 @@ def mamba_inner(
 class InnerArguments(NamedTuple):
     """Arguments of every implementation, checked.
 
-    ``x_used``, ``dt_used``, ``out_used``: the three weights in xz's dtype where their own is another, made by ``compiled``;
-    else None. They are constants: gradients go to the weights themselves.
+    ``x_used``, ``dt_used``, ``out_used``: the three weights in xz's dtype where their own is
+    another, made by ``compiled``; else None. They are constants: gradients go to the weights
+    themselves.
     """
 
     xz: Tensor
@@ -133,7 +139,7 @@ class InnerOutputs(NamedTuple):
 
 
 class InnerSaved(NamedTuple):
-    """Saved for the backward; None (or empty, in a graph) where it is computed again, or where no backward follows."""
+    """Saved for the backward; None (empty, in a graph) where computed again or where none follows."""
 
     states: Tensor | None  # the scan's, see ``allocate_scan``
     projected: Tensor | None  # (B, L, R + 2 N)
@@ -152,7 +158,7 @@ class Buffers(NamedTuple):
 
 
 def _checked(
-    *, xz: Tensor, conv_layout: SequenceLayout | None, ssm_layout: SequenceLayout | None, **others: Any
+    *, xz: Tensor, conv_layout: SequenceLayout | None, ssm_layout: SequenceLayout | None, **remaining: Any
 ) -> InnerArguments:
     """Check the arguments of ``mamba_inner`` and complete the layouts. Raises TypeError or ValueError."""
     checks.check_activations(xz, "xz")
@@ -166,7 +172,7 @@ def _checked(
         x_used=None,
         dt_used=None,
         out_used=None,
-        **others,
+        **remaining,
     )
     channels = xz.shape[2] // 2
     width = checks.check_columns(a.conv_weight, "conv_weight", channels, 2, 4)
@@ -202,7 +208,10 @@ def _checked(
 
 
 def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute ``ops.mamba_inner`` by compiled kernels, which take the convolution's parameters in the accumulation dtype."""
+    """Compute ``ops.mamba_inner`` by compiled kernels.
+
+    They take the convolution's parameters and state in the accumulation dtype, and the weights in xz's.
+    """
     activations = a.xz.dtype
     wide = checks.accumulation_dtype(activations)
     mixed, conv_final, ssm_final = _operator(
@@ -276,7 +285,7 @@ def _fake(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, InnerS
 
 
 def _allocate(a: InnerArguments, x_in: Tensor, needs_backward: bool) -> Buffers:
-    """Allocate y (B, L, D), final states of both operators if they are returned, and the scan's saved states."""
+    """Allocate y (B, L, D), the final states if they are returned, and the scan's saved states."""
     outputs, saved = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, needs_backward)
     conv_state = None
     if a.return_state:
@@ -296,7 +305,10 @@ def _select_saved(
     delta: Tensor,
     y: Tensor,
 ) -> InnerSaved:
-    """Select what is saved for the backward. CUDA's ``ssm_backward`` can also write y, so ``recompute`` keeps none there."""
+    """Select what is saved for the backward.
+
+    CUDA's ``ssm_backward`` can also write y, so that ``recompute`` keeps none there.
+    """
     keeps_all = needs_backward and not a.recompute
     keeps_y = keeps_all or (needs_backward and a.xz.device.type != "cuda")
     return InnerSaved(
@@ -336,9 +348,10 @@ def _scan_inputs(a: InnerArguments) -> dict[str, Any]:
 def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict[str, Tensor | None]:
     """Walk the block back; every gradient is written where it belongs, in parts of wider tensors too.
 
-    With y before the last product: ``dy = dmixed W_out``, ``dW_out = dmixed.T y``; the scan's backward gives du, ddelta, dB,
-    dC, dz; ``dlow = ddelta W_dt``, ``dW_dt = ddelta.T low``; ``dx = du + dprojected W_x``, ``dW_x = dprojected.T x``; the
-    convolution's backward takes dx. Products are over slots, in xz's dtype.
+    With y before the last product: ``dy = dmixed W_out``, ``dW_out = dmixed.T y``; the scan's
+    backward gives du, ddelta, dB, dC, dz; ``dlow = ddelta W_dt``, ``dW_dt = ddelta.T low``;
+    ``dx = du + dprojected W_x``, ``dW_x = dprojected.T x``; the convolution's backward takes dx.
+    Products are over slots, in xz's dtype.
     """
     gradients = _operator.signature.allocate_gradients(a)
     if gradients["dssm_state"] is not None:
@@ -388,8 +401,9 @@ def _scan_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Walk the last product and the scan back, into ``gradients`` where they are whole.
 
-    Takes the scan's input x and delta (B, L, D), and dmixed (B L, d_model). Returns y, du and ddelta (B, L, D), and a tensor
-    (B, L, R + 2 N) whose dB and dC are written, while its first R columns wait for ddelta's product.
+    Takes the scan's input x and delta (B, L, D), and dmixed (B L, d_model). Returns y, du and
+    ddelta (B, L, D), and a tensor (B, L, R + 2 N) whose dB and dC are written, while its first R
+    columns wait for ddelta's product.
     """
     _, z = a.xz.chunk(2, dim=2)
     _, dz = gradients["dxz"].chunk(2, dim=2)
@@ -442,7 +456,10 @@ def _recompute(
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Multiply x (B, L, K), of any token stride, by a weight (M, K); by ``out=``, which autocast leaves alone."""
+    """Multiply x (B, L, K), of any token stride, by a weight (M, K).
+
+    By ``out=``, which autocast leaves alone.
+    """
     y = x.new_empty(*x.shape[:2], weight.shape[0])
     torch.mm(x.flatten(0, 1), weight.t(), out=y.flatten(0, 1))
     return y

@@ -1,4 +1,9 @@
-"""Baselines under our signatures: mamba-ssm's scans and causal-conv1d's convolution, of one document per row."""
+"""Baselines under our signatures: mamba-ssm's scans and causal-conv1d's convolution.
+
+They know no documents: a layout may hold one per row, and padding is blanked, so that states pass
+it unchanged. The selective scan and the convolution take channels first, so that tensors are
+transposed, as in Mamba's block; that is part of their cost.
+"""
 
 import functools
 import importlib
@@ -21,9 +26,10 @@ from packmamba.ops.ssd import SsdArguments
 
 @functools.cache
 def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
-    """Import a submodule's function without the package's ``__init__``."""
+    """Import a submodule's function without the package's ``__init__``, which imports far more."""
     if package not in sys.modules:
-        if (spec := importlib.util.find_spec(package)) is None:
+        spec = importlib.util.find_spec(package)
+        if spec is None:
             raise ValueError(
                 f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed"
             )
@@ -43,7 +49,7 @@ def _real(layout: SequenceLayout) -> Tensor:
 
 
 def _blank(a: ScanArguments | SsdArguments, real: Tensor, *tensors: Tensor | None) -> Any:
-    """Zero the tensors and step sizes at padding, which keeps the state; return delta and them."""
+    """Zero tensors (B, L, ...) and step sizes at padding, which keeps the state; return delta and those."""
     if a.layout.num_tokens == a.layout.num_slots:
         return a.delta, *tensors
     delta = torch.where(real, a.delta, -1e4 if a.delta_softplus else 0)
@@ -57,13 +63,26 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     expect(a.initial_state is None, "initial_state", "None in backend 'mamba_ssm'", "a tensor")
     real = _real(a.layout)
     scan = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
-    by_channel = (
-        None if t is None else t.transpose(1, 2).contiguous() for t in _blank(a, real, a.u, a.B, a.C, a.z)
+    delta, u, B, C, z = map(_channels_first, _blank(a, real, a.u, a.B, a.C, a.z))
+    result = scan(
+        u,
+        delta,
+        a.A,
+        B,
+        C,
+        D=a.D,
+        z=z,
+        delta_bias=a.delta_bias,
+        delta_softplus=a.delta_softplus,
+        return_last_state=a.return_final_state,
     )
-    delta, u, B, C, z = by_channel
-    y = scan(u, delta, a.A, B, C, a.D, z, a.delta_bias, a.delta_softplus, a.return_final_state)
-    y, final = y if a.return_final_state else (y, None)
-    return torch.where(real, y.transpose(1, 2), 0), None if final is None else final[a.layout.rows.long()]
+    y, final = result if a.return_final_state else (result, None)
+    y = torch.where(real, y.transpose(1, 2), 0)
+    return y, None if final is None else final[a.layout.rows.long()]
+
+
+def _channels_first(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.transpose(1, 2).contiguous()
 
 
 def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
@@ -73,21 +92,34 @@ def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
     scan = _peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
     limit = (-torch.inf, torch.inf) if a.delta_limit is None else tuple(a.delta_limit)
     initial = a.initial_state
-    if initial is not None and a.layout.num_documents < a.layout.shape[0]:
+    # Rows without a document have a state too, there.
+    has_empty_rows = a.layout.num_documents < a.layout.shape[0]
+    if initial is not None and has_empty_rows:
         initial = initial.new_zeros(a.layout.shape[0], *initial.shape[1:]).index_copy(
             0, a.layout.rows.long(), initial
         )
     y, final = scan(
-        x, delta, a.A, B, C, 256, D=a.D, z=z, dt_bias=a.delta_bias, initial_states=initial,
-        dt_softplus=a.delta_softplus, dt_limit=limit, return_final_states=True,
-    )  # fmt: skip
-    if final is not None and a.layout.num_documents < a.layout.shape[0]:
+        x,
+        delta,
+        a.A,
+        B,
+        C,
+        chunk_size=256,
+        D=a.D,
+        z=z,
+        dt_bias=a.delta_bias,
+        initial_states=initial,
+        dt_softplus=a.delta_softplus,
+        dt_limit=limit,
+        return_final_states=True,
+    )
+    if final is not None and has_empty_rows:
         final = final[a.layout.rows.long()]
     return torch.where(real[..., None], y, 0), final.float() if a.return_final_state else None
 
 
 class _OwnStrides(torch.autograd.Function):
-    """Give the gradient its shape's strides, also where a dimension is 1, as causal-conv1d's backward needs."""
+    """Give the gradient its shape's strides, also where a dimension is 1: causal-conv1d needs it."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor) -> Tensor:
@@ -100,20 +132,22 @@ class _OwnStrides(torch.autograd.Function):
 
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.conv1d_pack`` by causal-conv1d, without states."""
-    x, weight, bias, initial_state, layout, activation, return_final_state = a
-    given = initial_state is not None or return_final_state
     expect(
-        not given, "initial_state, return_final_state", "None and False in backend 'mamba_ssm'", "others"
+        a.initial_state is None and not a.return_final_state,
+        "initial_state, return_final_state",
+        "None and False in backend 'mamba_ssm'",
+        "others",
     )
+    layout = a.layout
     real = _real(layout)
     convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")
-    x = torch.where(real, x, 0) if layout.num_tokens < layout.num_slots else x
-    bias = None if bias is None else bias.to(x.dtype)
-    y = convolve(x.transpose(1, 2), weight.to(x.dtype), bias, activation=activation)
+    x = torch.where(real, a.x, 0) if layout.num_tokens < layout.num_slots else a.x
+    bias = None if a.bias is None else a.bias.to(x.dtype)
+    y = convolve(x.transpose(1, 2), a.weight.to(x.dtype), bias, activation=a.activation)
     y = _OwnStrides.apply(y.transpose(1, 2)) if y.shape[2] == 1 else y.transpose(1, 2)
     return torch.where(real, y, 0), None
 
 
 def mamba_inner(a: InnerArguments) -> tuple[Tensor | None, ...]:
-    """Compute ``ops.mamba_inner`` by both, between matrix products."""
+    """Compute ``ops.mamba_inner`` by the two packages' operators, between matrix products."""
     return reference.mamba_inner(a, conv1d_pack, ssm_pack)

@@ -1,7 +1,15 @@
 """Plain implementations of the packed operators: loops, which are the specification, and a vectorised path.
 
-Autograd differentiates each. Shapes: B rows, L slots, S documents, K chunks, D channels, N states, W taps.
+The loops say what an operator computes, a token a step, and nothing else; tests hold every backend
+against them in float64. The vectorised path computes the same over all tokens (convolution), or
+over all chunks of documents at once (scans): slow beside kernels, bearable on a CPU without a
+compiler. Autograd differentiates each, so that backends' gradients are checked too. Sums and states
+are float32, or float64 for float64 activations.
+
+Shapes: B rows, L slots, S documents, K chunks, D channels, N states, W taps.
 """
+
+from __future__ import annotations
 
 from collections.abc import Callable
 
@@ -16,14 +24,15 @@ from packmamba.ops.inner import InnerArguments
 from packmamba.ops.scan import ScanArguments
 from packmamba.ops.ssd import Chunks, SsdArguments, chunked
 
+Step = Callable[[int, Tensor], tuple[Tensor, Tensor]]
+"""(slot, state before it) -> (output of the slot, state after it)."""
 
-def _by_token(
-    layout: SequenceLayout,
-    like: Tensor,
-    states: Tensor,
-    step: Callable[[int, Tensor], tuple[Tensor, Tensor]],
-) -> tuple[Tensor, Tensor]:
-    """Step each document from its state by ``step(slot, state) -> (y, state)``; return y as ``like``, and last states."""
+
+def _by_token(layout: SequenceLayout, like: Tensor, states: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+    """Step each document from its state, token by token.
+
+    Return outputs as ``like`` (B, L, ...), zero at padding, and the last states (S, ...).
+    """
     y = [like.new_zeros(like.shape[2:], dtype=states.dtype)] * layout.num_slots
     finals = []
     for state, start, end in zip(states, layout.starts.tolist(), layout.ends.tolist()):
@@ -34,132 +43,165 @@ def _by_token(
 
 
 def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor]:
-    """Convolve token by token."""
-    x, weight, bias, initial_state, layout, activation, _ = a
-    dtype = accumulation_dtype(x.dtype)
-    slots, taps = x.flatten(0, 1).to(dtype), weight.to(dtype)
+    """Convolve token by token; return y (B, L, D) and final states (S, D, W-1)."""
+    dtype = accumulation_dtype(a.x.dtype)
+    x = a.x.flatten(0, 1).to(dtype)
+    weight = a.weight.to(dtype)
+    states = _conv_states(a)
 
     def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        window = torch.cat([state, slots[t, :, None]], 1)
-        y = (taps * window).sum(1) if bias is None else (taps * window).sum(1) + bias.to(dtype)
-        return F.silu(y) if activation == "silu" else y, window[:, 1:]
+        window = torch.cat([state, x[t, :, None]], 1)
+        y = (weight * window).sum(1)
+        if a.bias is not None:
+            y = y + a.bias.to(dtype)
+        return F.silu(y) if a.activation == "silu" else y, window[:, 1:]
 
-    y, final_state = _by_token(layout, x, _conv_states(a).to(dtype), step)
-    return y, final_state.to(_conv_states(a).dtype)
+    y, final_state = _by_token(a.layout, a.x, states.to(dtype), step)
+    return y, final_state.to(states.dtype)
 
 
 def _conv_states(a: ConvArguments) -> Tensor:
+    if a.initial_state is not None:
+        return a.initial_state
     channels, width = a.weight.shape
-    return (
-        a.x.new_zeros(a.layout.num_documents, channels, width - 1)
-        if a.initial_state is None
-        else a.initial_state
-    )
+    return a.x.new_zeros(a.layout.num_documents, channels, width - 1)
 
 
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
-    """Convolve all tokens at once, tap by tap."""
-    x, weight, bias, _, layout, activation, return_final_state = a
-    dtype, states = accumulation_dtype(x.dtype), _conv_states(a)
-    before = states.shape[2]
-    slots, taps, token = x.flatten(0, 1).to(dtype), weight.to(dtype), layout.token_slots
-    begin = layout.lengths.cumsum(0) - layout.lengths + torch.arange(len(states), device=x.device) * before
-    lags = torch.arange(before, device=x.device)
-    place = torch.arange(len(token), device=x.device) + (layout.documents.flatten()[token] + 1) * before
-    inputs = slots.new_zeros(len(token) + len(states) * before, x.shape[2])
-    inputs = inputs.index_copy(0, place, slots.index_select(0, token))
-    inputs = inputs.index_copy(
-        0, (begin[:, None] + lags).flatten(), states.to(dtype).transpose(1, 2).flatten(0, 1)
-    )
-    y = inputs.index_select(0, place) * taps[:, -1]
-    for lag in range(1, before + 1):
-        y = y + inputs.index_select(0, place - lag) * taps[:, -1 - lag]
-    if bias is not None:
-        y = y + bias.to(dtype)
-    if activation == "silu":
+    """Convolve all tokens at once, tap by tap.
+
+    ``inputs`` holds the documents end to end, without padding, each behind its W - 1 initial
+    inputs: a tap is a shift.
+    """
+    layout = a.layout
+    device = a.x.device
+    dtype = accumulation_dtype(a.x.dtype)
+    states = _conv_states(a)
+    width = a.weight.shape[1]
+    before = width - 1
+    slots = a.x.flatten(0, 1).to(dtype)
+    weight = a.weight.to(dtype)
+    token_slots = layout.token_slots
+    tokens = torch.arange(len(token_slots), device=device)
+    lags = torch.arange(before, device=device)
+    # In inputs: where each document's initial inputs begin, and where each token lies.
+    document_place = layout.lengths.cumsum(0) - layout.lengths
+    document_place = document_place + torch.arange(len(states), device=device) * before
+    token_place = tokens + (layout.documents.flatten()[token_slots] + 1) * before
+
+    inputs = slots.new_zeros(len(token_slots) + len(states) * before, a.x.shape[2])
+    inputs = inputs.index_copy(0, token_place, slots.index_select(0, token_slots))
+    initial_place = (document_place[:, None] + lags).flatten()
+    initial_inputs = states.to(dtype).transpose(1, 2).flatten(0, 1)
+    inputs = inputs.index_copy(0, initial_place, initial_inputs)
+
+    y = inputs.index_select(0, token_place) * weight[:, -1]
+    for lag in range(1, width):
+        y = y + inputs.index_select(0, token_place - lag) * weight[:, -1 - lag]
+    if a.bias is not None:
+        y = y + a.bias.to(dtype)
+    if a.activation == "silu":
         y = F.silu(y)
-    output = torch.zeros_like(slots).index_copy(0, token, y).view(x.shape).to(x.dtype)
-    if not return_final_state:
+    output = torch.zeros_like(slots).index_copy(0, token_slots, y)
+    output = output.view(a.x.shape).to(a.x.dtype)
+    if not a.return_final_state:
         return output, None
-    last = inputs[(begin + layout.lengths)[:, None] + lags].transpose(1, 2)
+    last = inputs[(document_place + layout.lengths)[:, None] + lags].transpose(1, 2)
     return output, last.to(states.dtype).contiguous()
 
 
 def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor]:
-    """Scan token by token."""
-    u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, _ = a
-    u_slots, delta, B, C = (tensor.flatten(0, 1).to(A.dtype) for tensor in (u, delta, B, C))
+    """Scan token by token; return y (B, L, D) and final states (S, D, N)."""
+    dtype = a.A.dtype
+    u, delta, B, C = (tensor.flatten(0, 1).to(dtype) for tensor in (a.u, a.delta, a.B, a.C))
 
     def step(t: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        size = _step_size(delta[t], delta_bias, delta_softplus)
-        h = torch.exp(size[:, None] * A) * h + (size * u_slots[t])[:, None] * B[t]
-        y = (h * C[t]).sum(-1) if D is None else (h * C[t]).sum(-1) + D * u_slots[t]
-        return y if z is None else y * F.silu(z.flatten(0, 1)[t].to(y.dtype)), h
+        size = _step_size(delta[t], a.delta_bias, a.delta_softplus)
+        h = torch.exp(size[:, None] * a.A) * h + (size * u[t])[:, None] * B[t]
+        y = (h * C[t]).sum(-1)
+        if a.D is not None:
+            y = y + a.D * u[t]
+        return _gated(y, a.z, t), h
 
-    states = A.new_zeros(layout.num_documents, *A.shape) if initial_state is None else initial_state
-    return _by_token(layout, u, states, step)
+    states = a.initial_state
+    if states is None:
+        states = a.A.new_zeros(a.layout.num_documents, *a.A.shape)
+    return _by_token(a.layout, a.u, states, step)
 
 
 def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
-    """Scan token by token: states of (H, P, N)."""
-    (x, delta, A, B, C, D, z, delta_bias, initial_state, _, layout, delta_softplus, delta_limit, _) = a
-    x_slots, delta = x.flatten(0, 1).to(A.dtype), delta.flatten(0, 1).to(A.dtype)
-    B, C = (
-        t.flatten(0, 1).to(A.dtype).repeat_interleave(x.shape[2] // t.shape[2], dim=1)[:, :, None]
-        for t in (B, C)
+    """Scan token by token; return y (B, L, H, P) and final states (S, H, P, N)."""
+    dtype = a.A.dtype
+    heads = a.x.shape[2]
+    x = a.x.flatten(0, 1).to(dtype)
+    delta = a.delta.flatten(0, 1).to(dtype)
+    B, C = (  # (B L, H, 1, N): each head reads its group's
+        tensor.flatten(0, 1).to(dtype).repeat_interleave(heads // tensor.shape[2], dim=1)[:, :, None]
+        for tensor in (a.B, a.C)
     )
 
     def step(t: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        size = _step_size(delta[t], delta_bias, delta_softplus)
-        if delta_limit is not None:
-            size = size.clamp(*delta_limit)
-        h = torch.exp(size * A)[:, None, None] * h + (size[:, None] * x_slots[t])[..., None] * B[t]
+        size = _step_size(delta[t], a.delta_bias, a.delta_softplus)
+        if a.delta_limit is not None:
+            size = size.clamp(*a.delta_limit)
+        h = torch.exp(size * a.A)[:, None, None] * h + (size[:, None] * x[t])[..., None] * B[t]
         y = (h * C[t]).sum(-1)
-        if D is not None:
-            y = y + (D if D.dim() == 2 else D[:, None]) * x_slots[t]
-        return y if z is None else y * F.silu(z.flatten(0, 1)[t].to(y.dtype)), h
+        if a.D is not None:
+            y = y + (a.D if a.D.dim() == 2 else a.D[:, None]) * x[t]
+        return _gated(y, a.z, t), h
 
-    states = A.new_zeros(a.state_shape) if initial_state is None else initial_state
-    return _by_token(layout, x, states, step)
+    states = a.A.new_zeros(a.state_shape) if a.initial_state is None else a.initial_state
+    return _by_token(a.layout, a.x, states, step)
+
+
+def _gated(y: Tensor, z: Tensor | None, slot: int) -> Tensor:
+    return y if z is None else y * F.silu(z.flatten(0, 1)[slot].to(y.dtype))
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """Scan all chunks at once: from zero for their end states, then from their start states."""
-    (u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state) = a
-    dtype = accumulation_dtype(u.dtype)
-    chunks = Chunks(layout, None)
+    dtype = accumulation_dtype(a.u.dtype)
+    chunks = Chunks(a.layout, None)
     steps = max(1, int(chunks.inside.any(0).sum()))
-    slot, inside = (part[:, :steps].T.contiguous() for part in (chunks.slot, chunks.inside))
-    inside = inside[..., None]
+    slot = chunks.slot[:, :steps].T.contiguous()  # (time, K)
+    inside = chunks.inside[:, :steps].T.contiguous()[..., None]
 
     def by_step(tensor: Tensor) -> Tensor:
-        return tensor.flatten(0, 1).index_select(0, slot.flatten()).unflatten(0, slot.shape).to(dtype)
+        """Gather (B, L, ...) to (time, K, ...)."""
+        tokens = tensor.flatten(0, 1).index_select(0, slot.flatten())
+        return tokens.unflatten(0, slot.shape).to(dtype)
 
-    x, B_steps, C_steps = by_step(u), by_step(B), by_step(C)
-    size = torch.where(inside, _step_size(by_step(delta), delta_bias, delta_softplus), 0)
+    x, B, C = by_step(a.u), by_step(a.B), by_step(a.C)
+    size = torch.where(inside, _step_size(by_step(a.delta), a.delta_bias, a.delta_softplus), 0)
     drive = torch.where(inside, size * x, 0)
-
-    first = A.new_zeros(layout.num_documents, *A.shape) if initial_state is None else initial_state
-    continued = (chunks.index + 1 < chunks.count[chunks.document]).nonzero().flatten()
-    none = A.new_zeros(chunks.index.numel(), *A.shape)
-    _, ends = _scan_steps(
-        size[:, continued], drive[:, continued], B_steps[:, continued], None, A, none[continued]
-    )
-    decays = torch.exp(size[:, continued].sum(0)[..., None] * A)
-    starts = chunks.pass_states(
-        first, none.index_copy(0, continued, ends), none.index_copy(0, continued, decays)
-    )
-    y, ends = _scan_steps(size, drive, B_steps, C_steps, A, starts)
+    starts = _chunk_starts(a, chunks, size, drive, B)
+    y, ends = _scan_steps(size, drive, B, C, a.A, starts)
     assert y is not None
-    if D is not None:
-        y = y + D * x
-    if z is not None:
-        y = y * F.silu(by_step(z))
+    if a.D is not None:
+        y = y + a.D * x
+    if a.z is not None:
+        y = y * F.silu(by_step(a.z))
     inside = inside.flatten()
-    output = torch.zeros_like(u.flatten(0, 1), dtype=dtype)
+    output = torch.zeros_like(a.u.flatten(0, 1), dtype=dtype)
     output = output.index_copy(0, slot.flatten()[inside], y.flatten(0, 1)[inside])
-    final_state = ends[chunks.last] if return_final_state else None
-    return output.view(u.shape).to(u.dtype), final_state
+    final_state = ends[chunks.last] if a.return_final_state else None
+    return output.view(a.u.shape).to(a.u.dtype), final_state
+
+
+def _chunk_starts(a: ScanArguments, chunks: Chunks, size: Tensor, drive: Tensor, B: Tensor) -> Tensor:
+    """Compute states at chunks' starts, (K, D, N), from the ends of chunks that another one follows."""
+    first = a.initial_state
+    if first is None:
+        first = a.A.new_zeros(a.layout.num_documents, *a.A.shape)
+    continued = (chunks.index + 1 < chunks.count[chunks.document]).nonzero().flatten()
+    zeros = a.A.new_zeros(chunks.index.numel(), *a.A.shape)
+    _, ends = _scan_steps(
+        size[:, continued], drive[:, continued], B[:, continued], None, a.A, zeros[continued]
+    )
+    decays = torch.exp(size[:, continued].sum(0)[..., None] * a.A)
+    return chunks.pass_states(
+        first, zeros.index_copy(0, continued, ends), zeros.index_copy(0, continued, decays)
+    )
 
 
 def _step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) -> Tensor:
@@ -171,7 +213,10 @@ def _step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) -
 def _scan_steps(
     size: Tensor, drive: Tensor, B: Tensor, C: Tensor | None, A: Tensor, h: Tensor
 ) -> tuple[Tensor | None, Tensor]:
-    """Step chunks through time: size, drive (time, K, D), B, C (time, K, N), h (K, D, N) -> y (time, K, D), h."""
+    """Step chunks through time; return y (time, K, D), None without C, and the states after it.
+
+    size, drive: (time, K, D); B, C: (time, K, N); h: (K, D, N), before.
+    """
     y = []
     for t in range(size.shape[0]):
         h = torch.addcmul(drive[t, :, :, None] * B[t, :, None, :], torch.exp(size[t, :, :, None] * A), h)
@@ -192,12 +237,32 @@ def mamba_inner(
         weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight)
     )
     x, z = a.xz.chunk(2, dim=-1)
-    conv = ConvArguments(x, a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, "silu", a.return_state)
-    x, conv_final = conv1d_pack(conv)
-    delta, B, C = a.parts(F.linear(x, x_weight))
-    delta = F.linear(delta, dt_weight)
-    scan = ScanArguments(
-        x, delta, a.A, B, C, a.D, z, a.delta_bias, a.ssm_state, a.ssm_layout, True, a.return_state
+    x, conv_final = conv1d_pack(
+        ConvArguments(
+            x=x,
+            weight=a.conv_weight,
+            bias=a.conv_bias,
+            initial_state=a.conv_state,
+            layout=a.conv_layout,
+            activation="silu",
+            return_final_state=a.return_state,
+        )
     )
-    y, ssm_final = ssm_pack(scan)
+    low_rank, B, C = a.parts(F.linear(x, x_weight))
+    y, ssm_final = ssm_pack(
+        ScanArguments(
+            u=x,
+            delta=F.linear(low_rank, dt_weight),
+            A=a.A,
+            B=B,
+            C=C,
+            D=a.D,
+            z=z,
+            delta_bias=a.delta_bias,
+            initial_state=a.ssm_state,
+            layout=a.ssm_layout,
+            delta_softplus=True,
+            return_final_state=a.return_state,
+        )
+    )
     return F.linear(y, out_weight), conv_final, ssm_final

@@ -1,7 +1,8 @@
 """The selective scan over packed documents: argument checks, and the compiled kernels as an operator.
 
-The forward saves a state every ``SAVED_TOKENS`` tokens, half an activation in bfloat16; the backward replays tokens from
-those instead of keeping a state a token, which would take N activations. kernels/cuda/NOTES.md has figures.
+The forward saves a state every ``SAVED_TOKENS`` tokens, half an activation in bfloat16; the
+backward replays tokens from those instead of keeping a state a token, which would take N
+activations. kernels/cuda/NOTES.md has figures.
 
 Shapes: B rows, L slots, S documents, D channels, N states.
 """
@@ -54,27 +55,28 @@ def ssm_pack(
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Scan documents by Mamba's recurrence (``selective_scan_fn``), each from zero or from its initial state.
+    """Scan documents by Mamba's recurrence (``selective_scan_fn``), each from its initial state or zero.
 
-    ``delta' = softplus(delta + delta_bias)``, ``h[t] = exp(delta'[t] A) h[t-1] + delta'[t] B[t] u[t]``,
-    ``y[t] = (C[t] . h[t] + D u[t]) * silu(z[t])`` (Mamba, arXiv 2312.00752; packed: PackMamba, arXiv 2408.03865).
-    Differentiable in every tensor, also through the final state.
+    ``delta' = softplus(delta + delta_bias)``,
+    ``h[t] = exp(delta'[t] A) h[t-1] + delta'[t] B[t] u[t]``,
+    ``y[t] = (C[t] . h[t] + D u[t]) * silu(z[t])`` (Mamba, arXiv 2312.00752; packed: PackMamba,
+    arXiv 2408.03865). Differentiable in every tensor, also through the final state.
 
     Args:
-        u, delta, z: (B, L, D), of one dtype: bfloat16, float16, float32 or (not on a GPU) float64; any row stride, unit
-            channel stride. z None: no gate.
+        u, delta, z: (B, L, D), of one dtype: bfloat16, float16, float32 or (not on a GPU) float64;
+            any row stride, unit channel stride. z None: no gate.
         B, C: (B, L, N), like u.
         A: (D, N), negative; float32 (float64 beside float64 activations), as are D and delta_bias.
         D, delta_bias: (D,), the skip, and what is added to delta; None: zero.
         delta_softplus: apply softplus to delta after its bias.
         layout: where documents lie; None: each row is one.
-        initial_state: (S, D, N) in A's dtype, the state each document starts from, whatever ``layout.continues`` says;
-            None: zero.
+        initial_state: (S, D, N) in A's dtype, the state each document starts from, whatever
+            ``layout.continues`` says; None: zero.
         return_final_state: also return each document's last state, like initial_state.
         backend: a name in ``ops.BACKENDS``.
 
-    Returns y (B, L, D) in u's dtype, zero at padding, which is never read; with ``return_final_state`` a pair.
-    Raises TypeError or ValueError.
+    Returns y (B, L, D) in u's dtype, zero at padding, which is never read; with
+    ``return_final_state`` a pair. Raises TypeError or ValueError.
     """
     arguments = _checked(
         u=u,
@@ -111,11 +113,11 @@ class ScanArguments(NamedTuple):
     return_final_state: bool
 
 
-def _checked(*, u: Tensor, layout: SequenceLayout | None, **others: Any) -> ScanArguments:
+def _checked(*, u: Tensor, layout: SequenceLayout | None, **remaining: Any) -> ScanArguments:
     """Check the arguments of ``ssm_pack`` and complete the layout. Raises TypeError or ValueError."""
     checks.check_activations(u, "u")
     layout = checks.check_layout(layout, u, "u")
-    a = ScanArguments(u=u, layout=layout, **others)
+    a = ScanArguments(u=u, layout=layout, **remaining)
     rows, row_length, channels = u.shape
     states = checks.check_columns(a.A, "A", channels, 1, 256)
     activation_dtypes = (u.dtype,)
@@ -144,7 +146,7 @@ def _checked(*, u: Tensor, layout: SequenceLayout | None, **others: Any) -> Scan
 
 
 class ScanSaved(NamedTuple):
-    """Saved for the backward: states every ``SAVED_TOKENS`` tokens, see ``allocate_scan``; None: no backward follows."""
+    """Saved for the backward: states every ``SAVED_TOKENS`` tokens (``allocate_scan``), or None."""
 
     states: Tensor | None
 
@@ -154,9 +156,10 @@ def allocate_scan(
 ) -> tuple[Outputs, ScanSaved]:
     """Allocate y (B, L, D), final states (S, D, N) if returned, and saved states if a backward follows.
 
-    A GPU saves (B L // SAVED_TOKENS, D, N) in bfloat16, or half as many in float32: a document's state lies at its start //
-    SAVED_TOKENS + its number in the document - 1, so that none overlap and no sums over documents are needed. A CPU saves
-    (S + B L // SAVED_TOKENS, D rounded up, N) in A's dtype, a document's at its number + its start // SAVED_TOKENS.
+    A GPU saves (B L // SAVED_TOKENS, D, N) in bfloat16, or half as many in float32: a document's
+    state lies at its start // SAVED_TOKENS + its number in the document - 1, so that none overlap
+    and no sums over documents are needed. A CPU saves (S + B L // SAVED_TOKENS, D rounded up, N) in
+    A's dtype, a document's at its number + its start // SAVED_TOKENS.
     """
     channels, states = A.shape
     documents = starts.shape[0]
@@ -199,7 +202,10 @@ def _backward(a: ScanArguments, saved: ScanSaved, grads: Outputs) -> dict[str, T
 
 
 def _inputs(a: ScanArguments) -> dict[str, Any]:
-    """Name what both kernels read, as kernels/*/bindings do; activations by stride, parameters and states dense."""
+    """Name what both kernels read, as kernels/*/bindings do.
+
+    Activations lie as they came; parameters and states are made dense.
+    """
     return {
         "u": a.u,
         "delta": a.delta,
@@ -249,7 +255,7 @@ def _check_backward_fits(device: torch.device) -> None:
 
 
 def _is_even(tensor: Tensor) -> bool:
-    """Return whether every token of 16-bit (B, L, D) begins at a multiple of 4 bytes: kernels read channels in pairs."""
+    """Return whether each token of 16-bit (B, L, D) begins at a multiple of 4 bytes: for reads in pairs."""
     rows, tokens, _ = tensor.stride()
     return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
 
