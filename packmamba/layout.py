@@ -1,4 +1,12 @@
-"""Document boundaries in the rows of a batch. Shapes: B rows, L slots of a row, S documents."""
+"""Say where documents start and end in the rows of a batch: one layout, shared by every operator of every layer.
+
+A scheme (single, padded, packed, leaking) is a choice of layout, and never a case in a kernel. A document lies in one row, a
+row's documents lie side by side from its left, and what is left of the row is padding. So two numbers a document say all,
+and kernels take them as two small tensors, whatever the lengths are. Conversions from other libraries' formats check their
+arguments once, on the host, so that operators need not.
+
+Shapes: B rows, L slots of a row, S documents, counted in row order, then position order.
+"""
 
 from __future__ import annotations
 
@@ -14,29 +22,40 @@ from torch import Tensor
 
 from packmamba.errors import expect
 
-_INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-_MAX_SLOTS = 2**31 - 1
+INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+MAX_SLOTS = 2**31 - 1
+"""B * L, and a position in a document, are int32 in kernels."""
 
 
 class Schedules(dict):
-    """Hold a layout's kernel schedules, as an attribute of its ``starts``: graphs hand operators tensors alone."""
+    """Hold what kernels derive from a layout, by ``ops.cuda`` and ``ops.ssd_triton``: work items on a GPU.
+
+    An attribute of the layout's ``starts``, and not of the layout, since a traced graph hands operators tensors alone. Every
+    layer of a step then finds what the first one made. "longest" and "offsets" are the layout's, which kernels also need.
+    """
 
     def __reduce__(self) -> tuple:
-        # Without schedules, whose tensors lie elsewhere, and as a type that torch.load knows.
+        # A copy's tensors lie elsewhere, so it starts without schedules. OrderedDict: torch.load knows it.
         return OrderedDict, ([(name, self.get(name)) for name in ("longest", "offsets")],)
 
 
 class SequenceLayout:
     """Hold the documents of a batch, in row order, then position order; padding is a row's tail.
 
-    The ``from_*`` constructors check their arguments on the host; each raises TypeError or ValueError that names what is wrong.
+    Build one by a ``from_*`` constructor. Each checks its arguments on the host, and raises TypeError or ValueError that
+    names what is wrong, with row and position.
 
     Attributes:
         shape: (B, L).
-        starts, ends: (S,) int32, each document's span in the flattened B * L slots, at least one token.
-        offsets: (S,) int32, each first token's position in its document; above 0 for a continuation.
-        num_tokens: slots that hold a token.
-        longest: maximum document length, offsets included; None if unknown.
+        starts, ends: (S,) int32, each document's span in the flattened B * L slots, at least one token; a row may have none.
+        offsets: (S,) int32, position in its document of each document's first token here; above 0 for a continuation.
+        num_tokens: slots that hold a token; None in torch.export if it is not known.
+        longest: upper bound of the documents' lengths, offsets included, by which kernels decide whether to cut long ones
+            without waiting for a GPU; None if unknown.
+        flowing: what ``flow`` returns instead of computing it, or None. ``training.cuda_graphs`` sets it, since in a graph
+            the number of documents cannot depend on their values.
+        origin: the layout that this is a copy of, by ``to`` or ``pin_memory``, or None: who needs the values on the host
+            finds them there without waiting for a GPU.
     """
 
     def __init__(
@@ -48,7 +67,10 @@ class SequenceLayout:
         num_tokens: int | None = None,
         longest: int | None = None,
     ) -> None:
-        """Trust the arguments, and count tokens if ``num_tokens`` is None (torch.export cannot)."""
+        """Trust the arguments, tensors of one device that describe documents as the class says.
+
+        ``num_tokens`` None: they are counted, which waits for a GPU; in torch.export they stay unknown.
+        """
         if num_tokens is None and not torch.compiler.is_exporting():
             num_tokens = int((ends - starts).sum())
         self.shape = shape
@@ -57,10 +79,10 @@ class SequenceLayout:
         self.offsets = offsets
         self.num_tokens: Any = num_tokens
         self.longest = longest
+        self.flowing: SequenceLayout | None = None
+        self.origin: SequenceLayout | None = None
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
             starts.schedules = Schedules(longest=longest, offsets=offsets)  # type: ignore[attr-defined]
-        self.flowing: SequenceLayout | None = None  # result of ``flow``, in a CUDA graph
-        self.origin: SequenceLayout | None = None  # the layout that this is a copy of
 
     @classmethod
     def from_lengths(
@@ -69,75 +91,82 @@ class SequenceLayout:
         row_length: int,
         offsets: Sequence[Sequence[int]] | None = None,
     ) -> SequenceLayout:
-        """Build from each row's document lengths, from the left; the rest of a row is padding.
+        """Build from rows of document lengths, from the left; the rest of a row is padding.
 
-        ``offsets``: for each length the position in its document of the first token here; None: zeros.
+        Args:
+            lengths: for each row the lengths of its documents, each at least 1; an empty row is all padding.
+            row_length: L.
+            offsets: for each length the position in its document of the first token here; None: zeros.
         """
         row_length = _integer(row_length, "row_length", minimum=1)
         rows = _integers(lengths, "lengths", minimum=1)
-        places = (
-            [[0] * len(row) for row in rows]
-            if offsets is None
-            else _integers(offsets, "offsets", minimum=0)
-        )
+        zeros = [[0] * len(row) for row in rows]
+        row_offsets = zeros if offsets is None else _integers(offsets, "offsets", minimum=0)
         expect(rows, "lengths", "at least one row", "none")
-        expect([*map(len, places)] == [*map(len, rows)], "offsets", "one for each length", "others")
+        fits = [*map(len, row_offsets)] == [*map(len, rows)]
+        expect(fits, "offsets", "one for each length", "others")
         starts: list[int] = []
         for b, row in enumerate(rows):
             if sum(row) > row_length:
-                raise ValueError(
-                    f"lengths[{b}]: expected at most row_length={row_length} tokens, got {sum(row)}"
-                )
+                expected = f"at most row_length={row_length} tokens"
+                raise ValueError(f"lengths[{b}]: expected {expected}, got {sum(row)}")
             starts += [*accumulate(row, initial=b * row_length)][:-1]
-        first, tokens, place = (
-            torch.tensor(of, dtype=torch.int64) for of in (starts, [*chain(*rows)], [*chain(*places)])
-        )
-        return cls._checked((len(rows), row_length), first, first + tokens, place)
+        first = torch.tensor(starts, dtype=torch.int64)
+        length = torch.tensor([*chain(*rows)], dtype=torch.int64)
+        offset = torch.tensor([*chain(*row_offsets)], dtype=torch.int64)
+        return cls._checked((len(rows), row_length), first, first + length, offset)
 
     @classmethod
     def from_rows(
         cls, num_rows: int, row_length: int, device: torch.device | str | None = None
     ) -> SequenceLayout:
-        """Build a layout of one document per row: the operators' default."""
+        """Build a layout of one full row per document: the operators' default."""
         shape = _shape(num_rows, row_length)
         starts = torch.arange(num_rows, dtype=torch.int32, device=device) * row_length
         return cls(
-            shape, starts, starts + row_length, torch.zeros_like(starts), num_rows * row_length, row_length
+            shape=shape,
+            starts=starts,
+            ends=starts + row_length,
+            offsets=torch.zeros_like(starts),
+            num_tokens=num_rows * row_length,
+            longest=row_length,
         )
 
     @classmethod
     def from_position_indices(
         cls, position_indices: Tensor, name: str = "position_indices"
     ) -> SequenceLayout:
-        """Build from each token's position in its document, (B, L) integer; -1 is padding, at a row's tail.
+        """Build from each token's position in its document, (B, L) integer, as transformers' ``position_ids``.
 
-        A row's first document may begin above 0 (a continuation). ``name``: the argument's, in errors.
+        0 starts a document, then one more each; -1 is padding, at a row's tail. A row's first document may begin above 0 (a
+        continuation). ``name``: the argument's, in errors.
         """
-        pos = _index_matrix(position_indices, name)
-        starts_here = pos == 0
-        starts_here[:, 0] |= pos[:, 0] > 0
-        right = (pos == -1) | starts_here
-        right[:, 1:] |= pos[:, 1:] == pos[:, :-1] + 1
+        positions = _index_matrix(position_indices, name)
+        is_start = positions == 0
+        is_start[:, 0] |= positions[:, 0] > 0
+        valid = (positions == -1) | is_start
+        valid[:, 1:] |= positions[:, 1:] == positions[:, :-1] + 1
         expected = "0 (a document starts) or one more than before; only a row's first may begin above 0"
-        check_all(right, name, expected, pos)
-        return cls._from_starts(pos, starts_here, pos)
+        check_all(valid, name, expected, positions)
+        return cls._from_starts(positions, is_start, offsets=positions)
 
     @classmethod
     def from_seq_idx(cls, seq_idx: Tensor, name: str = "seq_idx") -> SequenceLayout:
         """Build from each token's document id, (B, L) integer, as causal-conv1d and Mamba-2 take it, with offsets 0.
 
-        Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a row.
+        Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a row. ``name``: the
+        argument's, in errors.
         """
-        idx = _index_matrix(seq_idx, name)
-        starts_here = idx >= 0
-        starts_here[:, 1:] &= idx[:, 1:] != idx[:, :-1]
-        for b, ids in enumerate(row[here] for row, here in zip(idx, starts_here)):
-            values, counts = ids.unique(return_counts=True)
-            if (again := values[counts > 1]).numel():
-                raise ValueError(
-                    f"{name}[{b}]: expected an id's slots side by side, got id {int(again[0])} again"
-                )
-        return cls._from_starts(idx, starts_here, torch.zeros_like(idx))
+        ids = _index_matrix(seq_idx, name)
+        is_start = ids >= 0
+        is_start[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+        for b in range(len(ids)):
+            values, counts = ids[b, is_start[b]].unique(return_counts=True)
+            again = values[counts > 1]
+            if len(again):
+                got = f"id {int(again[0])} again"
+                raise ValueError(f"{name}[{b}]: expected an id's slots side by side, got {got}")
+        return cls._from_starts(ids, is_start, offsets=torch.zeros_like(ids))
 
     @classmethod
     def from_cu_seqlens(
@@ -145,31 +174,35 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """Build from cumulative lengths over all rows, (S + 1,) integer, as flash-attention takes them, with offsets 0.
 
-        They increase strictly from 0 to B * L and hold every row's start: nothing is padding. ``row_length`` None: their end by
-        rows.
+        They increase strictly from 0 to B * L and hold every row's start: nothing is padding, no document crosses rows.
+
+        Args:
+            rows, row_length: B, L; ``row_length`` None: the last cumulative length by rows.
+            name: the argument's, in errors.
         """
         if torch.compiler.is_exporting():
             return cls._from_traced_cu_seqlens(cu_seqlens, rows, row_length, name)
-        cu = integer_tensor(cu_seqlens, name)
-        expect(cu.dim() == 1 and cu.numel() > 1, name, "shape (S + 1,) with S at least 1", tuple(cu.shape))
-        last = int(cu[-1])
+        cumulative = integer_tensor(cu_seqlens, name)
+        fits = cumulative.dim() == 1 and cumulative.numel() > 1
+        expect(fits, name, "shape (S + 1,) with S at least 1", tuple(cumulative.shape))
+        last = int(cumulative[-1])
         rows, row_length = shape = _shape(rows, last // rows if row_length is None else row_length)
         slots = rows * row_length
-        if cu[0] != 0 or last != slots:
-            fix = "; make a padded tail a document of its own" if 0 < last < slots else ""
-            raise ValueError(
-                f"{name}: expected to run from 0 to B * L = {slots}, got {int(cu[0])} to {last}{fix}"
-            )
-        if len(equal := (cu.diff() <= 0).nonzero().flatten()):
-            raise ValueError(
-                f"{name}: expected to increase strictly, got {cu[equal[0] :][:2].tolist()}; drop empty documents"
-            )
+        if cumulative[0] != 0 or last != slots:
+            remedy = "; make a padded tail a document of its own" if 0 < last < slots else ""
+            got = f"{int(cumulative[0])} to {last}{remedy}"
+            raise ValueError(f"{name}: expected to run from 0 to B * L = {slots}, got {got}")
+        not_above = (cumulative.diff() <= 0).nonzero().flatten()
+        if len(not_above):
+            pair = cumulative[not_above[0] :][:2].tolist()
+            raise ValueError(f"{name}: expected to increase strictly, got {pair}; drop empty documents")
         row_starts = torch.arange(0, slots, row_length)
-        if len(missing := row_starts[~torch.isin(row_starts, cu)]):
-            raise ValueError(
-                f"{name}: expected a document to start at each row's start, got none at {missing[0]}"
-            )
-        return cls._checked(shape, cu[:-1], cu[1:], torch.zeros_like(cu[:-1]))
+        missing = row_starts[~torch.isin(row_starts, cumulative)]
+        if len(missing):
+            expected = "a document to start at each row's start"
+            raise ValueError(f"{name}: expected {expected}, got none at {missing[0]}")
+        starts = cumulative[:-1]
+        return cls._checked(shape, starts, cumulative[1:], torch.zeros_like(starts))
 
     @classmethod
     def _from_traced_cu_seqlens(
@@ -180,21 +213,26 @@ class SequenceLayout:
             raise ValueError("row_length: expected a number in torch.export, got None")
         slots = rows * row_length
         row_starts = torch.arange(rows, device=cu_seqlens.device) * row_length
-        right = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == slots)
-        right &= (cu_seqlens.diff() > 0).all()
-        right &= torch.isin(row_starts, cu_seqlens).all()
-        expected = f"{name}: expected to increase strictly from 0 to B * L, through each row's start"
-        torch._assert_async(right, expected)
-        cu = cu_seqlens.to(torch.int32)
-        return cls((rows, row_length), cu[:-1], cu[1:], torch.zeros_like(cu[:-1]), slots)
+        valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == slots)
+        valid &= (cu_seqlens.diff() > 0).all()
+        valid &= torch.isin(row_starts, cu_seqlens).all()
+        expected = "to increase strictly from 0 to B * L, through each row's start"
+        torch._assert_async(valid, f"{name}: expected {expected}")
+        cumulative = cu_seqlens.to(torch.int32)
+        starts = cumulative[:-1]
+        return cls((rows, row_length), starts, cumulative[1:], torch.zeros_like(starts), slots)
 
     @classmethod
-    def _from_starts(cls, values: Tensor, starts_here: Tensor, offsets: Tensor) -> SequenceLayout:
-        """Build from (B, L) marks of documents' first tokens; a row's last document ends where ``values`` become -1."""
+    def _from_starts(cls, values: Tensor, is_start: Tensor, offsets: Tensor) -> SequenceLayout:
+        """Build from marks of documents' first tokens, (B, L) bool.
+
+        ``values`` (B, L) are below 0 at padding, where a row's last document ends; ``offsets`` (B, L) are read at marks.
+        """
         rows, row_length = values.shape
-        starts = starts_here.flatten().nonzero().flatten()
+        starts = is_start.flatten().nonzero().flatten()
         row = starts // row_length
-        ends = ((values >= 0).sum(1) + torch.arange(rows) * row_length)[row]
+        tokens_end = (values >= 0).sum(1) + torch.arange(rows) * row_length
+        ends = tokens_end[row]
         ends[:-1] = torch.where(row[1:] == row[:-1], starts[1:], ends[:-1])
         return cls._checked((rows, row_length), starts, ends, offsets.flatten()[starts])
 
@@ -202,13 +240,22 @@ class SequenceLayout:
     def _checked(
         cls, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor
     ) -> SequenceLayout:
-        longest = int((offsets + ends - starts).max()) if ends.numel() else 0
-        expect(longest <= _MAX_SLOTS, "offsets", "positions below 2**31", longest)
-        first, last, place = (part.to(torch.int32) for part in (starts, ends, offsets))
-        return cls(_shape(*shape), first, last, place, int((ends - starts).sum()), longest)
+        """Build from int64 tensors on the host whose values are right, but for their range."""
+        lengths = ends - starts
+        longest = int((offsets + lengths).max()) if len(lengths) else 0
+        expect(longest <= MAX_SLOTS, "offsets", "positions below 2**31", longest)
+        return cls(
+            shape=_shape(*shape),
+            starts=starts.to(torch.int32),
+            ends=ends.to(torch.int32),
+            offsets=offsets.to(torch.int32),
+            num_tokens=int(lengths.sum()),
+            longest=longest,
+        )
 
     @property
     def device(self) -> torch.device:
+        """Return the device of the layout's tensors."""
         return self.starts.device
 
     @property
@@ -223,12 +270,12 @@ class SequenceLayout:
 
     @property
     def has_padding(self) -> bool:
-        """Whether a slot holds no token, or may hold none in torch.export."""
+        """Return whether a slot holds no token; where ``num_tokens`` is unknown, whether it may."""
         return self.num_tokens is None or self.num_tokens < self.num_slots
 
     @cached_property
     def lengths(self) -> Tensor:
-        """(S,) int32, tokens of each document here."""
+        """(S,) int32, number of tokens of each document in this batch."""
         return self.ends - self.starts
 
     @cached_property
@@ -238,7 +285,7 @@ class SequenceLayout:
 
     @cached_property
     def packed(self) -> bool:
-        """True if any row holds several documents. Synchronises with a GPU, once."""
+        """Whether any row holds several documents. Waits for a GPU, once."""
         return bool((self.starts % self.shape[1]).any())
 
     @property
@@ -254,16 +301,18 @@ class SequenceLayout:
     def slot_documents(self) -> Tensor:
         """Compute ``documents`` without cached_property, whose lock breaks graphs in Python 3.11."""
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
-        owner = torch.searchsorted(self.starts, slot, right=True, out_int32=True) - 1
-        return torch.where(slot < _and_zero(self.ends)[owner], owner, -1).view(self.shape)
+        # The last document that starts at or before the slot; -1 where none does.
+        document = torch.searchsorted(self.starts, slot, right=True, out_int32=True) - 1
+        is_inside = slot < _append_zero(self.ends)[document]
+        return torch.where(is_inside, document, -1).view(self.shape)
 
     @cached_property
     def token_slots(self) -> Tensor:
         """(num_tokens,) int64, the slots that hold a token, in order."""
         token = torch.arange(self.num_tokens, device=self.device)
-        ends = self.lengths.cumsum(0)
-        document = torch.searchsorted(ends, token, right=True)
-        return token + (self.ends - ends)[document]
+        tokens_before_end = self.lengths.cumsum(0)
+        document = torch.searchsorted(tokens_before_end, token, right=True)
+        return token + (self.ends - tokens_before_end)[document]
 
     @cached_property
     def seq_idx(self) -> Tensor:
@@ -276,7 +325,7 @@ class SequenceLayout:
     def position_indices(self) -> Tensor:
         """(B, L) int32, each slot's position in its document, offsets included; padding -1."""
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device).view(self.shape)
-        first_position = _and_zero(self.offsets - self.starts)[self.documents]
+        first_position = _append_zero(self.offsets - self.starts)[self.documents]
         return torch.where(self.documents >= 0, slot + first_position, -1)
 
     @cached_property
@@ -290,13 +339,19 @@ class SequenceLayout:
         """Merge each row's documents into one, with the offset of the first: each leaks into the next."""
         if self.flowing is not None:
             return self.flowing
-        new_row = torch.ones_like(self.starts, dtype=torch.bool)
-        new_row[1:] = self.rows[1:] != self.rows[:-1]
-        starts, ends, offsets = (self.starts[new_row], self.ends[new_row.roll(-1)], self.offsets[new_row])
-        return SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens)
+        is_first = torch.ones_like(self.starts, dtype=torch.bool)  # of its row's documents
+        is_first[1:] = self.rows[1:] != self.rows[:-1]
+        is_last = is_first.roll(-1)
+        return SequenceLayout(
+            shape=self.shape,
+            starts=self.starts[is_first],
+            ends=self.ends[is_last],
+            offsets=self.offsets[is_first],
+            num_tokens=self.num_tokens,
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
-        """Copy to another device."""
+        """Copy to another device; ``origin`` of the copy is this layout."""
         return self._moved(lambda t: t.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SequenceLayout:
@@ -304,8 +359,14 @@ class SequenceLayout:
         return self._moved(Tensor.pin_memory)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
-        starts, ends, offsets = map(move, (self.starts, self.ends, self.offsets))
-        moved = SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens, self.longest)
+        moved = SequenceLayout(
+            shape=self.shape,
+            starts=move(self.starts),
+            ends=move(self.ends),
+            offsets=move(self.offsets),
+            num_tokens=self.num_tokens,
+            longest=self.longest,
+        )
         moved.origin = self
         return moved
 
@@ -323,26 +384,23 @@ class SequenceLayout:
         return f"SequenceLayout(shape={self.shape}, {counts}, device='{self.device}')"
 
 
-def _and_zero(tensor: Tensor) -> Tensor:
+def _append_zero(tensor: Tensor) -> Tensor:
     """Append a zero, for the index -1 of slots without a document."""
     return torch.cat([tensor, tensor.new_zeros(1)])
 
 
 def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[list[int]]:
+    """Check and list rows of integers; errors name the row and the place."""
     listed = []
     for b, row in enumerate(rows):
-        expect(
-            hasattr(row, "__iter__"),
-            f"{name}[{b}]",
-            "a sequence of integers",
-            type(row).__name__,
-            TypeError,
-        )
+        is_row = hasattr(row, "__iter__")
+        expect(is_row, f"{name}[{b}]", "a sequence of integers", type(row).__name__, TypeError)
         listed.append([_integer(n, f"{name}[{b}][{s}]", minimum) for s, n in enumerate(row)])
     return listed
 
 
 def _integer(value: int, name: str, minimum: int) -> int:
+    """Check an integer, of NumPy or torch too; return Python's."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -353,38 +411,41 @@ def _integer(value: int, name: str, minimum: int) -> int:
 
 
 def _shape(rows: int, row_length: int) -> tuple[int, int]:
+    """Check a layout's shape (B, L)."""
     if torch.compiler.is_compiling():
         return rows, row_length  # a check would fix a traced tensor's sizes
-    shape = _integer(rows, "rows", 1), _integer(row_length, "row_length", 1)
-    fits = shape[0] * shape[1] <= _MAX_SLOTS
+    rows = _integer(rows, "rows", minimum=1)
+    row_length = _integer(row_length, "row_length", minimum=1)
+    fits = rows * row_length <= MAX_SLOTS
     expect(fits, "row_length", "at most 2**31 - 1 slots", f"{rows} rows of {row_length}")
-    return shape
+    return rows, row_length
 
 
 def integer_tensor(tensor: Tensor, name: str) -> Tensor:
-    """Check an integer tensor; copy it to the host."""
+    """Check that a tensor holds integers; return it as int64 on the host."""
     if torch.compiler.is_exporting():
         expected = "starts and ends, or cu_seqlens, in torch.export"
         raise TypeError(f"{name}: expected {expected}, got values that decide a shape")
     dtype = getattr(tensor, "dtype", type(tensor).__name__)
-    fits = dtype in _INT_DTYPES and isinstance(tensor, Tensor) and not tensor.is_meta
+    fits = dtype in INT_DTYPES and isinstance(tensor, Tensor) and not tensor.is_meta
     expect(fits, name, "an integer tensor of values", dtype, TypeError)
     return tensor.to("cpu", torch.int64)
 
 
 def _index_matrix(tensor: Tensor, name: str) -> Tensor:
+    """Check (B, L) integers of which -1 is padding, at a row's tail; return them as ``integer_tensor`` does."""
     matrix = integer_tensor(tensor, name)
-    holds = matrix.dim() == 2 and 0 not in matrix.shape
-    expect(holds, name, "shape (B, L) with at least one slot", tuple(matrix.shape))
+    fits = matrix.dim() == 2 and 0 not in matrix.shape
+    expect(fits, name, "shape (B, L) with at least one slot", tuple(matrix.shape))
     check_all(matrix >= -1, name, "-1 (padding) or at least 0", matrix)
-    right = torch.ones_like(matrix, dtype=torch.bool)
-    right[:, 1:] = (matrix[:, :-1] >= 0) | (matrix[:, 1:] < 0)
-    check_all(right, name, "padding (-1) only at a row's tail", matrix)
+    valid = torch.ones_like(matrix, dtype=torch.bool)
+    valid[:, 1:] = (matrix[:, :-1] >= 0) | (matrix[:, 1:] < 0)
+    check_all(valid, name, "padding (-1) only at a row's tail", matrix)
     return matrix
 
 
-def check_all(right: Tensor, name: str, expected: str, values: Tensor) -> None:
-    """Raise ValueError naming the first row and position of ``values`` that are not ``right``."""
-    if not right.all():
-        b, t = (~right).nonzero()[0].tolist()
+def check_all(valid: Tensor, name: str, expected: str, values: Tensor) -> None:
+    """Raise ValueError that names the first row and position of ``values`` (B, L) which is not ``valid`` (B, L)."""
+    if not valid.all():
+        b, t = (~valid).nonzero()[0].tolist()
         raise ValueError(f"{name}[{b}, {t}]: expected {expected}, got {int(values[b, t])}")
