@@ -1,9 +1,10 @@
-"""Say where documents start and end in the rows of a batch: one layout, shared by every operator of every layer.
+"""Say where documents start and end in the rows of a batch: one layout for every operator.
 
-A scheme (single, padded, packed, leaking) is a choice of layout, and never a case in a kernel. A document lies in one row, a
-row's documents lie side by side from its left, and what is left of the row is padding. So two numbers a document say all,
-and kernels take them as two small tensors, whatever the lengths are. Conversions from other libraries' formats check their
-arguments once, on the host, so that operators need not.
+A scheme (single, padded, packed, leaking) is a choice of layout, and never a case in a kernel. A
+document lies in one row, a row's documents lie side by side from its left, and what is left of the
+row is padding. So two numbers a document say all, and kernels take them as two small tensors,
+whatever the lengths are. Conversions from other libraries' formats check their arguments once, on
+the host, so that operators need not.
 
 Shapes: B rows, L slots of a row, S documents, counted in row order, then position order.
 """
@@ -23,39 +24,42 @@ from torch import Tensor
 from packmamba.errors import expect
 
 INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
-MAX_SLOTS = 2**31 - 1
-"""B * L, and a position in a document, are int32 in kernels."""
+MAX_SLOTS = 2**31 - 1  # B * L, and positions in a document, are int32 in kernels
 
 
 class Schedules(dict):
     """Hold what kernels derive from a layout, by ``ops.cuda`` and ``ops.ssd_triton``: work items on a GPU.
 
-    An attribute of the layout's ``starts``, and not of the layout, since a traced graph hands operators tensors alone. Every
-    layer of a step then finds what the first one made. "longest" and "offsets" are the layout's, which kernels also need.
+    An attribute of the layout's ``starts``, and not of the layout, since a traced graph hands
+    operators tensors alone. Every layer of a step then finds what the first one made. "longest" and
+    "offsets" are the layout's, which kernels also need.
     """
 
     def __reduce__(self) -> tuple:
-        # A copy's tensors lie elsewhere, so it starts without schedules. OrderedDict: torch.load knows it.
+        # A copy's tensors lie elsewhere, so it starts without schedules. OrderedDict: torch.load
+        # knows it.
         return OrderedDict, ([(name, self.get(name)) for name in ("longest", "offsets")],)
 
 
 class SequenceLayout:
     """Hold the documents of a batch, in row order, then position order; padding is a row's tail.
 
-    Build one by a ``from_*`` constructor. Each checks its arguments on the host, and raises TypeError or ValueError that
-    names what is wrong, with row and position.
+    Build one by a ``from_*`` constructor. Each checks its arguments on the host, and raises
+    TypeError or ValueError that names what is wrong, with row and position.
 
     Attributes:
         shape: (B, L).
-        starts, ends: (S,) int32, each document's span in the flattened B * L slots, at least one token; a row may have none.
-        offsets: (S,) int32, position in its document of each document's first token here; above 0 for a continuation.
+        starts, ends: (S,) int32, each document's span in the flattened B * L slots, at least one
+            token; a row may have none.
+        offsets: (S,) int32, position in its document of each document's first token here; above 0
+            for a continuation.
         num_tokens: slots that hold a token; None in torch.export if it is not known.
-        longest: upper bound of the documents' lengths, offsets included, by which kernels decide whether to cut long ones
-            without waiting for a GPU; None if unknown.
-        flowing: what ``flow`` returns instead of computing it, or None. ``training.cuda_graphs`` sets it, since in a graph
-            the number of documents cannot depend on their values.
-        origin: the layout that this is a copy of, by ``to`` or ``pin_memory``, or None: who needs the values on the host
-            finds them there without waiting for a GPU.
+        longest: upper bound of the documents' lengths, offsets included, by which kernels decide
+            whether to cut long ones without waiting for a GPU; None if unknown.
+        flowing: what ``flow`` returns instead of computing it, or None. ``training.cuda_graphs``
+            sets it, since in a graph the number of documents cannot depend on their values.
+        origin: the layout that this is a copy of, by ``to`` or ``pin_memory``, or None: who needs
+            the values on the host finds them there without waiting for a GPU.
     """
 
     def __init__(
@@ -69,7 +73,8 @@ class SequenceLayout:
     ) -> None:
         """Trust the arguments, tensors of one device that describe documents as the class says.
 
-        ``num_tokens`` None: they are counted, which waits for a GPU; in torch.export they stay unknown.
+        ``num_tokens`` None: they are counted, which waits for a GPU; in torch.export they stay
+        unknown.
         """
         if num_tokens is None and not torch.compiler.is_exporting():
             num_tokens = int((ends - starts).sum())
@@ -94,9 +99,11 @@ class SequenceLayout:
         """Build from rows of document lengths, from the left; the rest of a row is padding.
 
         Args:
-            lengths: for each row the lengths of its documents, each at least 1; an empty row is all padding.
+            lengths: for each row the lengths of its documents, each at least 1; an empty row is all
+                padding.
             row_length: L.
-            offsets: for each length the position in its document of the first token here; None: zeros.
+            offsets: for each length the position in its document of the first token here; None:
+                zeros.
         """
         row_length = _integer(row_length, "row_length", minimum=1)
         rows = _integers(lengths, "lengths", minimum=1)
@@ -123,23 +130,17 @@ class SequenceLayout:
         """Build a layout of one full row per document: the operators' default."""
         shape = _shape(num_rows, row_length)
         starts = torch.arange(num_rows, dtype=torch.int32, device=device) * row_length
-        return cls(
-            shape=shape,
-            starts=starts,
-            ends=starts + row_length,
-            offsets=torch.zeros_like(starts),
-            num_tokens=num_rows * row_length,
-            longest=row_length,
-        )
+        offsets = torch.zeros_like(starts)
+        return cls(shape, starts, starts + row_length, offsets, num_rows * row_length, row_length)
 
     @classmethod
     def from_position_indices(
         cls, position_indices: Tensor, name: str = "position_indices"
     ) -> SequenceLayout:
-        """Build from each token's position in its document, (B, L) integer, as transformers' ``position_ids``.
+        """Build from each token's position in its document, as transformers' ``position_ids``: (B, L) integer.
 
-        0 starts a document, then one more each; -1 is padding, at a row's tail. A row's first document may begin above 0 (a
-        continuation). ``name``: the argument's, in errors.
+        0 starts a document, then one more each; -1 is padding, at a row's tail. A row's first
+        document may begin above 0 (a continuation). ``name``: the argument's, in errors.
         """
         positions = _index_matrix(position_indices, name)
         is_start = positions == 0
@@ -152,10 +153,10 @@ class SequenceLayout:
 
     @classmethod
     def from_seq_idx(cls, seq_idx: Tensor, name: str = "seq_idx") -> SequenceLayout:
-        """Build from each token's document id, (B, L) integer, as causal-conv1d and Mamba-2 take it, with offsets 0.
+        """Build from each token's document id, as causal-conv1d and Mamba-2 take it: (B, L) integer.
 
-        Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a row. ``name``: the
-        argument's, in errors.
+        Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a
+        row. Offsets are 0. ``name``: the argument's, in errors.
         """
         ids = _index_matrix(seq_idx, name)
         is_start = ids >= 0
@@ -172,9 +173,10 @@ class SequenceLayout:
     def from_cu_seqlens(
         cls, cu_seqlens: Tensor, rows: int = 1, row_length: int | None = None, name: str = "cu_seqlens"
     ) -> SequenceLayout:
-        """Build from cumulative lengths over all rows, (S + 1,) integer, as flash-attention takes them, with offsets 0.
+        """Build from cumulative lengths over all rows, as flash-attention takes them: (S + 1,) integer.
 
-        They increase strictly from 0 to B * L and hold every row's start: nothing is padding, no document crosses rows.
+        They increase strictly from 0 to B * L and hold every row's start: nothing is padding, no
+        document crosses rows. Offsets are 0.
 
         Args:
             rows, row_length: B, L; ``row_length`` None: the last cumulative length by rows.
@@ -226,7 +228,8 @@ class SequenceLayout:
     def _from_starts(cls, values: Tensor, is_start: Tensor, offsets: Tensor) -> SequenceLayout:
         """Build from marks of documents' first tokens, (B, L) bool.
 
-        ``values`` (B, L) are below 0 at padding, where a row's last document ends; ``offsets`` (B, L) are read at marks.
+        ``values`` (B, L) are below 0 at padding, where a row's last document ends; ``offsets`` (B,
+        L) are read at marks.
         """
         rows, row_length = values.shape
         starts = is_start.flatten().nonzero().flatten()
@@ -244,14 +247,9 @@ class SequenceLayout:
         lengths = ends - starts
         longest = int((offsets + lengths).max()) if len(lengths) else 0
         expect(longest <= MAX_SLOTS, "offsets", "positions below 2**31", longest)
-        return cls(
-            shape=_shape(*shape),
-            starts=starts.to(torch.int32),
-            ends=ends.to(torch.int32),
-            offsets=offsets.to(torch.int32),
-            num_tokens=int(lengths.sum()),
-            longest=longest,
-        )
+        num_tokens = int(lengths.sum())
+        starts, ends, offsets = (tensor.to(torch.int32) for tensor in (starts, ends, offsets))
+        return cls(_shape(*shape), starts, ends, offsets, num_tokens, longest)
 
     @property
     def device(self) -> torch.device:
@@ -341,14 +339,9 @@ class SequenceLayout:
             return self.flowing
         is_first = torch.ones_like(self.starts, dtype=torch.bool)  # of its row's documents
         is_first[1:] = self.rows[1:] != self.rows[:-1]
-        is_last = is_first.roll(-1)
-        return SequenceLayout(
-            shape=self.shape,
-            starts=self.starts[is_first],
-            ends=self.ends[is_last],
-            offsets=self.offsets[is_first],
-            num_tokens=self.num_tokens,
-        )
+        starts = self.starts[is_first]
+        ends = self.ends[is_first.roll(-1)]  # of its row's last documents
+        return SequenceLayout(self.shape, starts, ends, self.offsets[is_first], self.num_tokens)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
         """Copy to another device; ``origin`` of the copy is this layout."""
@@ -359,14 +352,8 @@ class SequenceLayout:
         return self._moved(Tensor.pin_memory)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
-        moved = SequenceLayout(
-            shape=self.shape,
-            starts=move(self.starts),
-            ends=move(self.ends),
-            offsets=move(self.offsets),
-            num_tokens=self.num_tokens,
-            longest=self.longest,
-        )
+        starts, ends, offsets = map(move, (self.starts, self.ends, self.offsets))
+        moved = SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens, self.longest)
         moved.origin = self
         return moved
 
@@ -433,7 +420,7 @@ def integer_tensor(tensor: Tensor, name: str) -> Tensor:
 
 
 def _index_matrix(tensor: Tensor, name: str) -> Tensor:
-    """Check (B, L) integers of which -1 is padding, at a row's tail; return them as ``integer_tensor`` does."""
+    """Check integers (B, L), -1 at padding, which is a row's tail; return them as ``integer_tensor``."""
     matrix = integer_tensor(tensor, name)
     fits = matrix.dim() == 2 and 0 not in matrix.shape
     expect(fits, name, "shape (B, L) with at least one slot", tuple(matrix.shape))
@@ -445,7 +432,7 @@ def _index_matrix(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_all(valid: Tensor, name: str, expected: str, values: Tensor) -> None:
-    """Raise ValueError that names the first row and position of ``values`` (B, L) which is not ``valid`` (B, L)."""
+    """Raise ValueError that names the first row and position of values (B, L) which is not valid."""
     if not valid.all():
         b, t = (~valid).nonzero()[0].tolist()
         raise ValueError(f"{name}[{b}, {t}]: expected {expected}, got {int(values[b, t])}")

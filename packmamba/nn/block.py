@@ -1,4 +1,12 @@
-"""The residual block; the mixer's first projection applies the norm's weight. Shapes: B rows, L slots."""
+"""The residual block, with addition and norm fused.
+
+A block gets the residual stream both as it is and normalised, and hands on both. So the norm of the
+next block is computed where the addition is, and what the backward needs is saved once: the
+normalised stream and a number a token. The norm's weight is not applied there: it scales the
+columns of the mixer's first projection, d_model numbers instead of B L d_model.
+
+Shapes: B rows, L slots.
+"""
 
 from typing import Any
 
@@ -6,15 +14,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from packmamba.layout import SequenceLayout
 from packmamba.nn.mixers import State
 from packmamba.ops.checks import is_transforming
 
-RECOMPUTE = ("none", "inner", "block")
+RECOMPUTE = ("none", "inner", "block")  # values of ``MambaLM(recompute=...)``
 
 
 class Block(nn.Module):
-    """Add a mixer of the normalised stream to the stream; recompute: activation checkpointing of the whole mixer."""
+    """Compute ``residual + mixer(norm(residual))``, the residual stream in float32 or wider.
+
+    Args:
+        mixer: a module as ``packmamba.nn.mixers`` describes.
+        norm_epsilon: of RMSNorm.
+        recompute: the backward computes the whole mixer again from its input (activation
+            checkpointing).
+    """
 
     def __init__(self, mixer: Any, norm_epsilon: float, recompute: bool = False) -> None:
         super().__init__()
@@ -23,11 +37,16 @@ class Block(nn.Module):
         self.recompute = recompute
 
     def forward(
-        self, residual: Tensor, normed: Tensor, conv_layout: SequenceLayout, ssm_layout: SequenceLayout,
-        state: State | None, return_state: bool,
-    ) -> tuple[Tensor, Tensor, State | None]:  # fmt: skip
-        """Return the residual stream (B, L, d_model) behind the block, the same normalised, and final states."""
-        arguments = (normed, self.norm.weight, conv_layout, ssm_layout, state, return_state)
+        self, residual: Tensor, normed: Tensor, *layouts_and_state: Any
+    ) -> tuple[Tensor, Tensor, State | None]:
+        """Return the stream (B, L, d_model) behind the block, the same normalised, and final states or None.
+
+        Args:
+            residual, normed: (B, L, d_model), the stream before the block, and the same as
+                ``add_norm`` normalises it.
+            layouts_and_state: conv_layout, ssm_layout, state, return_state, as of ``Mixer.mix``.
+        """
+        arguments = (normed, self.norm.weight, *layouts_and_state)
         if self.recompute and torch.is_grad_enabled():
             mixed, state = checkpoint(
                 self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False
@@ -39,14 +58,21 @@ class Block(nn.Module):
 
 
 def add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:
-    """Return residual + mixed, and the same divided by its root mean square, in mixed's dtype."""
+    """Return residual + mixed, and the same divided by its root mean square: both (B, L, d_model).
+
+    Args:
+        residual: (B, L, d_model), float32 or wider, as is the sum.
+        mixed: what broadcasts to residual; its dtype is that of the normalised sum.
+        epsilon: is added to the mean square.
+    """
     if is_transforming():  # torch.func takes no function with a backward of its own
-        return _add_norm(residual, mixed, epsilon)[:2]
+        residual, normed, _ = _add_norm(residual, mixed, epsilon)
+        return residual, normed
     return _AddNorm.apply(residual, mixed, epsilon)
 
 
 def _add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Return also the factor of the norm, (B, L, 1)."""
+    """Return also the factor by which the sum is multiplied, (B, L, 1)."""
     residual = residual + mixed
     scale = torch.rsqrt(residual.square().mean(-1, keepdim=True) + epsilon)
     normed = residual * scale
@@ -57,6 +83,12 @@ def _add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Te
 
 
 class _AddNorm(torch.autograd.Function):
+    """Differentiate ``add_norm`` from the normalised sum and its factor alone.
+
+    With r the sum, s the factor and n = r s, a gradient dn of n adds ``s (dn - n mean(dn n))`` to
+    that of r.
+    """
+
     @staticmethod
     def forward(ctx: Any, residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:
         residual, normed, scale = _add_norm(residual, mixed, epsilon)

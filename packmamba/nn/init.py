@@ -1,10 +1,12 @@
-"""How parameters start: modules that know it, so that ``reset_parameters`` is right in any order of calls.
+"""Modules that know how their parameters start, so that ``reset_parameters`` is right in any order.
 
-Trainers make large models on the device ``meta``, empty them onto GPUs and call ``reset_parameters`` of each module, Lightning
-and FSDP1 of parents first, ``Module.apply`` of children first. A parent that corrected its children would be undone by the
-first. So a projection knows the depth of its stack, delta's projection its range, and a tied head its embedding.
+Trainers make large models on the device ``meta``, empty them onto GPUs and call
+``reset_parameters`` of each module, Lightning and FSDP1 of parents first, ``Module.apply`` of
+children first. A parent that corrected its children would be undone by the first. So a projection
+knows the depth of its stack, delta's projection its range, and a tied head its embedding.
 
-Draws keep their order and number, those of torch's defaults that are overwritten too: a seed gives the weights that it gave.
+Draws keep their order and number, those of torch's defaults that are overwritten too: a seed gives
+the weights that it gave.
 """
 
 import functools
@@ -16,8 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-STD = 0.02
-"""Standard deviation of embeddings and heads (Mamba follows GPT-2)."""
+STD = 0.02  # of embeddings and heads (Mamba follows GPT-2)
 
 
 @contextmanager
@@ -63,7 +64,7 @@ def _is_shard(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def _copy(whole: Any, parameter: Any) -> None:
-    """Copy values, distributed from rank 0 as the parameter is, and marks such as ``_no_weight_decay``."""
+    """Copy values, distributed as the parameter is, and marks such as ``_no_weight_decay``."""
     vars(parameter).update(vars(whole))
     if _is_shard(parameter):
         from torch.distributed.tensor import distribute_tensor  # slow to import
@@ -140,7 +141,10 @@ class Projection(nn.Linear):
 
 
 class DeltaProjection(nn.Linear):
-    """Project (..., dt_rank) to delta (..., D); ``dt``: (dt_min, dt_max, dt_init_floor), where delta starts."""
+    """Project (..., dt_rank) to delta (..., D), which starts where ``dt_bias_`` says.
+
+    dt: (dt_min, dt_max, dt_init_floor).
+    """
 
     constant = False  # whether the weight starts constant, not uniform
     scale = 1.0  # of the weight, beside 1 / sqrt(dt_rank)
@@ -150,7 +154,7 @@ class DeltaProjection(nn.Linear):
         super().__init__(dt_rank, channels)
 
     def set_weight_start(self, constant: bool, scale: float) -> None:
-        """Start the weight, now and at each ``reset_parameters``, in mamba_ssm's ``dt_init`` and ``dt_scale``."""
+        """Start the weight as mamba_ssm's ``dt_init`` and ``dt_scale`` say, now and at each reset."""
         self.constant, self.scale = constant, scale
         self._adapt()
 

@@ -1,4 +1,12 @@
-"""The Mamba language model on packed documents. Shapes: B rows, L slots, S documents."""
+"""The Mamba language model on packed documents: an embedding, blocks, and a head.
+
+Names of modules and parameters are state-spaces', whose checkpoints it reads and writes. Layouts
+are checked here, once a batch, and handed unchanged to every block. The head is separate from the
+rest (``return_hidden``), since the loss of a large vocabulary is computed without all of its logits
+(``packmamba.nn.loss``).
+
+Shapes: B rows, L slots, S documents.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +29,19 @@ class MambaLM(nn.Module):
     """Predict tokens by blocks between an embedding and a head (Mamba, arXiv 2312.00752).
 
     Args:
-        vocab_size, d_model, n_layer: rows of the embedding, width of the residual stream, blocks.
-        tie_embeddings: share the embedding's weight with the head. ``norm_epsilon``: of RMSNorm.
-        recompute: activations that the backward recomputes: "none"; "inner", the convolution's output and delta (compiled
-            kernels only); "block", all but each block's input (activation checkpointing).
-        mixer: a name in ``packmamba.nn.mixers.MIXERS``; options: its own.
+        vocab_size: rows of the embedding.
+        d_model: width of the residual stream.
+        n_layer: number of blocks.
+        tie_embeddings: share the embedding's weight with the head.
+        norm_epsilon: of RMSNorm.
+        recompute: activations that the backward computes again instead of keeping: "none"; "inner",
+            the convolution's output and delta (as mamba-ssm does; compiled kernels only); "block",
+            all but each block's input (activation checkpointing).
+        mixer: a name in ``packmamba.nn.mixers.MIXERS``.
+        options: the mixer's; PackedMamba's are d_state, d_conv, expand, dt_rank,
+            learned_initial_state, backend and others.
 
-    Raises TypeError or ValueError.
+    Raises TypeError or ValueError that names the argument.
     """
 
     def __init__(
@@ -42,15 +56,20 @@ class MambaLM(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        for name, value, known in (("recompute", recompute, RECOMPUTE), ("mixer", mixer, tuple(MIXERS))):
-            expect(value in known, name, f"one of {', '.join(known)}", repr(value))
+        expect(recompute in RECOMPUTE, "recompute", f"one of {', '.join(RECOMPUTE)}", repr(recompute))
+        expect(mixer in MIXERS, "mixer", f"one of {', '.join(MIXERS)}", repr(mixer))
         for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
             check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
         check_flags(tie_embeddings=tie_embeddings)
-        self.config = dict(
-            vocab_size=vocab_size, d_model=d_model, n_layer=n_layer, tie_embeddings=tie_embeddings,
-            norm_epsilon=norm_epsilon, mixer=mixer, **options,
-        )  # fmt: skip
+        self.config = {
+            "vocab_size": vocab_size,
+            "d_model": d_model,
+            "n_layer": n_layer,
+            "tie_embeddings": tie_embeddings,
+            "norm_epsilon": norm_epsilon,
+            "mixer": mixer,
+            **options,
+        }
         embedding = Embedding(vocab_size, d_model)
         mixers = [MIXERS[mixer](d_model, recompute=recompute == "inner", **options) for _ in range(n_layer)]
         layers = [Block(mixer, norm_epsilon, recompute == "block") for mixer in mixers]
@@ -63,7 +82,7 @@ class MambaLM(nn.Module):
         self.lm_head = Head(d_model, vocab_size, bias=False)
         if tie_embeddings:
             self.lm_head.tie(embedding)
-        self._start = add_norm
+        self._start = add_norm  # or compiled, see ``compile_blocks``
 
     def init_weights(self) -> None:
         """Initialise every parameter as a fresh model's under the same seed, and tie the head again.
@@ -93,10 +112,12 @@ class MambaLM(nn.Module):
         """Load a published checkpoint of state-spaces' or Hugging Face's format, in one file or in shards.
 
         Args:
-            directory: a folder, or else a Hub's name such as state-spaces/mamba-130m, downloaded at ``revision``.
+            directory: a folder, or else a Hub's name such as state-spaces/mamba-130m, downloaded at
+                ``revision``.
             overrides: further arguments of MambaLM, such as ``backend``.
 
-        Raises FileNotFoundError; ValueError for another configuration, or naming the first weight that does not fit it.
+        Raises FileNotFoundError; ValueError for another configuration, or naming the first weight
+        that does not fit it.
         """
         arguments, weights = read_pretrained(find_folder(directory, revision))
         model = cls(**(arguments | overrides))
@@ -106,8 +127,9 @@ class MambaLM(nn.Module):
     def save_pretrained(self, directory: str | Path, format: str = "state_spaces") -> None:
         """Write a folder that ``from_pretrained`` reads. Raises ValueError for what ``format`` cannot hold.
 
-        format: "state_spaces", which mamba-ssm reads (without learned initial states and other norm_epsilon), or "huggingface",
-        which transformers' AutoModelForCausalLM reads.
+        Args:
+            format: "state_spaces", which mamba-ssm reads (but not learned initial states nor another
+                norm_epsilon); or "huggingface", which transformers' AutoModelForCausalLM reads.
         """
         write_pretrained(directory, self.config, self.state_dict(), format)
 
@@ -121,64 +143,80 @@ class MambaLM(nn.Module):
         return_states: bool = False,
         return_hidden: bool = False,
     ) -> Any:
-        """Compute logits (B, L, vocab_size) of tokens (B, L), and with ``return_states`` a list of final states by layer.
+        """Compute logits (B, L, vocab_size) of tokens (B, L); with ``return_states`` also final states by layer.
 
         Args:
-            tokens: int64 or int32 ids; at padding any valid id, whose logits are finite and meaningless.
+            tokens: int64 or int32 ids; at padding any valid id, whose logits are finite and
+                meaningless.
             layout: where documents lie; None: each row is one.
-            conv_layout, ssm_layout: instead of ``layout`` in the convolutions or the scans; ``layout.flow()`` leaks.
-            states: initial states by layer, as the mixer's ``start_state`` has them, of the documents of conv_layout and
-                ssm_layout; None: zero, or the learned states.
-            return_hidden: return the head's input (B, L, d_model) instead of logits: for ``linear_cross_entropy``.
+            conv_layout, ssm_layout: instead of ``layout`` in the convolutions or the scans;
+                ``layout.flow()`` leaks.
+            states: initial states by layer, as the mixer's ``start_state`` has them, of the
+                documents of conv_layout and ssm_layout; None: zero, or the learned states.
+            return_hidden: return the head's input (B, L, d_model) instead of logits: for
+                ``linear_cross_entropy``.
 
         Raises TypeError or ValueError.
         """
-        got = getattr(tokens, "dtype", type(tokens).__name__)
-        expect(got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError)
-        whole = tokens.dim() == 2 and 0 not in tokens.shape
-        expect(whole, "tokens", "shape (B, L) with at least one slot", tuple(tokens.shape))
+        self._check_tokens(tokens)
         layers = self.backbone.layers
-        given: Any = [None] * len(layers) if states is None else states
-        expect(len(given) == len(layers), "states", f"one per layer, {len(layers)}", len(given))
+        initial_states: Any = [None] * len(layers) if states is None else states
+        fits = len(initial_states) == len(layers)
+        expect(fits, "states", f"one per layer, {len(layers)}", len(initial_states))
         layout = check_layout(layout, tokens, "tokens")
-        layouts = tuple(layout if own is None else own for own in (conv_layout, ssm_layout))
-        try:
-            embedded = self.backbone.embedding(tokens)
-        except IndexError:
-            ids = f"{int(tokens.min())} to {int(tokens.max())}"
-            raise ValueError(
-                f"tokens: expected ids from 0 to {len(self.lm_head.weight) - 1}, got {ids}"
-            ) from None
-        residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
-        norm_f, kind = self.backbone.norm_f, tokens.device.type
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else norm_f.weight.dtype
-        residual, normed = self._start(residual, embedded.new_zeros(()).to(dtype), norm_f.eps)
+        conv_layout = layout if conv_layout is None else conv_layout
+        ssm_layout = layout if ssm_layout is None else ssm_layout
+        residual, normed = self._embed(tokens)
         final_states = []
-        for layer, state in zip(layers, given):
-            residual, normed, state = layer(residual, normed, *layouts, state, return_states)
+        for layer, state in zip(layers, initial_states):
+            residual, normed, state = layer(residual, normed, conv_layout, ssm_layout, state, return_states)
             final_states.append(state)
-        hidden = normed * norm_f.weight.to(normed.dtype)
+        hidden = normed * self.backbone.norm_f.weight.to(normed.dtype)
         result = hidden if return_hidden else self.lm_head(hidden)
         return (result, final_states) if return_states else result
 
+    def _check_tokens(self, tokens: Tensor) -> None:
+        got = getattr(tokens, "dtype", type(tokens).__name__)
+        expect(got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError)
+        fits = tokens.dim() == 2 and 0 not in tokens.shape
+        expect(fits, "tokens", "shape (B, L) with at least one slot", tuple(tokens.shape))
+
+    def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the residual stream before the first block (B, L, d_model), and the same normalised."""
+        try:
+            embedded = self.backbone.embedding(tokens)
+        except IndexError:
+            expected = f"ids from 0 to {len(self.lm_head.weight) - 1}"
+            got = f"{int(tokens.min())} to {int(tokens.max())}"
+            raise ValueError(f"tokens: expected {expected}, got {got}") from None
+        residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
+        norm = self.backbone.norm_f
+        device = tokens.device.type
+        dtype = norm.weight.dtype
+        if torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)
+        # The first block's norm, by adding nothing to the stream.
+        return self._start(residual, embedded.new_zeros(()).to(dtype), norm.eps)
+
     def compile_blocks(self, **options: Any) -> None:
-        """Compile by torch.compile with ``options``, once for all blocks and layouts."""
+        """Compile by torch.compile, block by block: one compilation serves all blocks and layouts."""
         for layer in self.backbone.layers:
             layer.compile(**options)
         self._start = torch.compile(add_norm, **options)
 
     def start_states(self, documents: int) -> list[State]:
-        """Return initial states of documents, by layer."""
+        """Return initial states of so many documents, by layer: zeros, or the learned states."""
         return [layer.mixer.start_state(documents) for layer in self.backbone.layers]
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return optimizer groups: matrices decay, without those that mixers exempt."""
-        groups: tuple[list, list] = [], []
-        exempt = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)
+        """Return optimizer groups: matrices decay; vectors, and what the mixer exempts, do not."""
+        decayed = []
+        exempt = []
+        exempt_names = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)
         for name, parameter in self.named_parameters():
             # By name: copies and shards of a parameter lose its _no_weight_decay.
-            groups[parameter.dim() < 2 or name.endswith(exempt)].append(parameter)
-        return [
-            {"params": groups[0], "weight_decay": weight_decay},
-            {"params": groups[1], "weight_decay": 0.0},
-        ]
+            if parameter.dim() < 2 or name.endswith(exempt_names):
+                exempt.append(parameter)
+            else:
+                decayed.append(parameter)
+        return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]

@@ -1,4 +1,10 @@
-"""Cross-entropy of a linear head, in chunks of tokens whose gradients the forward computes, as in Liger-Kernel.
+"""Cross-entropy of a linear head without the logits of all tokens.
+
+Logits of a vocabulary of 50 thousand are larger than all other activations of a small model. So
+tokens are taken in chunks, and the forward computes a chunk's losses and, while its logits are
+there, its share of both gradients, as Liger-Kernel does (arXiv 2410.10989). The backward only
+multiplies them. PyTorch's own function (since 2.13) has no losses by token, and does not sum the
+weight's gradient in float32 beside narrower activations.
 
 Shapes: B rows, L slots, T tokens, V vocabulary.
 """
@@ -18,67 +24,92 @@ CHUNK_LOGITS = 2048 * 50304
 
 
 def linear_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, slots: Tensor | None = None, compiled: bool = False,
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    mask: Tensor,
+    slots: Tensor | None = None,
+    compiled: bool = False,
     shares: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor]:
     """Sum ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``; return also each slot's loss.
 
     Args:
-        hidden, weight: (B, L, d_model); (V, d_model), the head's, used in hidden's dtype.
-        targets, mask: (B, L) int64, any valid id where there is no target; (B, L) bool, where there is.
-        slots: (T,) int64, places in the flattened B * L slots; all others are skipped. None: none.
+        hidden: (B, L, d_model).
+        weight: (V, d_model), the head's; used in hidden's dtype.
+        targets: (B, L) int64; any valid id where there is no target.
+        mask: (B, L) bool, where there is a target.
+        slots: (T,) int64, places in the flattened B * L slots; all others, where mask must be
+            False, are skipped. None: none is skipped.
         compiled: fuse what lies between the matrix products by torch.compile.
         shares: (B, L), factors of losses in the sum; None: 1.
 
-    Returns the sum, and losses (B, L) without factor and gradient, zero where there is no target; float32 (float64 of float64).
+    Returns the sum, differentiable in hidden and weight, and losses (B, L) without factor and
+    gradient, zero where there is no target; both float32 (float64 beside float64). Raises
+    RuntimeError under transforms of torch.func.
     """
     if is_transforming():
         raise RuntimeError(
             "linear_cross_entropy: expected no transform of torch.func, got one; "
             "take F.cross_entropy of the logits"
         )
-    total, losses = _LinearCrossEntropy.apply(
-        hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), slots, compiled, torch.is_grad_enabled(),
-        None if shares is None else shares.flatten(),
-    )  # fmt: skip
+    shares = None if shares is None else shares.flatten()
+    flat = (hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), shares)
+    total, losses = _LinearCrossEntropy.apply(*flat, slots, compiled, torch.is_grad_enabled())
     return total, losses.view(targets.shape)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
+    """Compute losses and both gradients chunk by chunk in the forward, for a total whose gradient is 1.
+
+    Arguments are ``linear_cross_entropy``'s with B * L flattened, and whether gradients are enabled
+    outside (in here they are not). The forward keeps dx (T, d_model) and dhead (V, d_model), the
+    latter summed in float32; the backward multiplies them by the total's gradient and places dx at
+    its slots.
+    """
+
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, slots: Tensor | None, compiled: bool,
-        differentiable: bool, shares: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        wide = accumulation_dtype(hidden.dtype)
-        x = hidden if slots is None else hidden.index_select(0, slots)
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, mask: Tensor, *options: Any
+    ) -> tuple[Tensor, Tensor]:
+        shares, slots, compiled, enabled = options
+        x = hidden
         if slots is not None:
-            targets, mask, shares = (targets[slots], mask[slots], None if shares is None else shares[slots])
+            x = hidden.index_select(0, slots)
+            targets = targets[slots]
+            mask = mask[slots]
+            shares = None if shares is None else shares[slots]
         head = weight.to(hidden.dtype)
-        losses = x.new_empty(len(x), dtype=wide)
-        chunk = max(1, CHUNK_LOGITS // len(head))
-        differentiable = differentiable and any(ctx.needs_input_grad)
+        dtype = accumulation_dtype(x.dtype)
+        losses = x.new_empty(len(x), dtype=dtype)
+        differentiable = enabled and any(ctx.needs_input_grad)
         dx = torch.empty_like(x) if differentiable else None
-        dhead = torch.zeros_like(head, dtype=wide) if differentiable else None
-        for first in range(0, len(x), chunk):
-            part = slice(first, first + chunk)
+        dhead = torch.zeros_like(head, dtype=dtype) if differentiable else None
+        compute = _compiled_chunk() if compiled else _chunk
+        chunk_length = max(1, CHUNK_LOGITS // len(head))
+        for first in range(0, len(x), chunk_length):
+            part = slice(first, first + chunk_length)
             logits = x.new_empty(len(losses[part]), len(head))
             torch.mm(x[part], head.t(), out=logits)
-            chunk_of = (logits, targets[part], mask[part])
+            chunk = (logits, targets[part], mask[part])
             if compiled:
-                for tensor in chunk_of:  # the last chunk's size varies
+                for tensor in chunk:  # the last chunk's size varies
                     torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            losses[part], dlogits = (_compiled_chunk() if compiled else _chunk)(*chunk_of, differentiable)
-            del logits, chunk_of
+            losses[part], dlogits = compute(*chunk, differentiable)
+            del logits, chunk  # before the next allocation
             if dx is not None and dhead is not None:
                 if shares is not None:
                     dlogits = (dlogits * shares[part, None]).to(dlogits.dtype)
                 torch.mm(dlogits, head, out=dx[part])
                 _add_product(dhead, dlogits.t(), x[part])
             del dlogits
-        ctx.slots, ctx.shape, ctx.dtype = slots, hidden.shape, weight.dtype
+        ctx.slots = slots
+        ctx.shape = hidden.shape
+        ctx.dtype = weight.dtype
         ctx.save_for_backward(dx, dhead)
-        placed = losses if slots is None else losses.new_zeros(len(hidden)).index_copy_(0, slots, losses)
+        placed = losses
+        if slots is not None:
+            placed = losses.new_zeros(len(hidden)).index_copy_(0, slots, losses)
         ctx.mark_non_differentiable(placed)
         return (losses if shares is None else losses * shares).sum(), placed
 
@@ -92,14 +123,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) -> tuple[Tensor, Tensor]:
-    """Return losses of a chunk and, in the logits' dtype, their gradient; zero where there is no target."""
-    wide = accumulation_dtype(logits.dtype)
-    log_p = F.log_softmax(logits.to(wide), dim=1)
-    losses = torch.where(mask, -log_p.gather(1, targets[:, None]).squeeze(1), 0)
+    """Return losses (T,) of logits (T, V), and their gradient (T, V) in the logits' dtype.
+
+    Both are zero where mask is False. Not differentiable: the second result is the losses again.
+    """
+    dtype = accumulation_dtype(logits.dtype)
+    log_p = F.log_softmax(logits.to(dtype), dim=1)
+    of_target = log_p.gather(1, targets[:, None]).squeeze(1)
+    losses = torch.where(mask, -of_target, 0)
     if not differentiable:
         return losses, losses
-    at_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
-    gradient = torch.where(mask[:, None], log_p.exp() - at_target.to(wide), 0)
+    is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    gradient = torch.where(mask[:, None], log_p.exp() - is_target.to(dtype), 0)
     return losses, gradient.to(logits.dtype)
 
 
@@ -109,6 +144,7 @@ def _compiled_chunk() -> Callable[..., tuple[Tensor, Tensor]]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a @ b to total, summed in total's dtype where PyTorch can."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     elif total.device.type == "cuda":

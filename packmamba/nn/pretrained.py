@@ -1,4 +1,12 @@
-"""Read and write published checkpoints: folders in state-spaces' or Hugging Face's format."""
+"""Read and write published checkpoints: folders in state-spaces' or Hugging Face's format.
+
+A folder holds config.json and weights, in one file or in shards. Names of weights are
+state-spaces', to which Hugging Face's differ in one letter (``embeddings``); the configurations
+differ in every key, so each format is translated to and from ``MambaLM``'s arguments here
+(``STATE_SPACES``, ``HUGGING_FACE``) and by the mixer (``HUGGING_FACE``). What a format or a mixer
+cannot hold is refused before anything is written, and unknown keys before weights are read: a
+checkpoint never loads as another model.
+"""
 
 import inspect
 import json
@@ -15,53 +23,70 @@ from packmamba.files import replacing, write_whole
 from packmamba.nn.mixers import MIXERS
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
-FIRST_LAYER = "Mamba1"
-"""ssm_cfg.layer where config.json has none."""
-KEYS = {  # MambaLM's argument: state-spaces' key and default, Hugging Face's
-    "vocab_size": ("vocab_size", 50277, "vocab_size", 50280),
-    "d_model": ("d_model", None, "hidden_size", None),
-    "n_layer": ("n_layer", None, "num_hidden_layers", 32),
-    "tie_embeddings": ("tie_embeddings", True, "tie_word_embeddings", True),
-    "norm_epsilon": ("norm_epsilon", 1e-5, "layer_norm_epsilon", 1e-5),
+DEFAULT_LAYER = "Mamba1"  # ssm_cfg.layer where config.json has none
+NORM_EPSILON = 1e-5
+STATE_SPACES = {  # by MambaLM's argument, the key of config.json and its default
+    "vocab_size": ("vocab_size", 50277),
+    "d_model": ("d_model", None),
+    "n_layer": ("n_layer", None),
+    "tie_embeddings": ("tie_embeddings", True),
+    "norm_epsilon": ("norm_epsilon", NORM_EPSILON),
 }
+HUGGING_FACE = {  # the same of transformers' configuration
+    "vocab_size": ("vocab_size", 50280),
+    "d_model": ("hidden_size", None),
+    "n_layer": ("num_hidden_layers", 32),
+    "tie_embeddings": ("tie_word_embeddings", True),
+    "norm_epsilon": ("layer_norm_epsilon", NORM_EPSILON),
+}
+# MambaLM's arguments that state-spaces' ssm_cfg does not hold as they are.
+NOT_PUBLISHED = ("mixer", "recompute", "backend")
 
 
 def find_folder(directory: str | Path, revision: str | None = None) -> Path:
-    """Return a checkpoint's folder, for a Hub's name the downloaded one."""
-    folder, name = Path(directory), str(directory)
+    """Return a checkpoint's folder; for a Hub's name, such as state-spaces/mamba-130m, the downloaded one.
+
+    Raises FileNotFoundError.
+    """
+    folder = Path(directory)
+    name = str(directory)
     expected = "directory: expected a checkpoint's folder with config.json"
     if (folder / "config.json").is_file():
         return folder
     if folder.exists() or folder.parent.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(f"{expected}, got '{folder}'")
     try:
-        from huggingface_hub import snapshot_download
-
-        for weights in WEIGHT_FILES:
-            patterns = ["config.json", weights.replace(".", "*.") + "*"]
-            folder = Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
-            if any(folder.glob(patterns[1])):
-                break
+        return _download(name, revision)
+    except ImportError:
+        reason = "pip install huggingface_hub"
     except Exception as error:
-        why = (
-            "pip install huggingface_hub"
-            if isinstance(error, ImportError)
-            else " ".join(str(error).split())
+        reason = " ".join(str(error).split())
+    raise FileNotFoundError(f"{expected}, or a Hub's name, got '{name}' ({reason})")
+
+
+def _download(name: str, revision: str | None) -> Path:
+    """Download configuration and weights, in the first of ``WEIGHT_FILES`` that the checkpoint has."""
+    from huggingface_hub import snapshot_download
+
+    for weights in WEIGHT_FILES:
+        with_shards = weights.replace(".", "*.") + "*"
+        folder = Path(
+            snapshot_download(name, revision=revision, allow_patterns=["config.json", with_shards])
         )
-        raise FileNotFoundError(f"{expected}, or a Hub's name, got '{name}' ({why})") from None
+        if any(folder.glob(with_shards)):
+            break
     return folder
 
 
 def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read MambaLM's arguments and weights from a folder."""
+    """Read MambaLM's arguments and weights, under its names. Raises FileNotFoundError or ValueError."""
     path = folder / "config.json"
     try:
-        # transformers writes infinity as {"__float__": "Infinity"}.
-        number = lambda of: float(of["__float__"]) if of.keys() == {"__float__"} else of
-        published = json.loads(path.read_text(encoding="utf-8"), object_hook=number)
+        published = json.loads(path.read_text(encoding="utf-8"), object_hook=_read_float)
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, got {error}") from None
-    arguments = (_from_hugging_face if "hidden_size" in published else _from_state_spaces)(published, path)
+    translate = _from_hugging_face if "hidden_size" in published else _from_state_spaces
+    arguments = translate(published, path)
     weights = {
         name.replace(".embeddings.", ".embedding."): tensor
         for name, tensor in _read_weights(folder).items()
@@ -69,30 +94,46 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
-    arguments["vocab_size"] = embedding.shape[0]
-    tied = not arguments["tie_embeddings"] or torch.equal(
-        weights.setdefault("lm_head.weight", embedding), embedding
-    )
-    expect(tied, f"{folder}: 'lm_head.weight'", "the tied embedding", "another")
+    arguments["vocab_size"] = embedding.shape[0]  # may be padded beyond the configuration's
+    if arguments["tie_embeddings"]:
+        head = weights.setdefault("lm_head.weight", embedding)
+        expect(torch.equal(head, embedding), f"{folder}: 'lm_head.weight'", "the tied embedding", "another")
     return arguments, weights
+
+
+def _read_float(value: dict[str, Any]) -> Any:
+    """Read transformers' infinity, {"__float__": "Infinity"}."""
+    return float(value["__float__"]) if value.keys() == {"__float__"} else value
 
 
 def load_weights(
     model: nn.Module, weights: dict[str, Tensor], directory: str | Path, described: str = "config.json"
 ) -> None:
-    """Load weights strictly."""
-    expected, given = ({k: tuple(t.shape) for k, t in of.items()} for of in (model.state_dict(), weights))
-    for name in sorted(expected.keys() | given.keys()):
-        if expected.get(name) != given.get(name):
+    """Load weights into a model that has the same names and shapes.
+
+    Raises ValueError that names the first weight which does not fit; ``described``: what the model
+    was made from.
+    """
+    expected = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        if expected.get(name) != shapes.get(name):
             wanted = f"shape {expected[name]} from {described}" if name in expected else "no such weight"
-            raise ValueError(f"{directory}: '{name}': expected {wanted}, got {given.get(name, 'none')}")
+            raise ValueError(f"{directory}: '{name}': expected {wanted}, got {shapes.get(name, 'none')}")
     model.load_state_dict(weights)
 
 
 def write_pretrained(
     directory: str | Path, config: dict[str, Any], weights: dict[str, Tensor], format: str = "state_spaces"
 ) -> None:
-    """Write a folder in one of ``FORMATS``; ``config`` is ``MambaLM.config``."""
+    """Write a folder in one of ``FORMATS``.
+
+    Args:
+        config: ``MambaLM.config``.
+        weights: ``MambaLM.state_dict()``.
+
+    Raises ValueError for what the format cannot hold.
+    """
     expect(format in FORMATS, "format", " or ".join(FORMATS), repr(format))
     published = FORMATS[format](config)
     folder = Path(directory)
@@ -103,18 +144,19 @@ def write_pretrained(
             torch.save(weights, file)
     else:
         weights = {
-            name.replace("backbone.embedding.", "backbone.embeddings."): t for name, t in weights.items()
+            name.replace("backbone.embedding.", "backbone.embeddings."): tensor.contiguous()
+            for name, tensor in weights.items()
         }
         published["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         if config["tie_embeddings"]:
             del weights["lm_head.weight"]  # one tensor under two names is no safetensors file
-        weights = {name: tensor.contiguous() for name, tensor in weights.items()}
         with replacing(folder / "model.safetensors") as temporary:
             save_file(weights, temporary, metadata={"format": "pt"})
     write_whole(folder / "config.json", (json.dumps(published, indent=2) + "\n").encode())
 
 
 def _to_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
+    """Translate MambaLM's arguments to transformers' configuration."""
     mixer = MIXERS[config["mixer"]]
     expect(hasattr(mixer, "to_hugging_face"), "mixer", "one that this format has", repr(config["mixer"]))
     return {
@@ -122,88 +164,95 @@ def _to_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
         "architectures": [mixer.PUBLISHED["architecture"]],
         "intermediate_size": config.get("expand", 2) * config["d_model"],
         "residual_in_fp32": True,
-        **{key: config[ours] for ours, (_, _, key, _) in KEYS.items()},
+        **{key: config[argument] for argument, (key, _) in HUGGING_FACE.items()},
         **mixer.to_hugging_face(config),
     }
 
 
 def _to_state_spaces(config: dict[str, Any]) -> dict[str, Any]:
-    ours = {*KEYS, "mixer", "recompute", "backend"}
+    """Translate MambaLM's arguments to state-spaces' configuration."""
     layer = _layer(config["mixer"])
-    options = {key: value for key, value in config.items() if key not in ours}
-    published = {key: config[key] for key in KEYS} | {
-        "ssm_cfg": options if layer == FIRST_LAYER else {"layer": layer} | options,
+    options = {} if layer == DEFAULT_LAYER else {"layer": layer}
+    options |= {key: value for key, value in config.items() if key not in {*STATE_SPACES, *NOT_PUBLISHED}}
+    published = {key: config[argument] for argument, (key, _) in STATE_SPACES.items()}
+    if published["norm_epsilon"] == NORM_EPSILON:
+        del published["norm_epsilon"]  # mamba-ssm has no such key
+    return published | {
+        "ssm_cfg": options,
         "rms_norm": True,
         "residual_in_fp32": True,
         "fused_add_norm": True,
         "pad_vocab_size_multiple": 1,
     }
-    if published["norm_epsilon"] == 1e-5:
-        del published["norm_epsilon"]
-    return published
 
 
 FORMATS = {"state_spaces": _to_state_spaces, "huggingface": _to_hugging_face}
 
 
 def _layer(mixer: str) -> str:
+    """Return a mixer's name in state-spaces' ssm_cfg; a plugin's may be its own."""
     return getattr(MIXERS[mixer], "PUBLISHED", {}).get("state_spaces", mixer)
 
 
 def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
-    expect(
-        {"d_model", "n_layer"} <= published.keys(),
-        str(path),
-        "d_model and n_layer, or hidden_size",
-        "neither",
-    )
+    """Translate state-spaces' configuration to MambaLM's arguments. Raises ValueError."""
+    has_sizes = {"d_model", "n_layer"} <= published.keys()
+    expect(has_sizes, str(path), "d_model and n_layer, or hidden_size", "neither")
+    for key in ("attn_layer_idx", "d_intermediate"):
+        value = published.get(key)
+        expect(not value, f"{path}: {key}", "none (Mamba blocks only)", repr(value))
+    expect(published.get("rms_norm", True), f"{path}: rms_norm", "true", "false")
     options = dict(published.get("ssm_cfg") or {})
-    layers, layer = {_layer(name): name for name in MIXERS}, options.pop("layer", FIRST_LAYER)
-    expect(layer in layers, f"{path}: ssm_cfg.layer", " or ".join(map(repr, layers)), repr(layer))
-    mixer = layers[layer]
+    layer = options.pop("layer", DEFAULT_LAYER)
+    mixers = {_layer(name): name for name in MIXERS}
+    expect(layer in mixers, f"{path}: ssm_cfg.layer", " or ".join(map(repr, mixers)), repr(layer))
+    mixer = mixers[layer]
     for key in getattr(MIXERS[mixer], "WITHOUT_EFFECT", ()):
         options.pop(key, None)
-    for key in ("attn_layer_idx", "d_intermediate"):
-        expect(
-            not published.get(key), f"{path}: {key}", "none (Mamba blocks only)", repr(published.get(key))
-        )
-    expect(published.get("rms_norm", True), f"{path}: rms_norm", "true", "false")
-    known = inspect.signature(MIXERS[mixer]).parameters.keys() - {"d_model", "recompute", "backend"}
-    if unknown := options.keys() - known:
+    parameters = inspect.signature(MIXERS[mixer]).parameters.keys()
+    unknown = options.keys() - (parameters - {"d_model", "recompute", "backend"})
+    if unknown:
         raise ValueError(f"{path}: ssm_cfg: unknown keys {', '.join(sorted(unknown))}")
-    outer = {ours: published.get(key, default) for ours, (key, default, _, _) in KEYS.items()}
-    return options | outer | {"mixer": mixer}
+    arguments = {argument: published.get(key, default) for argument, (key, default) in STATE_SPACES.items()}
+    return options | arguments | {"mixer": mixer}
 
 
 def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
-    types = {
+    """Translate transformers' configuration to MambaLM's arguments. Raises ValueError."""
+    mixers = {
         mixer.PUBLISHED["hugging_face"]: name
         for name, mixer in MIXERS.items()
         if hasattr(mixer, "PUBLISHED")
     }
-    kind = published.get("model_type")
-    expect(kind in types, f"{path}: model_type", " or ".join(types), repr(kind))
-    mixer = types[kind]
-    outer = {ours: published.get(key, default) for ours, (_, _, key, default) in KEYS.items()}
-    return MIXERS[mixer].from_hugging_face(published) | outer | {"mixer": mixer}
+    model_type = published.get("model_type")
+    expect(model_type in mixers, f"{path}: model_type", " or ".join(mixers), repr(model_type))
+    mixer = mixers[model_type]
+    arguments = {argument: published.get(key, default) for argument, (key, default) in HUGGING_FACE.items()}
+    return MIXERS[mixer].from_hugging_face(published) | arguments | {"mixer": mixer}
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the first of ``WEIGHT_FILES`` that the folder has, in one file or in an index's shards."""
     for name in WEIGHT_FILES:
-        index = folder / f"{name}.index.json"
         if (folder / name).is_file():
             return _read_file(folder / name)
+        index = folder / f"{name}.index.json"
         if index.is_file():
-            shards = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-            return {key: tensor for shard in shards for key, tensor in _read_file(folder / shard).items()}
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            return {
+                weight: tensor
+                for shard in sorted(shards)
+                for weight, tensor in _read_file(folder / shard).items()
+            }
     raise FileNotFoundError(f"directory: expected {' or '.join(WEIGHT_FILES)} in '{folder}', got neither")
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
+    """Read weights by name onto the CPU. Raises FileNotFoundError, ValueError (broken, or another file)."""
     try:
-        return (
-            load_file(path) if path.suffix == ".safetensors" else torch.load(path, "cpu", weights_only=True)
-        )
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        return torch.load(path, "cpu", weights_only=True)
     except FileNotFoundError:
         raise
     except Exception as error:

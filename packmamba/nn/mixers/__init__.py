@@ -1,16 +1,15 @@
 """Sequence mixers by name: the values of ``MambaLM(mixer=...)`` and ``model.mixer``.
 
-A mixer is a file here, or a plugin that adds its class to ``MIXERS``; docs/extend.md has the interface.
+A mixer is a file here, or a plugin that adds its class to ``MIXERS``; docs/extend.md has the
+interface.
 """
 
 from typing import Any
 
-from torch import Tensor
-
 from packmamba.nn.mixers.mamba1 import PackedMamba
 from packmamba.nn.mixers.mamba2 import PackedMamba2
+from packmamba.nn.mixers.mixer import State
 
-State = tuple[Tensor, ...]
-"""States of documents: tensors whose first dimension counts documents."""
+__all__ = ["MIXERS", "State"]
 
 MIXERS: dict[str, Any] = {"mamba1": PackedMamba, "mamba2": PackedMamba2}

@@ -1,4 +1,10 @@
-"""The Mamba-2 mixer on packed documents. Shapes: B rows, L slots, S documents, H heads, P headdim, G ngroups, N d_state."""
+"""The Mamba-2 mixer on packed documents: one projection, a scalar decay for each head, a gated norm.
+
+Convolution and scan are two operators here (``ops.conv1d_pack``, ``ops.ssd_pack``), since the
+projections that Mamba has between them come first.
+
+Shapes: B rows, L slots, S documents, D d_inner, H heads, P headdim, G ngroups, N d_state, W d_conv.
+"""
 
 import math
 from typing import Any
@@ -11,51 +17,77 @@ from torch.utils.checkpoint import checkpoint
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.nn.init import Projection, dt_bias_
-from packmamba.nn.mixers.mamba1 import Mixer, State, check_options
+from packmamba.nn.mixers.mixer import Mixer, State, check_options
 from packmamba.ops.checks import accumulation_dtype, is_transforming
 
 
 class GatedRMSNorm(nn.Module):
-    """Gate y (..., D) by SiLU of z, normalise by groups of channels, and scale."""
+    """Gate, then normalise by groups of channels, then scale: ``rms_norm(y * silu(z)) * weight``.
+
+    The gate comes before the norm, as in state-spaces' ``RMSNormGated(norm_before_gate=False)``,
+    which Mamba-2 uses (mamba_ssm/ops/triton/layernorm_gated.py), and transformers'
+    ``MambaRMSNormGated``.
+
+    Args:
+        channels: D, of which ``groups`` divide into groups of equal size; each has a root mean
+            square of its own.
+        epsilon: is added to the mean square.
+    """
 
     def __init__(self, channels: int, groups: int, epsilon: float) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels))
-        self.groups, self.epsilon = groups, epsilon
+        self.groups = groups
+        self.epsilon = epsilon
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Start as a norm without scaling."""
         nn.init.ones_(self.weight)
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        wide = accumulation_dtype(y.dtype)
-        gated = (y.to(wide) * F.silu(z.to(wide))).unflatten(-1, (self.groups, -1))
-        return (F.rms_norm(gated, gated.shape[-1:], eps=self.epsilon).flatten(-2) * self.weight).to(y.dtype)
+        """Return (..., D) in y's dtype of y and z (..., D), computed in float32 or wider."""
+        dtype = accumulation_dtype(y.dtype)
+        gated = y.to(dtype) * F.silu(z.to(dtype))
+        by_group = gated.unflatten(-1, (self.groups, -1))
+        normed = F.rms_norm(by_group, by_group.shape[-1:], eps=self.epsilon).flatten(-2)
+        return (normed * self.weight).to(y.dtype)
 
 
 class PackedMamba2(Mixer):
     """Compute Mamba-2 (arXiv 2405.21060, figure 6) on packed documents.
 
-    Parameters have the names, shapes and initialisation of state-spaces' Mamba2 (rmsnorm, norm_before_gate=False).
+    Parameters have the names, shapes and initialisation of state-spaces' Mamba2 (rmsnorm,
+    norm_before_gate=False).
 
     Args (others as of PackedMamba):
-        d_state, headdim, ngroups, d_conv: N; P, channels of a head; G, groups of heads that share B and C; W, taps of the
-            convolution, 2 to 4.
-        A_init_range: -A starts uniform in it.
+        d_state: N, states of a channel, at most 256.
+        headdim: P, channels of a head; H = expand * d_model / headdim heads.
+        ngroups: G, groups of heads that share B and C; it divides H.
+        A_init_range: -A, of each head, starts uniform in it.
         dt_limit: (low, high), to which delta is clamped.
-        D_has_hdim: the skip has a weight for each channel, not for each head.
+        D_has_hdim: the skip D has a weight for each channel, not for each head.
         norm_eps: of the gated norm.
         learned_initial_state: start documents from a learned state (H, P, N), not from zero.
+        recompute: without effect; the backward always computes the norm again.
+
+    Raises TypeError or ValueError that names the argument.
     """
 
     NO_WEIGHT_DECAY = ("A_log", "D", "dt_bias", "initial_state")
     PUBLISHED = {"state_spaces": "Mamba2", "hugging_face": "mamba2", "architecture": "Mamba2ForCausalLM"}
     WITHOUT_EFFECT = ("conv_init", "chunk_size", "use_mem_eff_path")
     HUGGING_FACE = {  # by argument, Mamba2Config's key and default
-        "d_state": ("state_size", 128), "d_conv": ("conv_kernel", 4), "expand": ("expand", 2), "headdim": ("head_dim", 64),
-        "ngroups": ("n_groups", 8), "bias": ("use_bias", False), "conv_bias": ("use_conv_bias", True),
-        "dt_limit": ("time_step_limit", (0.0, math.inf)), "norm_eps": ("layer_norm_epsilon", 1e-5),
-    }  # fmt: skip
+        "d_state": ("state_size", 128),
+        "d_conv": ("conv_kernel", 4),
+        "expand": ("expand", 2),
+        "headdim": ("head_dim", 64),
+        "ngroups": ("n_groups", 8),
+        "bias": ("use_bias", False),
+        "conv_bias": ("use_conv_bias", True),
+        "dt_limit": ("time_step_limit", (0.0, math.inf)),
+        "norm_eps": ("layer_norm_epsilon", 1e-5),
+    }
 
     def __init__(
         self,
@@ -79,36 +111,36 @@ class PackedMamba2(Mixer):
         backend: str | None = None,
     ) -> None:
         super().__init__()
-        sizes = {
-            "d_model": d_model,
-            "d_state": d_state,
-            "expand": expand,
-            "headdim": headdim,
-            "ngroups": ngroups,
-        }
+        sizes = {"d_model": d_model, "d_state": d_state, "expand": expand}
+        sizes |= {"headdim": headdim, "ngroups": ngroups}
         flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
         flags |= {"learned_initial_state": learned_initial_state}
-        check_options(sizes, flags, d_conv, (dt_min, dt_max, dt_init_floor), backend)
+        dt_range = (dt_min, dt_max, dt_init_floor)
+        check_options(sizes, flags, d_conv, dt_range, backend)
         d_inner = expand * d_model
         fits = d_inner % headdim == 0 and d_inner // headdim % ngroups == 0
         expect(fits, "headdim", f"a divisor of {d_inner}, with a multiple of {ngroups} heads", headdim)
-        self.d_model, self.d_state, self.d_conv, self.d_inner = d_model, d_state, d_conv, d_inner
-        self.headdim, self.ngroups, self.nheads = headdim, ngroups, d_inner // headdim
-        self.dt_limit = (
-            None if tuple(dt_limit) == (0.0, math.inf) else (float(dt_limit[0]), float(dt_limit[1]))
-        )
+        self.d_model = d_model
+        self.d_state = d_state
+        self.d_conv = d_conv
+        self.d_inner = d_inner
+        self.headdim = headdim
+        self.ngroups = ngroups
+        self.nheads = d_inner // headdim
+        low, high = map(float, dt_limit)
+        self.dt_limit = None if (low, high) == (0.0, math.inf) else (low, high)
         self.backend = backend
-        self.conv_dim = d_inner + 2 * ngroups * d_state
+        self.conv_dim = d_inner + 2 * ngroups * d_state  # x, B, C
         self.in_proj = Projection(
             d_model, d_inner + self.conv_dim + self.nheads, bias=bias
         )  # z, x, B, C, dt
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
-        self.dt_range = (dt_min, dt_max, dt_init_floor)
+        self.dt_range = dt_range
         self.A_init_range = A_init_range
         self.dt_bias = nn.Parameter(torch.empty(self.nheads))
         self.A_log = nn.Parameter(torch.empty(self.nheads))
         self.D = nn.Parameter(torch.empty(d_inner if D_has_hdim else self.nheads))
-        self._learn_initial_state(learned_initial_state, self.nheads, headdim, d_state)
+        self._make_initial_state(learned_initial_state, self.nheads, headdim, d_state)
         self._reset_own()
         self.norm = GatedRMSNorm(d_inner, ngroups, norm_eps)
         self.out_proj = Projection(d_inner, d_model, bias=bias)
@@ -128,29 +160,44 @@ class PackedMamba2(Mixer):
         self.A_log.uniform_(*self.A_init_range).log_()
 
     def _mix(
-        self, zxbcdt: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
-    ) -> Any:
-        """Mix in_proj's output to (B, L, d_model); return also final states or None."""
-        conv_state, ssm_state = self.initial_states(state, zxbcdt.shape[0], ssm_layout)
-        z, xbc, delta = zxbcdt.split([self.d_inner, self.conv_dim, self.nheads], dim=-1)
-        out = ops.conv1d_pack(
-            xbc, self.conv1d.weight.squeeze(1), self.conv1d.bias, activation="silu", layout=conv_layout,
-            initial_state=conv_state, return_final_state=return_state, backend=self.backend,
-        )  # fmt: skip
-        xbc, conv_state = out if return_state else (out, None)
-        x, B, C = xbc.split([self.d_inner, *[self.ngroups * self.d_state] * 2], dim=-1)
-        x = x.unflatten(-1, (self.nheads, self.headdim))
-        B, C = (t.unflatten(-1, (self.ngroups, self.d_state)) for t in (B, C))
-        wide = accumulation_dtype(x.dtype)
-        D = self.D.to(wide)
-        out = ops.ssd_pack(
-            x, delta.to(x.dtype), -torch.exp(self.A_log.to(wide)), B, C, D if len(D) == self.nheads else D.view(-1, self.headdim),
-            delta_bias=self.dt_bias.to(wide), delta_softplus=True, delta_limit=self.dt_limit, layout=ssm_layout,
-            initial_state=ssm_state, return_final_state=return_state, backend=self.backend,
-        )  # fmt: skip
-        y, ssm_state = out if return_state else (out, None)
+        self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
+    ) -> tuple[Tensor, Any]:
+        """Mix in_proj's output (B, L, 2 D + 2 G N + H): z, x, B, C and delta."""
+        conv_state, ssm_state = self.initial_states(state, projected.shape[0], ssm_layout)
+        z, xBC, delta = projected.split([self.d_inner, self.conv_dim, self.nheads], dim=-1)
+        convolved = ops.conv1d_pack(
+            xBC,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            activation="silu",
+            layout=conv_layout,
+            initial_state=conv_state,
+            return_final_state=return_state,
+            backend=self.backend,
+        )
+        xBC, conv_state = convolved if return_state else (convolved, None)
+        by_group = self.ngroups * self.d_state
+        x, B, C = xBC.split([self.d_inner, by_group, by_group], dim=-1)
+        accumulation = accumulation_dtype(x.dtype)
+        D = self.D.to(accumulation)
+        scanned = ops.ssd_pack(
+            x.unflatten(-1, (self.nheads, self.headdim)),
+            delta.to(x.dtype),
+            -torch.exp(self.A_log.to(accumulation)),
+            B.unflatten(-1, (self.ngroups, self.d_state)),
+            C.unflatten(-1, (self.ngroups, self.d_state)),
+            D if len(D) == self.nheads else D.view(-1, self.headdim),
+            delta_bias=self.dt_bias.to(accumulation),
+            delta_softplus=True,
+            delta_limit=self.dt_limit,
+            layout=ssm_layout,
+            initial_state=ssm_state,
+            return_final_state=return_state,
+            backend=self.backend,
+        )
+        y, ssm_state = scanned if return_state else (scanned, None)
         mixed = self.out_proj(self._normalise(y.flatten(-2), z))
-        return mixed, ((conv_state, ssm_state) if return_state else None)
+        return mixed, (conv_state, ssm_state) if return_state else None
 
     def _normalise(self, y: Tensor, z: Tensor) -> Tensor:
         """Gate and normalise y; the backward computes it again, which keeps only y and z."""

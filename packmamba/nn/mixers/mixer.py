@@ -1,0 +1,195 @@
+"""What both Mambas' mixers share: arguments and states, initialisation, names in checkpoints.
+
+A mixer projects tokens (``in_proj``), convolves them, scans them by a recurrence and projects back
+(``out_proj``). The convolution and the recurrence take a layout each, since an experiment may let
+one of them leak.
+
+Shapes: B rows, L slots, S documents, D channels of the convolution, N states of a channel, W taps.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from packmamba import ops
+from packmamba.errors import expect
+from packmamba.layout import SequenceLayout
+from packmamba.nn.init import Projection, on_whole_parameters
+from packmamba.ops import checks
+
+# States of documents, tensors (S, ...): convolutions first, the recurrence last. Of Mamba: the
+# convolution's last inputs (S, D, W-1), oldest first, and the scan's state (S, D, N). Of Mamba-2:
+# (S, H P + 2 G N, W-1) and (S, H, P, N).
+State = tuple[Tensor, ...]
+
+
+def check_options(
+    sizes: dict, flags: dict, d_conv: int, dt_range: tuple[float, float, float], backend: str | None
+) -> None:
+    """Check a mixer's options. Raises TypeError or ValueError that names one.
+
+    dt_range: (dt_min, dt_max, dt_init_floor).
+    """
+    for name, size in sizes.items():
+        checks.check_size(name, size, 256 if name == "d_state" else 2**20)
+    checks.check_flags(**flags)
+    expect(d_conv in (2, 3, 4), "d_conv", "2, 3 or 4", repr(d_conv))
+    dt_min, dt_max, dt_init_floor = dt_range
+    fits = 0 < dt_min <= dt_max < math.inf and 0 <= dt_init_floor <= 1
+    expect(fits, "dt_min, dt_max", "0 < dt_min <= dt_max", dt_range)
+    backends = (None, *ops.BACKENDS)
+    expect(backend in backends, "backend", f"one of {', '.join(ops.BACKENDS)}", repr(backend))
+
+
+class Mixer(nn.Module):
+    """Hold what both Mambas share: a convolution and a recurrence between ``in_proj`` and ``out_proj``.
+
+    Attributes:
+        HUGGING_FACE: by argument, the key of transformers' configuration and its default.
+        NO_WEIGHT_DECAY: names of parameters of several dimensions that do not decay.
+        state_shape: of one document's state in the recurrence.
+        initial_state: learned, of ``state_shape``; None: documents start from zero.
+    """
+
+    HUGGING_FACE: dict[str, tuple[str, Any]]
+    NO_WEIGHT_DECAY: tuple[str, ...]
+    d_model: int
+    in_proj: Projection
+    conv1d: nn.Conv1d
+    out_proj: Projection
+    D: nn.Parameter
+    state_shape: tuple[int, ...]
+    initial_state: nn.Parameter | None
+    # (in_proj's output (B, L, ...), conv_layout, ssm_layout, state, return_state)
+    # -> (mixed (B, L, d_model), final states; None unless return_state).
+    _mix: Any
+    # () -> None: initialise children and own parameters, in the constructor's order of draws.
+    _reset_in_order: Any
+
+    def forward(
+        self,
+        hidden: Tensor,
+        layout: SequenceLayout | None = None,
+        conv_layout: SequenceLayout | None = None,
+        ssm_layout: SequenceLayout | None = None,
+        state: State | None = None,
+        return_state: bool = False,
+        cu_seqlens: Tensor | None = None,
+    ) -> Any:
+        """Mix hidden (B, L, d_model) to the same shape; with ``return_state`` also return final states.
+
+        Args:
+            layout, cu_seqlens: where documents lie, as a layout or as cumulative lengths (S + 1,)
+                over all rows, without padding; neither: each row is one document. Padding is never
+                read.
+            conv_layout, ssm_layout: instead of ``layout`` in one of the two operators:
+                ``layout.flow()`` leaks there.
+            state: initial states of the documents of conv_layout and ssm_layout; None: zero, or the
+                learned state.
+
+        Raises TypeError or ValueError.
+        """
+        self._check_hidden(hidden)
+        if cu_seqlens is not None:
+            layout = checks.boundary_layout(hidden, cu_seqlens=cu_seqlens, layout=layout)
+        for name, to_check in (("layout", layout), ("ssm_layout", ssm_layout)):
+            if to_check is not None:
+                checks.check_layout(to_check, hidden, "hidden", name)
+        conv_layout = layout if conv_layout is None else conv_layout
+        ssm_layout = layout if ssm_layout is None else ssm_layout
+        if ssm_layout is not None and ssm_layout.has_padding:
+            # The projection's weight gradient multiplies padding by zero, which NaN survives.
+            is_padding = ssm_layout.slot_documents() < 0
+            hidden = hidden.masked_fill(is_padding[..., None], 0)
+        mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
+        return (mixed, state) if return_state else mixed
+
+    def mix(self, normed: Tensor, weight: Tensor, *layouts_and_state: Any) -> tuple[Tensor, State | None]:
+        """Compute ``forward(normed * weight)`` without checks of arguments.
+
+        Args:
+            normed: (B, L, d_model), finite at padding.
+            weight: (d_model,), which scales in_proj's columns, not the tokens.
+            layouts_and_state: conv_layout, ssm_layout, state, return_state, as of ``forward``.
+        """
+        projected = F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias)
+        return self._mix(projected, *layouts_and_state)
+
+    def _check_hidden(self, hidden: Tensor) -> None:
+        checks.check_is_tensor(hidden, "hidden")
+        fits = hidden.dim() == 3 and hidden.shape[2] == self.d_model
+        expect(fits, "hidden", f"shape (B, L, {self.d_model})", tuple(hidden.shape))
+        dtype = self.in_proj.weight.dtype
+        fits = hidden.dtype == dtype or torch.is_autocast_enabled(hidden.device.type)
+        expect(fits, "hidden", f"the weights' {dtype}", hidden.dtype, TypeError)
+
+    def start_state(self, documents: int) -> State:
+        """Return initial states of so many documents: zeros, or the learned state in the recurrence."""
+        weight = self.conv1d.weight
+        conv_state = weight.new_zeros(documents, weight.shape[0], weight.shape[2] - 1)
+        learned = self.initial_state
+        start = weight.new_zeros(self.state_shape) if learned is None else learned
+        ssm_state = start.to(checks.accumulation_dtype(weight.dtype)).expand(documents, *self.state_shape)
+        return conv_state, ssm_state.contiguous()
+
+    def initial_states(
+        self, state: Any, rows: int, ssm_layout: SequenceLayout | None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the pair of initial states; where the recurrence has none, the learned state."""
+        pair = (None, None) if state is None else state
+        fits = isinstance(pair, (tuple, list)) and len(pair) == 2
+        expect(fits, "state", "a pair (conv_state, ssm_state)", type(state).__name__, TypeError)
+        conv_state, ssm_state = pair
+        if ssm_state is None and self.initial_state is not None:
+            documents = rows if ssm_layout is None else ssm_layout.num_documents
+            _, ssm_state = self.start_state(documents)
+        return conv_state, ssm_state
+
+    @on_whole_parameters
+    def reset_parameters(self) -> None:
+        """Initialise all parameters, those of children too, by the draws of the constructor."""
+        self._reset_in_order()
+        self._mark_parameters()  # ``to_empty`` makes new ones
+
+    def initialise_in_stack(self, n_layer: int) -> None:
+        """Zero biases and divide the last projection by sqrt(n_layer) (Mamba follows GPT-2)."""
+        self.in_proj.place_in_stack()
+        self.out_proj.place_in_stack(math.sqrt(n_layer))
+
+    def _make_initial_state(self, learned: bool, *shape: int) -> None:
+        self.state_shape = shape
+        self.initial_state = nn.Parameter(torch.empty(shape)) if learned else None
+
+    @torch.no_grad()
+    def _reset_own(self) -> None:
+        """Initialise the parameters that are no child's."""
+        nn.init.ones_(self.D)
+        if self.initial_state is not None:
+            nn.init.zeros_(self.initial_state)
+
+    def _mark_parameters(self) -> None:
+        """Mark parameters that do not decay, as state-spaces' optimizers read."""
+        for name in self.NO_WEIGHT_DECAY:
+            parameter = getattr(self, name)
+            if parameter is not None:
+                parameter._no_weight_decay = True
+
+    @classmethod
+    def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Translate transformers' configuration to this mixer's arguments. Raises ValueError."""
+        activation = config.get("hidden_act", "silu")
+        expect(activation in ("silu", "swish"), "hidden_act", "'silu'", repr(activation))
+        return {argument: config.get(key, default) for argument, (key, default) in cls.HUGGING_FACE.items()}
+
+    @classmethod
+    def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Translate this mixer's arguments to transformers' configuration. Raises ValueError."""
+        learned = options.get("learned_initial_state")
+        expect(not learned, "learned_initial_state", "False in this format", True)
+        published = {
+            key: options.get(argument, default) for argument, (key, default) in cls.HUGGING_FACE.items()
+        }
+        return published | {"hidden_act": "silu"}
