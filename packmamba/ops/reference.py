@@ -22,7 +22,7 @@ from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
 from packmamba.ops.scan import ScanArguments
-from packmamba.ops.ssd import Chunks, SsdArguments, chunked
+from packmamba.ops.ssd import Chunks, SsdArguments, States, chunked
 
 Step = Callable[[int, Tensor], tuple[Tensor, Tensor]]
 """(slot, state before it) -> (output of the slot, state after it)."""
@@ -162,9 +162,10 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """Scan all chunks at once: from zero for their end states, then from their start states."""
     dtype = accumulation_dtype(a.u.dtype)
     chunks = Chunks(a.layout, None)
-    steps = max(1, int(chunks.inside.any(0).sum()))
-    slot = chunks.slot[:, :steps].T.contiguous()  # (time, K)
-    inside = chunks.inside[:, :steps].T.contiguous()[..., None]
+    steps = int((chunks.end - chunks.start).max()) if len(chunks.start) else 1
+    tile = chunks.tile(torch.arange(len(chunks.start), device=a.u.device), steps)
+    slot = tile.slot.T.contiguous()  # (time, K)
+    inside = tile.inside.T.contiguous()[..., None]
 
     def by_step(tensor: Tensor) -> Tensor:
         """Gather (B, L, ...) to (time, K, ...)."""
@@ -199,9 +200,10 @@ def _chunk_starts(a: ScanArguments, chunks: Chunks, size: Tensor, drive: Tensor,
         size[:, continued], drive[:, continued], B[:, continued], None, a.A, zeros[continued]
     )
     decays = torch.exp(size[:, continued].sum(0)[..., None] * a.A)
-    return chunks.pass_states(
-        first, zeros.index_copy(0, continued, ends), zeros.index_copy(0, continued, decays)
-    )
+    absent = States(zeros, torch.full_like(chunks.index, -1))
+    local = States.cat([ends], [continued], like=absent)
+    starts, _ = chunks.pass_states(first, local, zeros.index_copy(0, continued, decays))
+    return starts.of(torch.arange(chunks.index.numel(), device=first.device))
 
 
 def _step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) -> Tensor:

@@ -28,6 +28,7 @@ from operators import (
     tolerance,
 )
 from packmamba import SequenceLayout, ops
+from packmamba.ops.ssd import Chunks
 
 # A multiple of the tokens that ssd_pack's states are carried over: a chunk's, and on a GPU a segment's.
 CUTS = {"reference": 192, "cpu": 192, "cuda": 2048}
@@ -219,11 +220,17 @@ def test_no_layout_means_each_row_is_a_document(operator, backend):
 
 @every_operator
 @pytest.mark.parametrize("backend", [on("cpu"), on("cuda")])
+@pytest.mark.parametrize(
+    ("lengths", "first"),
+    [([[63, 1, 130], [65, 100]], 70), ([[1, 2, 16, 17, 5, 1, 1], [64, 1, 15, 33]], 127)],
+    ids=["long", "short"],
+)
 @pytest.mark.parametrize(("channels", "d_state"), [(5, 4), (3, 7), (2, 64)])
-def test_a_document_has_the_same_bits_alone(operator, backend, channels, d_state):
+def test_a_document_has_the_same_bits_alone(operator, backend, channels, d_state, lengths, first):
     """Whatever its neighbours' lengths and its place: also where products of matrices round by how these lie in memory."""
     device = device_of(backend)
-    layout = SequenceLayout.from_lengths([[63, 1, 130], [65, 100]], row_length=200, offsets=[[70, 0, 0], [0, 0]])
+    offsets = [[first, *[0] * len(lengths[0][1:])], [0] * len(lengths[1])]
+    layout = SequenceLayout.from_lengths(lengths, row_length=200, offsets=offsets)
     case = random_case(operator, layout, torch.float32, device, channels=channels, d_state=d_state, headdim=7)
     together = case.run(backend)
     for s, (start, end, offset) in enumerate(zip(layout.starts, layout.ends, layout.offsets)):
@@ -263,3 +270,14 @@ def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend, begin):
     first, state = call(begin, cut)
     second, end = call(cut, length, state)
     assert torch.equal(torch.cat([first, second], 1), y) and torch.equal(end, final)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "slots"), [([1] * 100, 100), ([2, 16], 32), ([17, 64], 128), ([65], 65), ([64 + 5], 64 + 16)]
+)
+def test_short_documents_pay_few_slots_on_a_cpu(lengths, slots):
+    """Of ssd_pack: a chunk lies in 1, 16 or 64 slots, by its own number of tokens."""
+    layout = SequenceLayout.from_lengths([lengths], sum(lengths))
+    tiles = Chunks(layout, layout.offsets).tiles(heads=2, before_first=False, after_last=False)
+    assert sum(tile.slot.numel() for tile in tiles) == slots
+    assert sum(int(tile.inside.sum()) for tile in tiles) == sum(lengths)
