@@ -251,9 +251,7 @@ def _harness(names: list[str], config: EvalConfig) -> dict[str, Callable]:
         adapter = PackMambaLM(model.model, str(model.folder), context.max_slots)
         results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
         metrics = {
-            k.partition(",")[0]: v
-            for k, v in results["results"][name].items()
-            if isinstance(v, (int, float))
+            k.partition(",")[0]: v for k, v in results["results"][name].items() if isinstance(v, (int, float))
         }
         items = [
             {"doc_id": one["doc_id"], "responses": one["filtered_resps"]}
@@ -387,10 +385,7 @@ def report(words: list[str]) -> None:
     if len(folders) > 1 or config.baseline not in (None, own):
         arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
         need(
-            config.baseline in (None, *arms),
-            "baseline",
-            f"one of {', '.join(arms)}",
-            f"'{config.baseline}'",
+            config.baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{config.baseline}'"
         )
         for record in records:
             record["sweep"] = {"baseline": config.baseline, "apart": True, "seeds": arms[record["arm"]]}
@@ -485,9 +480,7 @@ def print_help(command: str, prog: str) -> None:
     function, usage, schema = COMMANDS[command]
     print(f"usage: {prog} {command} {usage}\n\n{function.__doc__}")
     config: Any = (
-        load(registry(schema), CONFIGS / "demo.yaml")
-        if command == "demo"
-        else schema and registry(schema)()
+        load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
     )
     own = "the first keys to set"
     groups: dict[str, list[str]] = {own: [], "general": []}

@@ -6,9 +6,7 @@ from pathlib import Path
 COMMAND = "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is_file() else "packmamba"
 
 
-def expect(
-    holds: object, name: str, expected: str, got: object, kind: type[Exception] = ValueError
-) -> None:
+def expect(holds: object, name: str, expected: str, got: object, kind: type[Exception] = ValueError) -> None:
     """Raise ``name: expected ..., got ...`` unless it holds."""
     if not holds:
         raise kind(f"{name}: expected {expected}, got {got}")

@@ -91,10 +91,7 @@ class SequenceLayout:
 
     @classmethod
     def from_lengths(
-        cls,
-        lengths: Sequence[Sequence[int]],
-        row_length: int,
-        offsets: Sequence[Sequence[int]] | None = None,
+        cls, lengths: Sequence[Sequence[int]], row_length: int, offsets: Sequence[Sequence[int]] | None = None
     ) -> SequenceLayout:
         """Build from rows of document lengths, from the left; the rest of a row is padding.
 

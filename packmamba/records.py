@@ -123,9 +123,7 @@ def write_sweep(
 ) -> None:
     """Write a sweep's entry of ``sweep.json``, with its trained arms; ``late``: its margin or primaries came after runs."""
     path = Path(folder) / SWEEPS
-    entry: Any = {"baseline": baseline, "tuned": None} | {
-        key: value for key, value in more.items() if value
-    }
+    entry: Any = {"baseline": baseline, "tuned": None} | {key: value for key, value in more.items() if value}
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
@@ -201,9 +199,7 @@ def provenance() -> dict[str, Any]:
 
 def _output(*command: str) -> str:
     try:
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=20, check=True
-        ).stdout.strip()
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
 

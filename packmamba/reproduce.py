@@ -166,9 +166,7 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
         given, path = [*step.overrides, *(step.small if small else ()), *keys], folder / step.file
         title, is_bench = " ".join([f"{question}/{step.file}", *given]), "bench" in read_yaml(path)
         lacking = missing(step, is_bench, small)
-        state = (
-            ": done before" if title in done else f": left out, as it needs {lacking}" if lacking else ""
-        )
+        state = ": done before" if title in done else f": left out, as it needs {lacking}" if lacking else ""
         print(f"[{n}/{len(steps)}] {title}{state}", flush=True)
         if not state:
             given = [*(override.replace("{output}", str(output)) for override in given), f"output={output}"]
@@ -197,7 +195,9 @@ def costs() -> Iterator[str]:
 
 def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, str], small: bool) -> Table:
     """Tabulate headline numbers: the paper's, the committed and the new."""
-    columns = "!headline | !the paper | !committed | !now | now / committed = ratio | !committed interval = verdict"
+    columns = (
+        "!headline | !the paper | !committed | !now | now / committed = ratio | !committed interval = verdict"
+    )
     table = Table("headlines", "Headline numbers, committed and now", make_columns(columns))
     committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")}
     for headline in headlines:

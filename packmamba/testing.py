@@ -72,12 +72,7 @@ class _LeakCheck:
     SAVED = ("checked_at", "tried_at", "unchecked")
 
     def __init__(
-        self,
-        warn: bool = False,
-        call: Callable[..., Tensor] | None = None,
-        *,
-        every: int = 0,
-        **options: Any,
+        self, warn: bool = False, call: Callable[..., Tensor] | None = None, *, every: int = 0, **options: Any
     ) -> None:
         self.warn, self.call, self.every, self.options = warn, call, every, options
         self.step = self.seen = 0

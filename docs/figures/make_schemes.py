@@ -26,10 +26,7 @@ ROW = 10  # slots of a packed row
 SLOT, HEIGHT = 0.232, 0.25  # inches
 Piece = tuple[str, int, int]  # a document's name, the first of its tokens that is here, how many are
 PACKED: list[list[Piece]] = [[("A", 0, 5), ("B", 0, 3), ("D", 0, 2)], [("C", 0, 6), ("E", 0, 3)]]
-SPLIT: list[list[Piece]] = [
-    [("A", 0, 5), ("B", 0, 3), ("C", 0, 2)],
-    [("C", 2, 4), ("D", 0, 2), ("E", 0, 3)],
-]
+SPLIT: list[list[Piece]] = [[("A", 0, 5), ("B", 0, 3), ("C", 0, 2)], [("C", 2, 4), ("D", 0, 2), ("E", 0, 3)]]
 
 
 def rectangle(axes: Axes, x: float, y: float, slots: int, colour: str, padding: bool = False) -> None:
@@ -101,9 +98,7 @@ def arrangements(axes: Axes, top: float) -> None:
     for line, pieces in enumerate(PACKED):
         row(axes, 4.53, first - line * (HEIGHT + 0.06), pieces, ROW)
     legend = first - 4 * (HEIGHT + 0.06)
-    axes.text(
-        4.53, legend + HEIGHT / 2, "A1: first token of document A", size=8.5, color=MUTED, va="center"
-    )
+    axes.text(4.53, legend + HEIGHT / 2, "A1: first token of document A", size=8.5, color=MUTED, va="center")
     legend += HEIGHT + 0.04
     row(axes, 4.53, legend, [], 1)
     axes.text(4.53 + SLOT + 0.08, legend + HEIGHT / 2, "padding", size=8.5, color=MUTED, va="center")

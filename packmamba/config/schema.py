@@ -20,10 +20,7 @@ LOGGERS = (
     f"{', '.join(NAMED)} or class paths",
     lambda names: all(name in NAMED or "." in str(name) for name in names),
 )
-TWO_RATES = (
-    "two numbers in [0, 1)",
-    lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas),
-)
+TWO_RATES = ("two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
 
 
 RENAMED_KEYS = {
@@ -160,9 +157,7 @@ class ModelConfig:
 
     def of_mixer(self) -> dict[str, Any]:
         keys = {
-            name: getattr(self, name)
-            for name in MIXER_KEYS
-            if name in options(registry(MIXERS)[self.mixer])
+            name: getattr(self, name) for name in MIXER_KEYS if name in options(registry(MIXERS)[self.mixer])
         }
         if self.mixer != "mamba1":  # mamba1's defaults stand for the mixer's own
             keys = {name: value for name, value in keys.items() if value != getattr(type(self), name)}
@@ -208,9 +203,7 @@ class TrainerConfig:
     strategy: str = key("auto", "Over several devices; auto is ddp.", choices=("auto", "ddp", "fsdp2"))
     cuda_graphs: bool = key(False, "Replay micro-batches as CUDA graphs (small models).")
     deterministic: bool = key(False, "The same bits again, on a CPU or one GPU.")
-    init_from: Optional[str] = key(
-        None, "Initial weights: folder of a run or checkpoint, or <sweep>:<arm>."
-    )
+    init_from: Optional[str] = key(None, "Initial weights: folder of a run or checkpoint, or <sweep>:<arm>.")
     threads: Optional[int] = key(
         None, "CPU threads.", null="PyTorch's default, or 1 if deterministic", low=1, high=1024
     )

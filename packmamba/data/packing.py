@@ -275,9 +275,7 @@ def plan_pieces(
     return RowPlan(**vars(placed), offset=offset[by_row], row_offsets=row_offsets, slots=slots)
 
 
-def _check_arguments(
-    row_length: int | None, strategy: str, overlong: str, buffer: int, streams: int
-) -> int:
+def _check_arguments(row_length: int | None, strategy: str, overlong: str, buffer: int, streams: int) -> int:
     """Check ``plan_rows``' arguments; return the maximum tokens of a row."""
     if strategy not in STRATEGIES:
         raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")

@@ -150,11 +150,7 @@ def _tokenize(
             for chunk, encoded in _encoded(documents, tokenizer, data):
                 test.add([(one, ids) for one, ids in zip(chunk, encoded) if len(ids)])
         _check_counts(data, train, validation, test)
-        ids = {
-            "vocab_size": tokenizer.vocab_size,
-            "begin_id": tokenizer.begin_id,
-            "end_id": tokenizer.end_id,
-        }
+        ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
         splits = {"train": train.meta(), "validation": validation.meta()}
         if test.counts["documents"]:
             splits["test"] = test.meta() | {"hash": _hash([*ids.values()], test)}

@@ -93,9 +93,7 @@ class FileTokenizer(Tokenizer):
         for key, token in (("begin_token", begin_token), ("end_token", end_token)):
             if token is not None and token not in vocabulary:
                 raise ConfigError(f"data.{key}: expected null or a token of {path}, got '{token}'")
-        self.begin_id, self.end_id = (
-            None if t is None else vocabulary[t] for t in (begin_token, end_token)
-        )
+        self.begin_id, self.end_id = (None if t is None else vocabulary[t] for t in (begin_token, end_token))
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()} {begin_token!r} {end_token!r}"
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
@@ -152,9 +150,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     options = json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
     tokens = [options.get(name) for name in ("bos_token", "eos_token")]
     begin, end = (token.get("content") if isinstance(token, dict) else token for token in tokens)
-    return (
-        ByteTokenizer(begin, end) if options.get(BYTES) else FileTokenizer(folder / TOKENIZER, begin, end)
-    )
+    return ByteTokenizer(begin, end) if options.get(BYTES) else FileTokenizer(folder / TOKENIZER, begin, end)
 
 
 def _byte_level(begin_token: str | None, end_token: str | None) -> str:

@@ -97,13 +97,9 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
             f"'{option}'",
         )
     split = context.options.get(SPLIT, "validation")
-    need(
-        split in ("validation", "test"), f"{context.key}.{name}.{SPLIT}", "validation or test", repr(split)
-    )
+    need(split in ("validation", "test"), f"{context.key}.{name}.{SPLIT}", "validation or test", repr(split))
     for option, (default, minimum) in known.items():
-        value = context.options.get(
-            option, (context.data.row_length or 1024) if default is None else default
-        )
+        value = context.options.get(option, (context.data.row_length or 1024) if default is None else default)
         whole = type(value) is int and value >= minimum
         need(whole, f"{context.key}.{name}.{option}", f"an integer of at least {minimum}", repr(value))
         options[option] = value
@@ -243,9 +239,7 @@ def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
     starts = sorted({0, *shares.values(), *doublings, *(length - t for t in doublings)} - {length})
 
     def distributions(start: int) -> torch.Tensor:
-        hidden = read_to_the_end(
-            model, [texts.documents[i][start:length] for i in reach], context.max_slots
-        )
+        hidden = read_to_the_end(model, [texts.documents[i][start:length] for i in reach], context.max_slots)
         return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
 
     whole = distributions(starts.pop(0))

@@ -75,9 +75,7 @@ class PackMambaLM(TemplateLM):
     def tok_decode(self, tokens: Sequence[int]) -> str:
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
-    def _loglikelihood_tokens(
-        self, requests: Any, *further: Any, **others: Any
-    ) -> list[tuple[float, bool]]:
+    def _loglikelihood_tokens(self, requests: Any, *further: Any, **others: Any) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests if continuation]
         scores = iter(score(self.model, pairs, self.max_slots))
         answers: list[Any] = [

@@ -75,9 +75,7 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise ConfigError(
-            f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})"
-        ) from None
+        raise ConfigError(f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})") from None
     try:
         model = MambaLM.from_pretrained(folder)
     except (ValueError, FileNotFoundError) as error:
@@ -95,9 +93,7 @@ def model_card(loaded: LoadedModel, record: dict[str, Any] | None) -> str:
     rows |= {key: loaded.model.config[key] for key in ("mixer", "n_layer", "d_model")}
     if loaded.trained:
         rows["data"] = f"source={data.source}, strategy={data.strategy}, row_length={data.row_length}"
-        rows["training"] = (
-            f"boundary={config.trainer.boundary}, lr={config.optimizer.lr}, seed={config.seed}"
-        )
+        rows["training"] = f"boundary={config.trainer.boundary}, lr={config.optimizer.lr}, seed={config.seed}"
     if record:
         rows |= {name: record["metrics"].get(name) for name in ("steps", "real_tokens", "val_loss")}
         rows["hardware"] = ", ".join(record["hardware"]["gpus"]) or record["hardware"]["cpu"]

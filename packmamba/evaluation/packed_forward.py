@@ -129,10 +129,7 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[
     layout = to_device(SequenceLayout.from_lengths([lengths], row_length=max_slots), device)
     tokens = torch.zeros(1, max_slots, dtype=torch.int64)
     ids = np.concatenate(
-        [
-            segment.tokens[segment.first : segment.first + length]
-            for segment, length in zip(segments, lengths)
-        ]
+        [segment.tokens[segment.first : segment.first + length] for segment, length in zip(segments, lengths)]
     )
     tokens[0, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
     starts = [segment.start for segment in segments]
@@ -203,10 +200,7 @@ class TrainingLayoutReader:
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
         lengths = np.array([len(document) for document in documents])
         corpus: Any = SimpleNamespace(
-            tokens=np.concatenate(documents),
-            offsets=np.cumsum([0, *lengths]),
-            lengths=lengths,
-            targets=None,
+            tokens=np.concatenate(documents), offsets=np.cumsum([0, *lengths]), lengths=lengths, targets=None
         )
         splits = data.overlong == "split" or STRATEGIES[data.strategy].splits_documents
         if not splits and data.row_length is not None:
@@ -273,11 +267,7 @@ def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any
 
 
 def predict_documents(
-    model: MambaLM,
-    documents: Sequence[Any],
-    targets: Callable,
-    max_slots: int,
-    passes: Iterable[Pass] | None,
+    model: MambaLM, documents: Sequence[Any], targets: Callable, max_slots: int, passes: Iterable[Pass] | None
 ) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
     """Return documents' losses in nats and most likely ids, read from a zero state or in ``passes``.
 

@@ -31,9 +31,7 @@ def evaluate(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
     """Run an evaluation; float32 weights on a GPU under their training's autocast."""
     weight = next(model.parameters())
     dtype = (
-        AUTOCAST.get(context.trainer.precision)
-        if weight.is_cuda and weight.dtype == torch.float32
-        else None
+        AUTOCAST.get(context.trainer.precision) if weight.is_cuda and weight.dtype == torch.float32 else None
     )
     with torch.autocast("cuda", dtype) if dtype else nullcontext():
         if name in TASKS:

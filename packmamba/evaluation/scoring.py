@@ -88,8 +88,7 @@ def _segment(context: Ids, continuations: list[Ids]) -> Segment:
 
     def branch(final: DocumentState) -> list[Segment]:
         return [
-            Segment((context, [continuation], -1), continuation[:-1], start=final)
-            for continuation in longer
+            Segment((context, [continuation], -1), continuation[:-1], start=final) for continuation in longer
         ]
 
     return Segment(owner, context, finish=branch if longer else None)

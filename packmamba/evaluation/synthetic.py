@@ -26,10 +26,7 @@ VALIDATION = "validation"
 
 
 def answer(
-    model: MambaLM,
-    examples: Sequence[Example],
-    max_slots: int = 16384,
-    passes: Iterator[Pass] | None = None,
+    model: MambaLM, examples: Sequence[Example], max_slots: int = 16384, passes: Iterator[Pass] | None = None
 ) -> tuple[Items, list[np.ndarray]]:
     """Return numbers for each example, and its most likely ids (k,) after its k questions.
 
@@ -42,9 +39,7 @@ def answer(
 
     choices = [] if passes else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
     scores = iter(score(model, choices, max_slots))
-    predicted = predict_documents(
-        model, [example.tokens for example in examples], targets, max_slots, passes
-    )
+    predicted = predict_documents(model, [example.tokens for example in examples], targets, max_slots, passes)
     items = []
     for example, (losses, best) in zip(examples, predicted):
         item: dict[str, Any] = {"length": len(example.tokens), "load": example.load, "answers": len(best)}
@@ -103,9 +98,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
         trained, predicted = answer(model, examples, context.max_slots, rows.read(model))
         for item, other in zip(items, trained):
             item |= {f"{key}_as_trained": other[key] for key in ("right", "nats")}
-        further |= {
-            f"{key}_as_trained": value for key, value in annotate(examples, predicted, rows).items()
-        }
+        further |= {f"{key}_as_trained": value for key, value in annotate(examples, predicted, rows).items()}
     metrics, curves = summarize(items)
     corpus = f"task {name} {sorted(context.options.items())} seed {context.seed}"
     if context.options.get("documents") == VALIDATION:

@@ -102,10 +102,7 @@ class Mamba(PackedMamba):
         """Mix rows from these states (fresh: from zero), which become the last ones."""
         xz = self.in_proj(hidden_states)
         # Copies: a backward holds them.
-        start = (
-            conv_state[..., 1:].to(xz.dtype).clone(),
-            ssm_state.to(accumulation_dtype(xz.dtype)).clone(),
-        )
+        start = (conv_state[..., 1:].to(xz.dtype).clone(), ssm_state.to(accumulation_dtype(xz.dtype)).clone())
         mixed, final = self._mix(xz, None, None, None if fresh else start, True)
         inputs = xz[:, -self.d_conv :, : self.d_inner].transpose(1, 2).to(conv_state.dtype)
         with torch.no_grad():

@@ -124,9 +124,7 @@ class CheckedModel(CheckedCallable):
 
 def special_ids(config: Any) -> set[int]:
     """Return the ids of a configuration's keys such as pad_token_id, of which some hold lists."""
-    values = [
-        value for name, value in getattr(config, "__dict__", {}).items() if name.endswith("_token_id")
-    ]
+    values = [value for name, value in getattr(config, "__dict__", {}).items() if name.endswith("_token_id")]
     lists = [value if isinstance(value, list) else [value] for value in values]
     return {number for numbers in lists for number in numbers if isinstance(number, int)}
 

@@ -96,8 +96,7 @@ class LeakCheckResult:
             yield f"  The first module that leaks is {self.module}."
         verb = "equal" if self.same_as_alone else "differ from"
         yield (
-            f"  Packed logits {verb} those of each document alone: "
-            f"relative difference {self.difference:.1g}."
+            f"  Packed logits {verb} those of each document alone: relative difference {self.difference:.1g}."
         )
         if self.ignored:
             yield (f"  The model ignores {self.boundaries} silently: without it, every bit is the same.")
@@ -138,9 +137,7 @@ def leakcheck(
     model = adapt(model_or_callable, boundaries, vocab_size)
     fits = lengths is None or (len(lengths) > 1 and all(isinstance(n, int) and n > 0 for n in lengths))
     expect(fits, "lengths", "two or more integers above 0", repr(lengths))
-    rows = (
-        [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest][:2]
-    )
+    rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest][:2]
     expect(rows, "lengths", f"documents that fit in {model.longest} positions", "none")
     result = LeakCheckResult(model.boundaries)
     with probes.undisturbed(model.modules):

@@ -106,9 +106,7 @@ class MambaLM(nn.Module):
         self.lm_head.reset_parameters()
 
     @classmethod
-    def from_pretrained(
-        cls, directory: str | Path, revision: str | None = None, **overrides: Any
-    ) -> MambaLM:
+    def from_pretrained(cls, directory: str | Path, revision: str | None = None, **overrides: Any) -> MambaLM:
         """Load a published checkpoint of state-spaces' or Hugging Face's format, in one file or in shards.
 
         Args:

@@ -70,9 +70,7 @@ def _download(name: str, revision: str | None) -> Path:
 
     for weights in WEIGHT_FILES:
         with_shards = weights.replace(".", "*.") + "*"
-        folder = Path(
-            snapshot_download(name, revision=revision, allow_patterns=["config.json", with_shards])
-        )
+        folder = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", with_shards]))
         if any(folder.glob(with_shards)):
             break
     return folder
@@ -88,8 +86,7 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     translate = _from_hugging_face if "hidden_size" in published else _from_state_spaces
     arguments = translate(published, path)
     weights = {
-        name.replace(".embeddings.", ".embedding."): tensor
-        for name, tensor in _read_weights(folder).items()
+        name.replace(".embeddings.", ".embedding."): tensor for name, tensor in _read_weights(folder).items()
     }
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
@@ -220,9 +217,7 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
 def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
     """Translate transformers' configuration to MambaLM's arguments. Raises ValueError."""
     mixers = {
-        mixer.PUBLISHED["hugging_face"]: name
-        for name, mixer in MIXERS.items()
-        if hasattr(mixer, "PUBLISHED")
+        mixer.PUBLISHED["hugging_face"]: name for name, mixer in MIXERS.items() if hasattr(mixer, "PUBLISHED")
     }
     model_type = published.get("model_type")
     expect(model_type in mixers, f"{path}: model_type", " or ".join(mixers), repr(model_type))

@@ -35,9 +35,7 @@ def check_activations(tensor: Tensor, name: str, shape: str = "(B, L, D)") -> No
     """
     check_is_tensor(tensor, name)
     if tensor.dim() != shape.count(",") + 1 or 0 in tensor.shape:
-        raise ValueError(
-            f"{name}: expected shape {shape} with no empty dimension, got {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"{name}: expected shape {shape} with no empty dimension, got {tuple(tensor.shape)}")
     if tensor.dtype not in ACTIVATION_DTYPES:
         raise TypeError(f"{name}: expected bfloat16, float16, float32 or float64, got {tensor.dtype}")
     _check_channel_stride(tensor, name)

@@ -198,9 +198,7 @@ class PackedOperator(Generic[Arguments]):
     def __call__(self, arguments: Arguments) -> tuple:
         """Compute. Raises RuntimeError under forward-mode differentiation."""
         signature = self.signature
-        needs_backward = torch.is_grad_enabled() and _any_requires_grad(
-            arguments[: signature.num_gradients]
-        )
+        needs_backward = torch.is_grad_enabled() and _any_requires_grad(arguments[: signature.num_gradients])
         if forward_ad._current_level >= 0:
             self._refuse_tangents(arguments[: signature.num_tensors])
         if is_tracing() or not PLAIN.issuperset(map(type, arguments)):

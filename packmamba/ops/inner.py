@@ -443,9 +443,7 @@ def _scan_backward(
     return y, du, ddelta, dprojected
 
 
-def _recompute(
-    a: InnerArguments, saved: InnerSaved, x_in: Tensor, low_rank: Tensor
-) -> tuple[Tensor, Tensor]:
+def _recompute(a: InnerArguments, saved: InnerSaved, x_in: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
     """Return the convolution's output and delta, saved or computed again, (B, L, D) each."""
     if not a.recompute:
         return saved.x, saved.delta  # type: ignore[return-value]

@@ -419,9 +419,7 @@ class TileGradients(NamedTuple):
     C: Tensor
 
 
-def _chunked_backward(
-    a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None
-) -> tuple[Tensor | None, ...]:
+def _chunked_backward(a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
     """Compute the gradients of ``chunked``: of x, delta, A, B, C, D, z, delta_bias and the initial state.
 
     States are recomputed. Their gradients run against time from ``dfinal``, ``e[t-1] = exp(d[t] A) (e[t] + dy[t] C[t])``,

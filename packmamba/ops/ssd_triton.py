@@ -67,9 +67,7 @@ def _plan(layout: Any, offsets: Tensor | None, slots: int) -> Plan:
     documents = torch.stack(
         [order, *(of[order] for of in (behind - count, count, starts, ends, starts - before))], 1
     )
-    return Plan(
-        *(tensor.int() for tensor in (torch.where(length > 0, start, 0), length, documents, padding))
-    )
+    return Plan(*(tensor.int() for tensor in (torch.where(length > 0, start, 0), length, documents, padding)))
 
 
 @triton.jit
@@ -256,12 +254,8 @@ def _walk(
             tl.store(states + saved_at, state.to(DTYPE), both)
         if OUT or GATE:
             scores = _dot(Ck, tl.trans(Bk), DTYPE) * step[None, :]
-            own_score = tl.sum(
-                tl.where(q[:, None] == q[None, :], scores, 0.0), 1
-            )  # not rounded to x's dtype
-            scores = tl.where(
-                q[:, None] > q[None, :], scores * tl.exp(total[:, None] - total[None, :]), 0.0
-            )
+            own_score = tl.sum(tl.where(q[:, None] == q[None, :], scores, 0.0), 1)  # not rounded to x's dtype
+            scores = tl.where(q[:, None] > q[None, :], scores * tl.exp(total[:, None] - total[None, :]), 0.0)
             out += _dot(scores, xk, DTYPE) + (own_score[:, None] + skip[None, :]) * xf
             if not OUT:
                 tl.store(dz + place, (of_z * out).to(DTYPE), in_p)
@@ -399,9 +393,7 @@ def zero_padding(chunks: Plan, *tensors: Tensor | None) -> None:
     slots = len(chunks.padding)
     for tensor in tensors:
         if tensor is not None:
-            _zero[(triton.cdiv(slots, 32),)](
-                tensor, chunks.padding, slots, tensor.numel() // slots, 32, 256
-            )
+            _zero[(triton.cdiv(slots, 32),)](tensor, chunks.padding, slots, tensor.numel() // slots, 32, 256)
 
 
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float32, torch.float32: tl.float32}
@@ -429,12 +421,7 @@ class Problem:
         }  # fmt: skip
         self.skip = 0 if a.D is None else a.D.dim()
         z = a.x if a.z is None else a.z
-        for name, axes, tensor in (
-            ("x", "blh", a.x),
-            ("B", "blg", a.B),
-            ("C", "blg", a.C),
-            ("z", "blh", z),
-        ):
+        for name, axes, tensor in (("x", "blh", a.x), ("B", "blg", a.B), ("C", "blg", a.C), ("z", "blh", z)):
             self.constants |= {f"{name}_{axis}": stride for axis, stride in zip(axes, tensor.stride())}
         self.by_chunk = (len(self.chunks.start), triton.cdiv(heads, 16))
         self.by_document = (heads * len(a.layout.starts),)
@@ -445,9 +432,7 @@ class Problem:
 
 
 def _dense(a: Any) -> Any:
-    return a._replace(
-        **{name: dense(getattr(a, name)) for name in ("A", "D", "delta_bias", "initial_state")}
-    )
+    return a._replace(**{name: dense(getattr(a, name)) for name in ("A", "D", "delta_bias", "initial_state")})
 
 
 def forward(a: Any) -> tuple[Tensor, Tensor | None]:

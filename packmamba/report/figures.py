@@ -139,10 +139,7 @@ def _learning_curves(arms: Arms) -> list[Figure]:
             points[points["step"] > 0] if len(points) else points
         )  # the loss at step 0 would squeeze the rest
         if len(points):
-            line, tokens = (
-                over_seeds(points, "loss", "step"),
-                points.groupby("step")["real_tokens"].mean(),
-            )
+            line, tokens = (over_seeds(points, "loss", "step"), points.groupby("step")["real_tokens"].mean())
             by_tokens[arm] = line.set_axis(tokens)
             by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
     panels = [
@@ -152,9 +149,7 @@ def _learning_curves(arms: Arms) -> list[Figure]:
         )
     ]
     if all(arm.timing for arm in arms):
-        panels += [
-            ({"title": "Against time", "xlabel": "training time (s), at the measured speed"}, by_time)
-        ]
+        panels += [({"title": "Against time", "xlabel": "training time (s), at the measured speed"}, by_time)]
     caption = "Validation loss by tokens and time. Bands: range of seeds."
     return line_figure("learning-curves", caption, arms, panels)
 

@@ -218,9 +218,7 @@ class Divergence(NamedTuple):
         A test that cannot reject needs no adjustment, so that a lost run or two cost none.
         """
         fewest, most = max(0, self.total - self.other_runs), min(self.total, self.runs)
-        splits = (
-            _fisher(count, self.runs, self.total - count, self.other_runs) for count in (fewest, most)
-        )
+        splits = (_fisher(count, self.runs, self.total - count, self.other_runs) for count in (fewest, most))
         return min(splits) <= ALPHA
 
     @property

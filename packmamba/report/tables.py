@@ -397,9 +397,7 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
 def _diverged(contrast: Contrast) -> str:
     """Say how many runs of each arm diverged, if any did."""
     diverged, runs, other_diverged, other_runs = contrast.comparison.divergence
-    return f"{diverged} of {runs} against {other_diverged} of {other_runs}" * bool(
-        diverged + other_diverged
-    )
+    return f"{diverged} of {runs} against {other_diverged} of {other_runs}" * bool(diverged + other_diverged)
 
 
 def _seeds_needed(contrast: Contrast, family: int) -> int | None:
@@ -539,8 +537,7 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
         minus = interval_column(f"minus {first.name}")
         columns.append((minus, lambda arm: difference_cell(paired.get(arm))))
         notes.append(
-            "Differences are paired by item, with intervals over items (groups of documents), and "
-            "over seeds."
+            "Differences are paired by item, with intervals over items (groups of documents), and over seeds."
         )
     return arms_table(name, f"Evaluation: {task}", models, columns, *notes)
 

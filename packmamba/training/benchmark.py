@@ -32,9 +32,7 @@ class Arm:
             StepDataset(data.schedule()),
         )
         precision: Any = config.trainer.precision
-        self.fabric = lightning.Fabric(
-            accelerator=config.trainer.accelerator, precision=precision, devices=1
-        )
+        self.fabric = lightning.Fabric(accelerator=config.trainer.accelerator, precision=precision, devices=1)
         self.module = PackedLitModule.from_config(config, data.vocab_size).to(self.fabric.device)
         _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
 

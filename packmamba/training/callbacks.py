@@ -249,9 +249,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
         reason = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"{path}: expected a checkpoint of this version, got {reason}; remove it"
-        ) from None
+        raise ConfigError(f"{path}: expected a checkpoint of this version, got {reason}; remove it") from None
 
 
 def newest_checkpoint(folder: Path) -> Path | None:

@@ -165,9 +165,7 @@ class _Run:
     def _make_callbacks(self) -> None:
         options = self.options
         self.metrics = callbacks.RunMetrics(options.log_every)
-        self.average = callbacks.Average(
-            options.max_steps, options.average_snapshots, options.average_share
-        )
+        self.average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
         self.evaluations = callbacks.Evaluations(self.config, self.metrics)
         self.leakcheck = callbacks.LeakCheck(self.config, self.metrics)
         self.checkpoint = callbacks.Checkpoint(self.saved, self.config, self.metrics, self._should_stop)

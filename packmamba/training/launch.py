@@ -190,8 +190,7 @@ def run_as_jobs(
         raise ConfigError(f"slurm: {error}") from None
     submitted: list[tuple[Config, Any]] = list(zip(configs, executor.map_array(Job(), configs)))
     print(
-        f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}",
-        flush=True,
+        f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}", flush=True
     )
     for config, job in submitted:
         try:

@@ -330,8 +330,7 @@ def make_model(config: Config, vocab_size: int) -> MambaLM:
     rows = vocab_size if model.vocab_size is None else model.vocab_size
     need(rows >= vocab_size, "model.vocab_size", f"at least the corpus's {vocab_size}", rows)
     options = {
-        name: getattr(model, name)
-        for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")
+        name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")
     }
     try:
         return MambaLM(rows, backend=config.ops.backend, **options, **model.of_mixer())

@@ -79,9 +79,7 @@ def run_folder(config: Config) -> Path:
 
 def record_path(config: Config) -> Path:
     return (
-        run_folder(config) / "record.json"
-        if config.output is None
-        else Path(config.output) / "records.jsonl"
+        run_folder(config) / "record.json" if config.output is None else Path(config.output) / "records.jsonl"
     )
 
 

@@ -73,9 +73,7 @@ class SweepConfig:
     train: bool = key(True, "Train the runs; false: only time them.")
     baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
     margin: Optional[float] = key(None, "Differences within ± this are equivalent.", above=0)
-    primary: list[str] = key(
-        [], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'."
-    )
+    primary: list[str] = key([], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'.")
     table: TableConfig = field(default_factory=TableConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
@@ -85,9 +83,7 @@ class SweepConfig:
     slurm: dict[str, Any] = key(
         {}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ..."
     )
-    deadline: Optional[float] = key(
-        None, "Seconds until runs stop; the same command resumes them.", above=0
-    )
+    deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
 
     def check(self) -> None:
         """Check rules between a sweep's own keys. Raises ConfigError."""
@@ -233,11 +229,7 @@ def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
             shared[name] = getattr(sweep, name)
     for point in _points(sweep.grid):
         for arm, keys in sweep.arms.items():
-            place = {
-                "name": arm + _suffix(point),
-                "output": sweep.output,
-                "runs_dir": f"{sweep.output}/runs",
-            }
+            place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
             yield {**shared, **flatten(sweep.common), **flatten(keys), **point, **place}
 
 

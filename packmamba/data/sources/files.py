@@ -191,9 +191,7 @@ def open_megatron(data: DataConfig) -> Source:
 def open_huggingface(data: DataConfig) -> Source:
     """Open the column ``data.text_key`` of a data set, on the Hub (perhaps ``name@revision``) or on disk."""
     if not data.path:
-        raise ConfigError(
-            "data.path: data.source=huggingface expected a data set's name or folder, got null"
-        )
+        raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
     name, path = data.path, Path(data.path)
     if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
         version = hash_files(path, list_files(path, ("",)))

@@ -64,9 +64,7 @@ def open_packages(data: DataConfig) -> Source:
                 code = Path(str(find(package["name"]).locate_file(path))).read_bytes()
             if content_hash(code) != hash:
                 wanted = f"{path} of {package['name']} {package['version']}"
-                raise ConfigError(
-                    f"data.path: expected {wanted}, got another or none; install that version"
-                )
+                raise ConfigError(f"data.path: expected {wanted}, got another or none; install that version")
             whole = unit == "files" or (unit == "mixture" and int(hash[-1], 16) % 2 == 0)
             texts = [code.decode()] if whole else functions_of(code) or []
             if not whole and len(texts) != len(chosen):
@@ -94,8 +92,7 @@ def functions_of(code: bytes) -> list[str] | None:
         return None
     lines = code.splitlines(keepends=True)  # of bytes: splits where the parser counts lines, not at \f
     starts = [
-        (min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno)
-        for one in _functions(tree)
+        (min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno) for one in _functions(tree)
     ]
     return [b"".join(lines[start - 1 : end]).decode(encoding) for start, end in starts]
 

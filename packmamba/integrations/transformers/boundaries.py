@@ -64,9 +64,7 @@ def _layout(name: str, value: Tensor, rows: Tensor, first: Tensor, shifted: bool
     if name.startswith("cu_"):
         expect(real.all(), name, "no padding in attention_mask", f"{int((~real).sum())} padded slots")
         return SequenceLayout.from_cu_seqlens(given, rows.shape[0], rows.shape[1], name)
-    expect(
-        given.shape == rows.shape, name, f"shape {tuple(rows.shape)} like the tokens", tuple(given.shape)
-    )
+    expect(given.shape == rows.shape, name, f"shape {tuple(rows.shape)} like the tokens", tuple(given.shape))
     if name == "position_ids" and shifted and bool(first.any()):
         given = given - given[first].min()
     check_all((given >= 0) | ~real, name, "at least 0 (attention_mask marks padding)", given)
@@ -81,9 +79,7 @@ def _layout(name: str, value: Tensor, rows: Tensor, first: Tensor, shifted: bool
 def _real(attention_mask: Tensor, shape: tuple[int, int]) -> Tensor:
     name, kind = "attention_mask", type(attention_mask).__name__
     expect(isinstance(attention_mask, Tensor), name, "a tensor", kind, TypeError)
-    expect(
-        attention_mask.shape == shape, name, f"shape {shape} like the tokens", tuple(attention_mask.shape)
-    )
+    expect(attention_mask.shape == shape, name, f"shape {shape} like the tokens", tuple(attention_mask.shape))
     mask = attention_mask.cpu()
     expected = "0 (padding) or 1 (documents are marked by position_ids, seq_idx or cu_seq_lens_q)"
     check_all((mask == 0) | (mask == 1), name, expected, mask)

@@ -109,19 +109,14 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
                 "position_ids: expected to rise by one, from above 0, beside a cache that holds states"
             )
         return kwargs
-    expect(
-        given or cached or not required, "position_ids", "position_ids, seq_idx or cu_seq_lens_q", "none"
-    )
+    expect(given or cached or not required, "position_ids", "position_ids, seq_idx or cu_seq_lens_q", "none")
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
     if packing.packed:
         kwargs |= _own_labels(kwargs, packing)
     if packing.last is not None:
         return kwargs | {"packing": packing}
     expect(
-        not (packing.packed and cached),
-        "use_cache",
-        "False and no cache for several documents a row",
-        "one",
+        not (packing.packed and cached), "use_cache", "False and no cache for several documents a row", "one"
     )
     return kwargs if cached else kwargs | {"packing": packing, "use_cache": False}
 
@@ -206,9 +201,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
         for name, axes in zip(INPUTS, (2, 3)):
             tokens = kwargs.get(name)
             if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
-                raise ValueError(
-                    f"{name}: expected {axes} axes and no empty one, got {tuple(tokens.shape)}"
-                )
+                raise ValueError(f"{name}: expected {axes} axes and no empty one, got {tuple(tokens.shape)}")
         arranged = "packing" in kwargs or isinstance(kwargs.get("attention_mask"), Packing)
         needed = self.require_boundaries or any(kwargs.get(name) is not None for name in ASKS)
         if needed and not arranged:
@@ -296,17 +289,13 @@ def _subclass(original: type, **attributes: Any) -> None:
         "require_boundaries": False,
         "is_custom_code": staticmethod(lambda: False),
     }
-    CLASSES[original] = globals()[original.__name__] = ours = type(
-        original.__name__, (original,), attributes
-    )
+    CLASSES[original] = globals()[original.__name__] = ours = type(original.__name__, (original,), attributes)
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), getattr(original, "_can_record_outputs", None))
 
 
 for folder, family, suffix, holds, way in FAMILIES:
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    mixer, backbone, whole = (
-        getattr(module, f"{family}{part}") for part in (suffix, "Model", "ForCausalLM")
-    )
+    mixer, backbone, whole = (getattr(module, f"{family}{part}") for part in (suffix, "Model", "ForCausalLM"))
     HOLDS[mixer], WHOLE[whole] = holds, whole.__init__
     _subclass(mixer, forward=_mixes(mixer))
     _subclass(backbone, forward=_packs(backbone, way, whole=False))

@@ -131,9 +131,7 @@ class PackedMamba2(Mixer):
         self.dt_limit = None if (low, high) == (0.0, math.inf) else (low, high)
         self.backend = backend
         self.conv_dim = d_inner + 2 * ngroups * d_state  # x, B, C
-        self.in_proj = Projection(
-            d_model, d_inner + self.conv_dim + self.nheads, bias=bias
-        )  # z, x, B, C, dt
+        self.in_proj = Projection(d_model, d_inner + self.conv_dim + self.nheads, bias=bias)  # z, x, B, C, dt
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
         self.dt_range = dt_range
         self.A_init_range = A_init_range
