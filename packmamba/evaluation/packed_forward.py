@@ -195,6 +195,9 @@ class TrainingLayoutReader:
     """Read documents in rows of a run's strategy, under its boundary scheme.
 
     A row is at least as long as the longest document, unless the strategy splits documents.
+
+    Attributes:
+        plan: the rows; a task's ``annotate`` reads which document lay before which.
     """
 
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
@@ -206,20 +209,20 @@ class TrainingLayoutReader:
         if not splits and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(lengths.max())))
         self.boundary = boundary
-        self.plan = arrange_as_trained(corpus, np.arange(len(lengths)), data, boundary.continues)
+        self._step = arrange_as_trained(corpus, np.arange(len(lengths)), data, boundary.continues)
+        self.plan = self._step.rows
 
     def read(self, model: MambaLM) -> Iterator[Pass]:
         """Yield a pass for each batch; a piece's owner is the document's index."""
         device = next(model.parameters()).device
-        plan = self.plan.rows
         self.boundary.reset()
-        for rows in self.plan.micro_batches:
-            batch = make_batch(self.plan.corpus, plan, rows).to(device)
+        for rows in self._step.micro_batches:
+            batch = make_batch(self._step.corpus, self.plan, rows).to(device)
             with torch.inference_mode():
                 hidden = self.boundary.hidden(model, batch)
             pieces: Pass = []
             for row, activations in zip(rows, hidden):
-                held = plan.take(plan.row(row))
+                held = self.plan.take(self.plan.row(row))
                 lengths = held.length.tolist()
                 of_pieces = activations[: sum(lengths)].split(lengths)
                 pieces += zip(held.document.tolist(), held.start.tolist(), of_pieces)

@@ -334,13 +334,12 @@ def _states_before(
     a: SsdArguments, chunks: Chunks, tokens: list[Tokens]
 ) -> tuple[States, Tensor | None, Tensor]:
     """Compute states before chunks, final states, where tiles want them, and chunks' decays (K, H, 1, 1)."""
-    size = (len(chunks.index), a.x.shape[2], 1, 1)
-    decay = a.A.new_empty(size)
-    for of in tokens:
-        decay[of.tile.chunks] = of.steps.from_start[:, -1, :, None, None]
+    none = States(a.A.new_empty(0, *a.state_shape[1:]), torch.full_like(chunks.index, -1))
+    decays = [of.steps.from_start[:, -1, :, None, None] for of in tokens]
+    every_chunk = torch.arange(len(chunks.index), device=a.x.device)
+    decay = States.cat(decays, [of.tile.chunks for of in tokens], like=none).of(every_chunk)
     wanted = [of for of in tokens if of.tile.has_after]
     values = [_outer(of.x * (of.steps.size * of.steps.to_end)[..., None], of.B) for of in wanted]
-    none = States(a.A.new_empty(0, *a.state_shape[1:]), torch.full_like(chunks.index, -1))
     local = States.cat(values, [of.tile.chunks for of in wanted], like=none)
     states, final = chunks.pass_states(a.initial_state, local, decay)
     return states, final, decay

@@ -127,7 +127,8 @@ def test_contradiction_counts_reads_that_only_the_document_before_wrote():
     task = TASKS["contradiction"](events=(2, 6), num_keys=3, num_values=4)
     examples = [task.example(0, i) for i in range(20)]
     rows = TrainingLayoutReader([e.tokens for e in examples], DataConfig(strategy="next_fit", row_length=36), Reset())
-    order = [[examples[d] for d in rows.plan.document[a:b]] for a, b in itertools.pairwise(rows.plan.row_offsets)]
+    plan = rows.plan
+    order = [[examples[d] for d in plan.document[a:b]] for a, b in itertools.pairwise(plan.row_offsets)]
     expected = []
     for before, example in (pair for row in order for pair in itertools.pairwise(row)):
         left = {key: value for kind, key, value in before.tokens.reshape(-1, 3).tolist() if kind == task.WRITE}

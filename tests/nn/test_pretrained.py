@@ -177,7 +177,7 @@ REFUSALS = {
     "Mamba-3": (
         config(ssm_cfg={"layer": "Mamba3"}),
         ValueError,
-        "ssm_cfg.layer: expected 'Mamba1' or 'Mamba2', got 'Mamba3'",
+        "ssm_cfg.layer: expected 'Mamba1' or 'Mamba2'.*, got 'Mamba3'",
     ),
     "attention": (config(attn_layer_idx=[1]), ValueError, "attn_layer_idx"),
     "unknown option": (config(ssm_cfg={"headdim": 64}), ValueError, "ssm_cfg: unknown keys headdim"),
