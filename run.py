@@ -9,7 +9,7 @@ os.environ.setdefault(
 
 
 def main(argv: list[str] | None = None) -> int:
-    from packmamba import cli
+    from packmamba.lab import cli
 
     return cli.main(argv, prog="run.py")
 

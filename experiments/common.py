@@ -15,11 +15,11 @@ from typing import Any
 import pandas as pd
 import torch
 
-from packmamba.report.aggregate import Record, of_kind
-from packmamba.report.html import Kind
-from packmamba.report.statistics import Estimate, Ruling
-from packmamba.report.tables import Cell, Table, gibibytes, interval_text, mean_sd, number, p_cell, percent, word
-from packmamba.report.tables import make_columns as make_columns
+from packmamba.lab.report.aggregate import Record, of_kind
+from packmamba.lab.report.html import Kind
+from packmamba.lab.report.statistics import Estimate, Ruling
+from packmamba.lab.report.tables import Cell, Table, gibibytes, interval_text, mean_sd, number, p_cell, percent, word
+from packmamba.lab.report.tables import make_columns as make_columns
 
 
 class PeakMemory:

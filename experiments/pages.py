@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from packmamba.report.tables import interval_text, p_cell
+from packmamba.lab.report.tables import interval_text, p_cell
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -113,7 +113,7 @@ def filled(page: str, tables: dict[str, Any]) -> str:
 
 def draw(name: str, spec: dict[str, Any]) -> None:
     """Draw intervals of rows as a forest: one line each, the margin as a band, the number of seeds in the label."""
-    from packmamba.report.figures import MUTED, axes, finish, house_style, name_bars
+    from packmamba.lab.report.figures import MUTED, axes, finish, house_style, name_bars
 
     rows = spec["rows"]
     with house_style():

@@ -31,7 +31,7 @@ if __name__ == "__main__":
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     threading.setprofile(note)
     sys.setprofile(note)
-    from packmamba import cli
+    from packmamba.lab import cli
 
     with tempfile.TemporaryDirectory() as name, contextlib.redirect_stdout(io.StringIO()):
         places = [f"output={name}/out", f"runs_dir={name}/runs", f"data.cache_dir={name}/cache"]

@@ -38,8 +38,8 @@ import torch  # noqa: E402
 
 from packmamba import MambaLM, PackedMamba, SequenceLayout, cli, leakcheck, ops  # noqa: E402
 from packmamba.data.packing import STRATEGIES, plan_rows  # noqa: E402
+from packmamba.data.tasks import TASKS  # noqa: E402
 from packmamba.evaluation import generate, score  # noqa: E402
-from packmamba.evaluation.tasks import TASKS  # noqa: E402
 
 CONFIGURATIONS = yaml.safe_load((Path(__file__).parent / "data" / "golden.yaml").read_text())
 IS_OLD = "in_order" in STRATEGIES

@@ -6,8 +6,8 @@ import csv
 import io
 
 from experiments.packing.report import KINDS as PACKING
-from packmamba.records import METRICS, append_record, make_record
-from packmamba.report.html import table_files
+from packmamba.lab.records import METRICS, append_record, make_record
+from packmamba.lab.report.html import table_files
 
 TIME = "2030-01-01T00:00:00+00:00"
 SCHEMES = {

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from packmamba.config import DataConfig
-from packmamba.data.datamodule import StepDataset
 from packmamba.data.schedule import StepSchedule
+from packmamba.training.datamodule import StepDataset
 
 
 class Numbered:

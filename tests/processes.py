@@ -17,7 +17,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-FORKS.set_forkserver_preload(["lightning", "torchmetrics", "packmamba.cli", "packmamba.training.fit"])
+FORKS.set_forkserver_preload(["lightning", "torchmetrics", "packmamba.cli", "packmamba.lab.fit"])
 
 
 def run_py(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
@@ -94,7 +94,7 @@ def hold(folder: Path) -> multiprocessing.Process:
 
 
 def _hold(folder: Path, locked: Any) -> None:
-    from packmamba.training.run_id import RunLock
+    from packmamba.lab.run_id import RunLock
 
     with RunLock(folder):
         locked.set()

@@ -11,8 +11,8 @@ import torch
 import yaml
 
 from packmamba.config import Config, load_config, to_dict
-from packmamba.training.callbacks import checkpoints
-from packmamba.training.run_id import run_folder
+from packmamba.lab.callbacks import checkpoints
+from packmamba.lab.run_id import run_folder
 
 # One-token documents, documents longer than a row (pieces, or continuations), and everything between.
 LENGTHS = [1, 2, 30, 7, 1, 55, 16, 3, 24, 12, 5, 1, 9, 40, 17]

@@ -7,8 +7,7 @@ from typing import Any
 
 import yaml
 
-from packmamba import cli
-from packmamba.training import launch
+from packmamba.lab import cli, launch
 from runs import tiny_config, write_config
 
 

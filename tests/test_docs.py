@@ -14,10 +14,10 @@ import pytest
 from matplotlib.figure import Figure
 
 from experiments.corpus import build
-from packmamba import cli
 from packmamba.config import load_config
-from packmamba.reproduce import find, load_bench
-from packmamba.training.sweep import load_sweep
+from packmamba.lab import cli
+from packmamba.lab.reproduce import find, load_bench
+from packmamba.lab.sweep import load_sweep
 from processes import fork, fork_ranks, statuses
 from written import write_megatron
 

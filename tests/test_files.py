@@ -4,13 +4,14 @@ import pytest
 import torch
 
 from made_records import training
-from packmamba import MambaLM, cli
+from packmamba import MambaLM
 from packmamba.data.token_store import load_corpora
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.files import DiskFull, write_whole
-from packmamba.records import append_record, has_records, read_records, write_items, write_sweep
-from packmamba.report.html import write_report
-from packmamba.training.callbacks import CheckpointFile
+from packmamba.lab import cli
+from packmamba.lab.callbacks import CheckpointFile
+from packmamba.lab.records import append_record, has_records, read_records, write_items, write_sweep
+from packmamba.lab.report.html import write_report
 from processes import files_of_at_most
 from runs import tiny_config
 

@@ -15,7 +15,7 @@ import torch
 from golden import CONFIGURATIONS, arguments, command, digest, plans, record_of, run_folder
 from packmamba import MambaLM
 from packmamba.config import load_config
-from packmamba.data.datamodule import PackedDataModule
+from packmamba.training.datamodule import PackedDataModule
 
 DATA = Path(__file__).parent / "data" / "golden.json"
 GOLDEN = json.loads(DATA.read_text()) if DATA.is_file() else {}

@@ -1,4 +1,4 @@
-"""Import directions between the package's parts, and circles."""
+"""Three floors, and nothing below imports from above, at run time either; no circles."""
 
 from __future__ import annotations
 
@@ -11,25 +11,23 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Modules of a part import, at their top, only from parts before it. A module belongs to the longest name that begins its own.
-ORDER = (
-    "errors files integers registry layout config records timing ops nn evaluation.tasks data isolation testing".split()
-)
-ORDER += "training.boundary evaluation training integrations report reproduce cli".split()
-NEVER = {
-    "ops": {"config", "records", "data"},
-    "nn": {"config", "records", "data"},
-    "data": {"ops", "nn"},
-    "report": {"ops", "nn", "data", "training", "evaluation"},
+# A floor's parts, from below. At their top, modules import only from their own part and those before it; inside functions
+# also from later parts of their floor. A module belongs to the longest name that begins its own.
+FLOORS = {
+    "library": "errors files integers layout ops nn isolation testing integrations",
+    "training": "registry config data training.boundary training evaluation",
+    "lab": "lab.records lab.run_id lab.timing lab.report lab cli",
 }
-TRAINING = {"training", "data", "config", "cli"}
+ORDER = " ".join(FLOORS.values()).split()
+NEVER = {"data": {"ops", "nn"}, "lab.report": {"ops", "nn", "data", "training", "evaluation"}}
+TRAINING = {"data", "config", "training", "lab", "lab.records", "lab.run_id"}
 ONLY_IN = {
     "lightning": TRAINING,
     "torchmetrics": TRAINING,
     "omegaconf": TRAINING,
-    "pandas": {"report"},
-    "scipy": {"report"},
-    "jinja2": {"report"},
+    "pandas": {"lab.report"},
+    "scipy": {"lab.report"},
+    "jinja2": {"lab.report"},
     "experiments": set(),
 }
 
@@ -61,17 +59,22 @@ def part(module: str) -> str:
     return max((each for each in ORDER if f"{name}.".startswith(f"{each}.")), key=len, default="")
 
 
+def floor(part_name: str) -> int:
+    return next(i for i, parts in enumerate(FLOORS.values()) if part_name in parts.split())
+
+
 @pytest.mark.parametrize("module", sorted(MODULES.keys() - {"packmamba"}))
 def test_a_part_imports_only_from_those_before_it(module):
-    own = part(module)
-    assert own, f"{module}: give it a place in ORDER"
+    importer = part(module)
+    assert importer, f"{module}: give it a place in FLOORS"
     for name in imported(module):
         if name.startswith("packmamba."):
-            assert part(name) not in NEVER.get(own, ()), name
+            assert floor(part(name)) <= floor(importer), f"{name} is a floor above"
+            assert part(name) not in NEVER.get(importer, ()), name
         else:
-            assert own in ONLY_IN.get(name.partition(".")[0], {own}), name
+            assert importer in ONLY_IN.get(name.partition(".")[0], {importer}), name
     for name in imported(module, functions=False) & MODULES.keys():
-        assert ORDER.index(part(name)) <= ORDER.index(own), name
+        assert ORDER.index(part(name)) <= ORDER.index(importer), name
 
 
 def test_modules_do_not_import_each_other_in_a_circle():
@@ -94,8 +97,10 @@ def test_layer_operators_and_leakcheck_need_torch_numpy_and_safetensors_alone():
     "missing", [["lightning"], ["omegaconf", "lightning", "torchmetrics", "pandas", "scipy"]], ids=len
 )
 def test_without_the_extra_an_import_says_what_to_install(missing):
-    names = ["training", "training.fit", "training.boundary"]
-    names += ["config", "evaluation", "evaluation.tasks", "report.html", "reproduce"] if len(missing) > 1 else []
+    names = ["training", "lab.fit", "training.boundary"]
+    names += (
+        ["config", "evaluation", "evaluation.tasks", "lab.report.html", "lab.reproduce"] if len(missing) > 1 else []
+    )
     code = f"import sys, importlib; sys.modules.update(dict.fromkeys({missing}))"
     for name in names:
         code += f"\ntry: importlib.import_module('packmamba.{name}'); print('imported {name}')"

@@ -33,7 +33,7 @@ def test_a_wheel_builds_installs_and_trains(tmp_path):
         done.stderr
     )
     (script,) = (target / "bin").iterdir()
-    assert "from packmamba.cli import main" in script.read_text()
+    assert "from packmamba.lab.cli import main" in script.read_text()
 
 
 def test_a_release_has_absolute_links(tmp_path):

@@ -6,8 +6,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from packmamba.config import load_config
-from packmamba.reproduce import load_bench
-from packmamba.training.sweep import load_sweep
+from packmamba.lab.reproduce import load_bench
+from packmamba.lab.sweep import load_sweep
 
 try:
     import tomllib

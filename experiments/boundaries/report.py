@@ -13,11 +13,11 @@ import numpy as np
 import pandas as pd
 
 from experiments.common import make_table, ruled, ruled_columns
-from packmamba.report import aggregate
-from packmamba.report.aggregate import Record, Seeds, frame
-from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.report.html import Kind
-from packmamba.report.statistics import (
+from packmamba.lab.report import aggregate
+from packmamba.lab.report.aggregate import Record, Seeds, frame
+from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below
+from packmamba.lab.report.html import Kind
+from packmamba.lab.report.statistics import (
     DRAWS,
     Comparison,
     Divergence,
@@ -32,7 +32,7 @@ from packmamba.report.statistics import (
     rule,
     verdict,
 )
-from packmamba.report.tables import Cell, Table
+from packmamba.lab.report.tables import Cell, Table
 
 STARTS = {"reset": "zero", "fitted_noise": "noise", "state_passing": "foreign"}
 STARTS |= {"carry": "own", "carry_scan": "own scan"}

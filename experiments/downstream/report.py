@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from experiments.common import make_table, ruled, ruled_columns, without_speeds
-from packmamba.report import aggregate
-from packmamba.report.aggregate import Arm, Record, divergence
-from packmamba.report.html import KINDS as LIBRARY
-from packmamba.report.statistics import Comparison, Ruling, rule, verdict
-from packmamba.report.tables import Cell, Table, number
+from packmamba.lab.report import aggregate
+from packmamba.lab.report.aggregate import Arm, Record, divergence
+from packmamba.lab.report.html import KINDS as LIBRARY
+from packmamba.lab.report.statistics import Comparison, Ruling, rule, verdict
+from packmamba.lab.report.tables import Cell, Table, number
 
 MARGIN = 0.02  # nats an answer, named before the runs
 COMPARED = ("packed-reset", "packed-leak")  # with padded

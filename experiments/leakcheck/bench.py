@@ -20,9 +20,9 @@ from packmamba.config import ConfigError, key, suggest
 from packmamba.integrations.transformers import patch
 from packmamba.isolation import LeakCheckResult, leakcheck
 from packmamba.isolation.adapters import CheckedModel
+from packmamba.lab.records import append_record, make_record, provenance
+from packmamba.lab.reproduce import Bench
 from packmamba.ops.mamba_ssm import _peer
-from packmamba.records import append_record, make_record, provenance
-from packmamba.reproduce import Bench
 
 KERNELS = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "flash-attn")
 TRL = "trl"  # among boundaries: all arguments that TRL's own collator makes

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from experiments.common import make_table
-from packmamba.report import aggregate
-from packmamba.report.aggregate import Record
-from packmamba.report.html import Kind
-from packmamba.report.tables import Cell, Table
+from packmamba.lab.report import aggregate
+from packmamba.lab.report.aggregate import Record
+from packmamba.lab.report.html import Kind
+from packmamba.lab.report.tables import Cell, Table
 
 
 def latest(records: Sequence[Record]) -> dict[str, list[Record]]:

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from experiments.operators import cpu, gpu
-from packmamba.reproduce import Bench
+from packmamba.lab.reproduce import Bench
 
 BENCHES = {"operators": Bench(cpu.Config, cpu.run), "gpu_operators": Bench(gpu.Config, gpu.run)}

@@ -14,12 +14,13 @@ import torch
 from torch import Tensor
 
 from experiments.operators.arms import CPU_ARMS, CpuArm
-from packmamba import SequenceLayout, ops, timing
+from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError, key
+from packmamba.lab import timing
+from packmamba.lab.records import append_record, make_record, provenance
 from packmamba.ops import build
 from packmamba.ops.custom_op import empty_grad_like
 from packmamba.ops.scan import allocate_scan
-from packmamba.records import append_record, make_record, provenance
 
 # ||a - b|| / ||b|| against float64, of outputs and of gradients.
 TOLERANCES = {"float32": (1e-5, 5e-5), "bfloat16": (2e-3, 5e-3), "float64": (1e-9, 1e-9)}

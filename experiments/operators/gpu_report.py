@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 
 from experiments.common import make_table, records_of
 from experiments.operators.arms import GPU_ARMS, GpuArm
-from packmamba.report.aggregate import Record, natural
-from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.report.tables import Cell, Table
+from packmamba.lab.report.aggregate import Record, natural
+from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below
+from packmamba.lab.report.tables import Cell, Table
 
 SCAN, SCAN_STATES, SCAN_INDICES = (GPU_ARMS[name] for name in ("scan", "scan-states", "scan-indices"))
 UNPACKED, BY_DOCUMENT, PADDED = (GPU_ARMS[f"mamba-ssm-{name}"] for name in ("unpacked", "by-document", "padded"))

@@ -11,12 +11,12 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from packmamba.report import aggregate
-from packmamba.report.aggregate import Record
-from packmamba.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
-from packmamba.report.html import Kind
-from packmamba.report.statistics import interval
-from packmamba.report.tables import Cell, Column, Table, make_columns, number, percent, word
+from packmamba.lab.report import aggregate
+from packmamba.lab.report.aggregate import Record
+from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
+from packmamba.lab.report.html import Kind
+from packmamba.lab.report.statistics import interval
+from packmamba.lab.report.tables import Cell, Column, Table, make_columns, number, percent, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
 PAPER_PADDING = {

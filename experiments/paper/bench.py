@@ -17,9 +17,9 @@ from experiments.speedup.model import Config as SpeedupConfig
 from packmamba.config import key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import plan_rows
-from packmamba.records import append_record, make_record, provenance
-from packmamba.reproduce import Bench
-from packmamba.timing import free_memory, median
+from packmamba.lab.records import append_record, make_record, provenance
+from packmamba.lab.reproduce import Bench
+from packmamba.lab.timing import free_memory, median
 
 OPERATORS = ("conv", "scan", "matrix products")
 

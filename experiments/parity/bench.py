@@ -1,6 +1,6 @@
 """Measure speed and gradients beside the sweeps."""
 
 from experiments.parity import gradients
-from packmamba.reproduce import Bench
+from packmamba.lab.reproduce import Bench
 
 BENCHES = {"gradients": Bench(gradients.Config, gradients.run)}

@@ -16,12 +16,12 @@ from tqdm import tqdm
 from packmamba.config import Config as Run
 from packmamba.config import ConfigError, key, load_config
 from packmamba.data.batch import StepBatch
-from packmamba.data.datamodule import PackedDataModule
+from packmamba.lab.fit import check_accelerator, check_run, configured_runtime
+from packmamba.lab.records import append_record, make_record, provenance
+from packmamba.lab.run_id import recorded_config
 from packmamba.ops import BACKENDS
-from packmamba.records import append_record, make_record, provenance
-from packmamba.training.fit import check_accelerator, check_run, configured_runtime
+from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
-from packmamba.training.run_id import recorded_config
 
 FOLDER = Path(__file__).parent
 AUTOCAST = {"32-true": None, "bf16-mixed": torch.bfloat16}

@@ -10,11 +10,11 @@ import numpy as np
 import pandas as pd
 
 from experiments.common import make_table, ruled, ruled_columns, without_speeds
-from packmamba.report import aggregate
-from packmamba.report.aggregate import Arm, Record, divergence
-from packmamba.report.html import KINDS as LIBRARY
-from packmamba.report.html import Kind
-from packmamba.report.statistics import (
+from packmamba.lab.report import aggregate
+from packmamba.lab.report.aggregate import Arm, Record, divergence
+from packmamba.lab.report.html import KINDS as LIBRARY
+from packmamba.lab.report.html import Kind
+from packmamba.lab.report.statistics import (
     Comparison,
     Ruling,
     bootstrap,
@@ -24,7 +24,7 @@ from packmamba.report.statistics import (
     rule,
     seeds_for,
 )
-from packmamba.report.tables import Cell, Table
+from packmamba.lab.report.tables import Cell, Table
 
 EARLY = 200
 """Optimizer steps of the prediction on float32."""

@@ -25,10 +25,10 @@ from packmamba.data.tokenizer import write_tokenizer
 from packmamba.evaluation import Score, score
 from packmamba.evaluation.generation import generate
 from packmamba.evaluation.packed_forward import log_probabilities
+from packmamba.lab.records import append_record, make_record, provenance
+from packmamba.lab.reproduce import Bench
+from packmamba.lab.timing import free_memory, median, seconds, spread, take_turns
 from packmamba.ops.mamba_ssm import _peer
-from packmamba.records import append_record, make_record, provenance
-from packmamba.reproduce import Bench
-from packmamba.timing import free_memory, median, seconds, spread, take_turns
 from packmamba.training.lit_module import make_model
 
 Request = tuple[list[int], list[int]]

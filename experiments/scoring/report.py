@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from experiments.common import latest, make_table, named_by
-from packmamba.report.aggregate import Record
-from packmamba.report.html import Kind
-from packmamba.report.tables import Table
+from packmamba.lab.report.aggregate import Record
+from packmamba.lab.report.html import Kind
+from packmamba.lab.report.tables import Table
 
 METHODS = {"packed": "packed passes", "padded": "padded batches, same kernels", "hf": "lm-eval's class hf"}
 

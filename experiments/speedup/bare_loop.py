@@ -13,8 +13,8 @@ from tqdm import tqdm
 
 from experiments.common import PeakMemory
 from experiments.speedup.model import BARE, BREAKDOWN, TOLERANCES, Arm, Documents, Feed, Model, PeerLM, by_family, feed
-from packmamba import timing
 from packmamba.data.batch import PackedBatch
+from packmamba.lab import timing
 from packmamba.ops.cuda import KernelSchedule, schedules_of
 from packmamba.training.boundary import Leak
 from packmamba.training.cuda_graphs import BatchGraphs

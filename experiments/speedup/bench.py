@@ -9,9 +9,9 @@ import torch
 
 from experiments.speedup import bare_loop, steps
 from experiments.speedup.model import BARE, BREAKDOWN, STEPS, Config, Model
-from packmamba.records import provenance
-from packmamba.reproduce import Bench
-from packmamba.timing import free_memory
+from packmamba.lab.records import provenance
+from packmamba.lab.reproduce import Bench
+from packmamba.lab.timing import free_memory
 
 
 class Sorted(Model):

@@ -16,7 +16,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
-from packmamba import timing
 from packmamba.config import Config as RunConfig
 from packmamba.config import ConfigError, DataConfig, key, load_config
 from packmamba.data.batch import PackedBatch, count_step, make_batch
@@ -24,9 +23,10 @@ from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import STRATEGIES, RowPlan
 from packmamba.data.schedule import arrange, micro_batches, pieces_of
 from packmamba.data.token_store import Corpus
+from packmamba.lab import timing
+from packmamba.lab.records import append_record, make_record
 from packmamba.nn import MambaLM
 from packmamba.ops.mamba_ssm import _peer
-from packmamba.records import append_record, make_record
 from packmamba.training.lit_module import PackedLitModule
 
 PARTS = BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"

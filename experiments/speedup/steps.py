@@ -10,11 +10,11 @@ import torch
 
 from experiments.common import PeakMemory
 from experiments.speedup.model import STEPS, Arm, Model, feed, run_config
-from packmamba import timing
 from packmamba.config import Config
-from packmamba.data.datamodule import PackedDataModule, StepDataset
-from packmamba.training.benchmark import Arm as Stepping
-from packmamba.training.fit import configured_runtime
+from packmamba.lab import timing
+from packmamba.lab.benchmark import Arm as Stepping
+from packmamba.lab.fit import configured_runtime
+from packmamba.training.datamodule import PackedDataModule, StepDataset
 
 TURN_STEPS = 4  # steps of a turn: the device waits for the host at its start, as it does not in training
 

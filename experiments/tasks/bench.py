@@ -14,11 +14,11 @@ from tqdm import tqdm
 
 from packmamba import MambaLM
 from packmamba.config import ConfigError, DataConfig, key
+from packmamba.data.tasks import TASKS
 from packmamba.evaluation.load import load_model, read_config
 from packmamba.evaluation.registry import EvalContext, default_max_slots, evaluate
-from packmamba.evaluation.tasks import TASKS
-from packmamba.records import append_record, make_record, provenance
-from packmamba.reproduce import Bench
+from packmamba.lab.records import append_record, make_record, provenance
+from packmamba.lab.reproduce import Bench
 
 
 @dataclass
@@ -26,7 +26,7 @@ class AnswersConfig:
     experiment: str = "tasks"
     runs: Optional[str] = key(None, "Folder of the trained runs; null: runs/ in the output folder.")
     questions: dict[str, Any] = key({}, "By trained arm: task, options, varied (one more of them) and its values.")
-    untrained: list[str] = key([], "Tasks of untrained models too.", choices="packmamba.evaluation.tasks:TASKS")
+    untrained: list[str] = key([], "Tasks of untrained models too.", choices="packmamba.data.tasks:TASKS")
     untrained_options: dict[str, Any] = key({}, "For each of these tasks its parameters; else their defaults.")
     seeds: list[int] = key([0, 1, 2], "Seeds of untrained weights.", low=0)
     d_model: int = key(64, "Width of untrained models.", low=1)

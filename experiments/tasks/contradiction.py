@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.evaluation.tasks import TASKS, Example
-from packmamba.evaluation.tasks.base import Span, draw, make_example, span, within
+from packmamba.data.tasks import TASKS, Example
+from packmamba.data.tasks.base import Span, draw, make_example, span, within
 
 
 class Contradiction:

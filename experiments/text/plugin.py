@@ -21,14 +21,14 @@ from experiments.corpus import text_items
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources import SOURCES
 from packmamba.data.sources.source import Document, Source, hash_files
+from packmamba.data.tasks import TASKS
+from packmamba.data.tasks.base import Example, make_example
 from packmamba.data.token_store import load_corpora
 from packmamba.evaluation import language_modeling
 from packmamba.evaluation.language_modeling import token_losses, validation
 from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.evaluation.packed_forward import DocumentState, Segment, packed_forward, read_to_the_end
 from packmamba.evaluation.scoring import score
-from packmamba.evaluation.tasks import TASKS
-from packmamba.evaluation.tasks.base import Example, make_example
 from packmamba.nn import MambaLM
 
 HELD_OUT = {"validation": "corpus", "test": "sealed"}

@@ -15,11 +15,11 @@ import numpy as np
 import pandas as pd
 
 from experiments.common import make_table
-from packmamba.records import read_records
-from packmamba.report.aggregate import Arm, Record, divergence, training_arms
-from packmamba.report.figures import MUTED, Figure, axes, finish, name_bars
-from packmamba.report.html import Kind
-from packmamba.report.statistics import (
+from packmamba.lab.records import read_records
+from packmamba.lab.report.aggregate import Arm, Record, divergence, training_arms
+from packmamba.lab.report.figures import MUTED, Figure, axes, finish, name_bars
+from packmamba.lab.report.html import Kind
+from packmamba.lab.report.statistics import (
     Comparison,
     Divergence,
     Estimate,
@@ -33,7 +33,7 @@ from packmamba.report.statistics import (
     rule,
     verdict,
 )
-from packmamba.report.tables import Cell, Table
+from packmamba.lab.report.tables import Cell, Table
 
 MIXERS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
 ALL, BEYOND = "perplexity.by_group", "beyond.by_group"

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 
 from experiments.text.report import PRIMARY as REPORTED
-from packmamba.reproduce import Headline, Step
+from packmamba.lab.reproduce import Headline, Step
 
 SAMPLE = "experiments/corpus/text-sample.jsonl.gz"
 HELD_OUT = f"{{path: {SAMPLE}, split: validation}}"

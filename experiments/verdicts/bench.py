@@ -2,7 +2,7 @@
 
 A study has a baseline and some arms, all with as many seeds. A run's loss is its seed's, plus its
 arm's effect, plus noise of its own; contrasts of one study share the baseline, as those of a sweep
-do. ``packmamba.report.statistics.rule``, which every report calls, gives the study its verdicts.
+do. ``packmamba.lab.report.statistics.rule``, which every report calls, gives the study its verdicts.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from scipy import stats
 from tqdm import tqdm
 
 from packmamba.config import key
-from packmamba.records import append_record, make_record, provenance
-from packmamba.report.statistics import Comparison, Divergence, rule
-from packmamba.reproduce import Bench
+from packmamba.lab.records import append_record, make_record, provenance
+from packmamba.lab.report.statistics import Comparison, Divergence, rule
+from packmamba.lab.reproduce import Bench
 
 SOME = ("at least one", bool)
 MARGIN = 4.0

@@ -105,7 +105,7 @@ class DataConfig:
     distribution: str = key("documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS)
     num_documents: int = key(10000, "Synthetic documents, or a task's examples.", low=1)
     vocab_size: int = key(256, "Vocabulary of synthetic documents.", low=1)
-    task: Optional[str] = key(None, "Task of source task.", choices="packmamba.evaluation.tasks:TASKS")
+    task: Optional[str] = key(None, "Task of source task.", choices="packmamba.data.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
     num_proc: Optional[int] = key(None, "Threads that tokenize.", null="a core each, at most 16", low=1)

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from packmamba.data.tasks import TASKS
 from packmamba.evaluation import language_modeling, synthetic
 from packmamba.evaluation.load import EvalContext as EvalContext
 from packmamba.evaluation.load import EvalResult as EvalResult
-from packmamba.evaluation.tasks import TASKS
 from packmamba.nn import MambaLM
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -10,13 +10,13 @@ import numpy as np
 import torch
 
 from packmamba.config import ConfigError, options
+from packmamba.data.tasks import TASKS, Example
+from packmamba.data.tasks.base import complete
 from packmamba.data.token_store import load_corpora
 from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer
 from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.evaluation.packed_forward import Pass, TrainingLayoutReader, predict_documents
 from packmamba.evaluation.scoring import score
-from packmamba.evaluation.tasks import TASKS, Example
-from packmamba.evaluation.tasks.base import complete
 from packmamba.nn import MambaLM
 
 Items = list[dict[str, Any]]

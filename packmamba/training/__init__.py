@@ -6,7 +6,7 @@ from packmamba.errors import require
 
 require("lightning", "torchmetrics")
 if TYPE_CHECKING:
-    from packmamba.data.datamodule import PackedDataModule
+    from packmamba.training.datamodule import PackedDataModule
     from packmamba.training.lit_module import PackedLitModule
 
 __all__ = ["PackedDataModule", "PackedLitModule"]
@@ -14,7 +14,7 @@ __all__ = ["PackedDataModule", "PackedLitModule"]
 
 def __getattr__(name: str) -> Any:
     if name == "PackedDataModule":
-        from packmamba.data.datamodule import PackedDataModule
+        from packmamba.training.datamodule import PackedDataModule
 
         return PackedDataModule
     if name == "PackedLitModule":

@@ -6,7 +6,7 @@ import pytest
 
 from packmamba.config import CONFIGS, Config, ConfigError, load_config, validate
 from packmamba.data.packing import STRATEGIES
-from packmamba.training.sweep import load_sweep
+from packmamba.lab.sweep import load_sweep
 
 
 def test_overrides_come_after_the_file(tmp_path):

@@ -12,9 +12,9 @@ from torch.utils.data import DataLoader
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data import schedule
-from packmamba.data.datamodule import StepSampler
 from packmamba.data.packing import STRATEGIES
 from packmamba.data.schedule import StepSchedule, arrange, arrange_as_trained, pieces_of
+from packmamba.training.datamodule import StepSampler
 
 WINDOW = 17
 """Documents of a window, in place of a million."""

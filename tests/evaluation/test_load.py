@@ -9,13 +9,14 @@ import yaml
 
 from hugging_face import take_own_path
 from operators import DEVICES
-from packmamba import MambaLM, cli
+from packmamba import MambaLM
 from packmamba.config import ConfigError
 from packmamba.evaluation import registry
 from packmamba.evaluation.load import load_model, read_config
-from packmamba.records import read_records
-from packmamba.training.fit import fit
-from packmamba.training.run_id import run_folder
+from packmamba.lab import cli
+from packmamba.lab.fit import fit
+from packmamba.lab.records import read_records
+from packmamba.lab.run_id import run_folder
 from runs import tiny_config
 
 ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=12", "evaluation_options.parity.length=6"]

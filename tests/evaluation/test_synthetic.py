@@ -11,11 +11,11 @@ import experiments.tasks.contradiction  # noqa: F401  # adds its task
 from packmamba import MambaLM
 from packmamba.config import DataConfig, TrainerConfig
 from packmamba.data.packing import plan_rows
+from packmamba.data.tasks import TASKS
 from packmamba.data.tokenizer import ByteTokenizer
 from packmamba.evaluation.packed_forward import TrainingLayoutReader
 from packmamba.evaluation.registry import EvalContext, evaluate
 from packmamba.evaluation.synthetic import answer, summarize, tokenize
-from packmamba.evaluation.tasks import TASKS
 from packmamba.training.boundary import Reset
 
 LINES = "\n".join(f"    value_{i % 7}{i} = compute({i * 37 % 101}, name_{i % 5})" for i in range(200))

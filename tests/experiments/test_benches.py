@@ -36,12 +36,12 @@ from packmamba import SequenceLayout, ops
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.packing import STRATEGIES, plan_rows
 from packmamba.evaluation import Score
+from packmamba.lab.records import read_records
+from packmamba.lab.report.html import build_sections
+from packmamba.lab.report.tables import write_table
+from packmamba.lab.reproduce import find, kinds_of, load_bench
 from packmamba.nn.mixers.mamba2 import PackedMamba2
 from packmamba.ops import custom_op
-from packmamba.records import read_records
-from packmamba.report.html import build_sections
-from packmamba.report.tables import write_table
-from packmamba.reproduce import find, kinds_of, load_bench
 from packmamba.training.boundary import Leak
 from packmamba.training.lit_module import PackedLitModule
 

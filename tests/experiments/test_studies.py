@@ -14,7 +14,7 @@ from experiments.downstream.report import answers_tables
 from experiments.parity.report import parity_tables, speed_tables
 from made_records import throughput, training
 from packmamba.config import load_config, to_dict
-from packmamba.report.tables import write_table
+from packmamba.lab.report.tables import write_table
 
 NOISE = (0.0004, -0.0003, 0.0002, -0.0004, 0.0001, 0.0003, -0.0002, -0.0001)
 POOL = (

@@ -16,11 +16,11 @@ from experiments.text.report import KINDS, PRIMARY, registered
 from made_records import SCHEMES, training
 from packmamba.config import DataConfig
 from packmamba.data.token_store import load_corpora
-from packmamba.records import read_records
-from packmamba.report.html import table_files
-from packmamba.report.statistics import NOTHING, Estimate, margin_from_pilot, verdict
-from packmamba.report.tables import write_table
-from packmamba.training.sweep import load_sweep, run_sweep
+from packmamba.lab.records import read_records
+from packmamba.lab.report.html import table_files
+from packmamba.lab.report.statistics import NOTHING, Estimate, margin_from_pilot, verdict
+from packmamba.lab.report.tables import write_table
+from packmamba.lab.sweep import load_sweep, run_sweep
 
 FOLDER = Path(reproduce.__file__).parent
 GROUPS = 20

@@ -13,8 +13,8 @@ from configured import configured
 from experiments.verdicts import bench
 from experiments.verdicts.bench import Study, simulate, studies
 from experiments.verdicts.report import KINDS
-from packmamba.records import read_records
-from packmamba.report.html import table_files
+from packmamba.lab.records import read_records
+from packmamba.lab.report.html import table_files
 
 FOLDER = Path(bench.__file__).parent
 SEEDS = [3, 5, 8, 16]

@@ -6,7 +6,7 @@ import torch
 from packmamba import MambaLM, SequenceLayout, leakcheck
 from packmamba.config import load_config
 from packmamba.evaluation import generate, score
-from packmamba.training.fit import fit
+from packmamba.lab.fit import fit
 
 SMALL = {"vocab_size": 50, "d_model": 32, "n_layer": 2, "mixer": "mamba2", "d_state": 16, "headdim": 16, "ngroups": 2}
 LENGTHS = [[63, 1, 64, 65], [130, 7], [128]]

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from packmamba.data.datamodule import PackedDataModule
 from packmamba.evaluation.language_modeling import token_losses
 from packmamba.evaluation.packed_forward import TrainingLayoutReader
 from packmamba.training.boundary import BOUNDARIES, Carry, Reset, flatten_states
+from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
 from runs import tiny_config
 

@@ -5,11 +5,11 @@ import torch
 
 from packmamba.config import load_config
 from packmamba.data.batch import PackedBatch
-from packmamba.data.datamodule import PackedDataModule
+from packmamba.lab.fit import fit
 from packmamba.layout import SequenceLayout
 from packmamba.training.boundary import BOUNDARIES, flatten_states
 from packmamba.training.cuda_graphs import ABSENT, BatchGraphs, Shape, StaticBatch
-from packmamba.training.fit import fit
+from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
 from runs import tiny_config
 

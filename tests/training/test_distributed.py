@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import run
-from packmamba.records import read_records
-from packmamba.training.callbacks import checkpoints
-from packmamba.training.fit import fit
-from packmamba.training.run_id import run_folder
+from packmamba.lab.callbacks import checkpoints
+from packmamba.lab.fit import fit
+from packmamba.lab.records import read_records
+from packmamba.lab.run_id import run_folder
 from processes import ROOT, fork, fork_ranks, kill, statuses
 from runs import final_state, losses_of, tiny_config, write_config
 

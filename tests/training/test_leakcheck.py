@@ -10,18 +10,19 @@ import torch
 
 import leaky
 import run
-from packmamba import MambaLM, SequenceLayout, cli
+from packmamba import MambaLM, SequenceLayout
 from packmamba.data.batch import PackedBatch
-from packmamba.data.datamodule import PackedDataModule, StepDataset
 from packmamba.errors import UserError
 from packmamba.isolation.batch import check_packed, cut_rows
+from packmamba.lab import cli
+from packmamba.lab.callbacks import Stopped, why_unchecked
+from packmamba.lab.fit import fit
+from packmamba.lab.records import read_records
+from packmamba.lab.run_id import run_folder
 from packmamba.nn.mixers import MIXERS
-from packmamba.records import read_records
 from packmamba.testing import Found, LightningLeakCheck
 from packmamba.training.boundary import BOUNDARIES, Boundary, Leak, Reset
-from packmamba.training.callbacks import Stopped, why_unchecked
-from packmamba.training.fit import fit
-from packmamba.training.run_id import run_folder
+from packmamba.training.datamodule import PackedDataModule, StepDataset
 from processes import fork_ranks, statuses
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 

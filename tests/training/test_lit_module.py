@@ -14,10 +14,10 @@ from lightning.pytorch.loggers import CSVLogger
 
 from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError, DataConfig, OptimizerConfig
+from packmamba.lab.sweep import load_sweep
 from packmamba.training import PackedDataModule, PackedLitModule
 from packmamba.training.lit_module import LossByPosition
 from packmamba.training.optimizer import learning_rate
-from packmamba.training.sweep import load_sweep
 
 SHAPE = {"d_model": 8, "n_layer": 2, "d_state": 4}
 

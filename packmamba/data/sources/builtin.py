@@ -69,7 +69,7 @@ def open_synthetic(data: DataConfig) -> Source:
 
 
 def open_task(data: DataConfig) -> Source:
-    from packmamba.evaluation.tasks import TASKS
+    from packmamba.data.tasks import TASKS
 
     if data.task not in TASKS:
         raise ConfigError(

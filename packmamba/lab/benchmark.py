@@ -1,0 +1,91 @@
+"""Time optimizer steps of several arms in turns."""
+
+import operator
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import lightning
+
+from packmamba.config import Config
+from packmamba.data.batch import StepBatch
+from packmamba.lab import timing
+from packmamba.lab.fit import configured_runtime
+from packmamba.lab.records import make_record
+from packmamba.lab.run_id import name_of, recorded_config
+from packmamba.training.datamodule import PackedDataModule, StepDataset
+from packmamba.training.lit_module import PackedLitModule
+
+WARM_UP = 1  # rounds that are dropped, after each arm's first step
+
+
+class Arm:
+    """Take a configuration's optimizer steps on one device."""
+
+    def __init__(self, config: Config) -> None:
+        data = PackedDataModule.from_config(config, progress=False)
+        lightning.seed_everything(config.seed, verbose=False)
+        self.config, self.corpus_hash, self.steps = (
+            config,
+            data.corpora.corpus_hash,
+            StepDataset(data.schedule()),
+        )
+        precision: Any = config.trainer.precision
+        self.fabric = lightning.Fabric(accelerator=config.trainer.accelerator, precision=precision, devices=1)
+        self.module = PackedLitModule.from_config(config, data.vocab_size).to(self.fabric.device)
+        _, self.optimizer = self.fabric.setup(self.module, self.module.configure_optimizers())
+
+    def step(self, number: int) -> tuple[float, int, int]:
+        """Take a step, from 0; return seconds, tokens and slots."""
+        step = self.steps[number].to(self.fabric.device)
+        seconds = timing.seconds(lambda: self.take(step, number), self.fabric.device)
+        return seconds, step.num_tokens, step.num_slots
+
+    def take(self, step: StepBatch, number: int) -> None:
+        with self.fabric.autocast():
+            self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
+
+
+def measure_throughput(
+    configs: list[Config], rounds: int, output: str, progress: bool = True
+) -> Iterator[Any]:
+    """Yield a record per configuration, whose steps alternate. Raises RuntimeError where losses of the same documents differ."""
+    with configured_runtime(max(configs, key=lambda config: config.model.compile)):
+        arms = {config.name: Arm(config) for config in configs}
+        losses: dict[str, float] = {}
+
+        def gate(name: str) -> None:
+            arm = arms[name]
+            arm.step(0)
+            loss = float(arm.loss)
+            if arm.config.data.batching == "matched" and not arm.module.boundary.as_trained:
+                expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), loss)
+                if abs(loss - expected) > 1e-4 * expected:
+                    raise RuntimeError(
+                        f"arms disagree on the loss of the same documents: {expected}, {loss} {name}"
+                    )
+            if arm.config.trainer.cuda_graphs and not arm.module.boundary.stateful:
+                for turn in range(
+                    WARM_UP + rounds
+                ):  # each shape's graph is captured before anything is timed
+                    arm.step(turn + 1)
+
+        run, begun = uuid.uuid4().hex, time.perf_counter()
+        calls = {name: lambda turn, arm=arm: arm.step(turn + 1) for name, arm in arms.items()}
+        bar = "interleaved steps" if progress else None
+        samples = timing.take_turns(calls, rounds, warm_up=WARM_UP, gate=gate, bar=bar)
+        wall_seconds = time.perf_counter() - begun
+        for name, arm in arms.items():
+            seconds, tokens, slots = zip(*samples[name])
+            metrics = {
+                "seconds_per_step_median": timing.median(seconds),
+                "seconds_per_step_spread": timing.spread(seconds),
+                "real_tokens_per_second": timing.median(map(operator.truediv, tokens, seconds)),
+                "slots_per_second": timing.median(map(operator.truediv, slots, seconds)),
+                "padding_fraction": 1 - sum(tokens) / sum(slots),
+                "rounds": rounds,
+                "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
+            }
+            identity = (name_of(output), name, recorded_config(arm.config) | {"run": run}, arm.config.seed)
+            yield make_record("throughput", *identity, arm.corpus_hash, metrics, wall_seconds)

@@ -1,0 +1,539 @@
+"""Commands of ``packmamba`` and ``python run.py``. Each imports what it needs."""
+
+import dataclasses
+import glob
+import hashlib
+import importlib.util
+import json
+import os
+import shutil
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Optional
+
+from packmamba import __version__
+from packmamba.errors import Unfinished, UserError, missing_package
+from packmamba.files import full_disk, space_for, write_whole
+
+try:
+    from packmamba.config import (
+        CONFIGS,
+        CONFIGURATION,
+        Config,
+        ConfigError,
+        DataConfig,
+        key,
+        load,
+        need,
+        registry,
+    )
+    from packmamba.config.load import load_config, read_layers, resolve, sections_of, shown, suggest
+except ModuleNotFoundError as error:
+    sys.exit(f"packmamba: error: {error}")
+
+DEVICE = "cpu, cuda:1, ...; auto: a GPU if there is one."
+FIRST = """name data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model
+optimizer.lr trainer.boundary trainer.max_steps""".split()
+RUN = "the folder of a run or checkpoint"
+DTYPES = ("float64", "float32", "bfloat16", "float16")
+HASHED = ("dtype", "examples", "seed", "limit", "include_path")
+
+
+@dataclasses.dataclass
+class LoadConfig:
+    device: str = key("auto", DEVICE)
+    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+
+
+@dataclasses.dataclass
+class EvalConfig(LoadConfig):
+    tasks: list[str] = key(["perplexity"], "Evaluations, or lm-evaluation-harness tasks.")
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    examples: int = key(200, "Examples of each task.", low=1)
+    seed: int = key(1_000_000, "Seed of the tasks' examples.", low=0)
+    options: dict[str, Any] = key({}, "Such as options.mqar.num_pairs=4.")
+    max_slots: Optional[int] = key(None, "Tokens of a forward pass; null: fill the device.", low=1)
+    include_path: Optional[str] = key(None, "Folder of harness tasks.")
+    limit: Optional[int] = key(None, "Maximum examples of a harness task.", low=1)
+    output: Optional[str] = key(None, "Folder of records and items; null: RUN/evaluation.")
+    plugins: list[str] = key([], "Modules to import first.")
+
+
+@dataclasses.dataclass
+class GenerateConfig(LoadConfig):
+    max_new_tokens: int = key(64, "Maximum tokens to generate.", low=1)
+    temperature: float = key(0.0, "Sampling temperature; 0: greedy.", low=0)
+    top_p: float = key(1.0, "Probability of nucleus sampling.", above=0, high=1)
+    seed: int = key(0, "Seed of sampling.", low=0)
+
+
+@dataclasses.dataclass
+class LeakcheckConfig(LoadConfig):
+    boundaries: str = key(
+        "position_ids", "Boundary arguments of a Hugging Face model, joined by +, or attention_mask."
+    )
+    patch: bool = key(False, "Patch the Hugging Face model first.")
+    lengths: Optional[list[int]] = key(None, "Documents' lengths; null: awkward ones.", low=1)
+    device: str = key("cpu", DEVICE)
+    plugins: list[str] = key([], "Modules to import first.")
+
+
+@dataclasses.dataclass
+class ReportConfig:
+    baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
+    output: Optional[str] = key(None, "Folder for several folders' report; null: only print.")
+    latex: bool = key(False, "Also write LaTeX tables and PDF figures.")
+
+
+def train(words: list[str]) -> None:
+    """Train a model; the same command again resumes it."""
+    files, overrides = split(words, "a YAML file", 0, 1)
+    config = load_config(files[0] if files else CONFIGS / "train.yaml", overrides)
+    from lightning.pytorch.utilities import rank_zero_only
+
+    from packmamba.lab.fit import fit
+    from packmamba.lab.report.html import format_table
+    from packmamba.lab.run_id import record_path, run_folder
+
+    record = fit(config)
+    table = format_table([record])
+    checked = record.get("leakcheck", "unchecked: a record of an earlier version")
+    rank_zero_only(print)(
+        f"\n{table}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}\nLeakcheck: {checked}"
+    )
+    if (step := record["metrics"].get("diverged_at_step")) is not None:
+        raise Unfinished(f"the loss diverged at step {step}; reduce optimizer.lr")
+
+
+def sweep(words: list[str]) -> None:
+    """Train every run of a sweep, and report; the same command again continues."""
+    begun = time.monotonic()
+    (file,), overrides = split(words, "a YAML file", 1, 1)
+    from packmamba.lab.records import has_records
+    from packmamba.lab.sweep import load_sweep, run_sweep
+
+    config, runs = load_sweep(file, overrides)
+    try:
+        run_sweep(config, runs, begun=begun)
+    finally:
+        if has_records(config.output) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+            report([config.output])
+
+
+def demo(words: list[str]) -> None:
+    """Train a small model in seven arms of batching schemes on a CPU, and compare them."""
+    sweep([str(CONFIGS / "demo.yaml"), *words])
+
+
+def evaluate(words: list[str]) -> None:
+    """Evaluate a trained model: perplexity, synthetic tasks, lm-evaluation-harness."""
+    (folder,), overrides = split(words, RUN, 1, 1)
+    from packmamba.evaluation.load import load_model, read_config
+    from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
+    from packmamba.lab.records import check_writable
+    from packmamba.lab.run_id import RunLock
+
+    run = read_config(folder)
+    layers = [({"data": dataclasses.asdict(run.data)}, folder), *read_layers(None, overrides)]
+    config = resolve(EvalConfig, layers)
+    for name, keys in config.options.items():
+        mine = name in config.tasks and type(keys) is dict
+        need(mine, f"options.{name}", f"keys of one of {', '.join(config.tasks)}", keys)
+    output = Path(config.output or Path(folder, "evaluation"))
+    check_writable(output, "output")
+    contexts = {
+        name: EvalContext(
+            config.data,
+            examples=config.examples,
+            seed=config.seed,
+            options=config.options.get(name, {}),
+            trainer=run.trainer,
+        )
+        for name in config.tasks
+    }
+    built_in = [name for name in config.tasks if name in EVALUATIONS]
+    for name in built_in:
+        check(name, contexts[name])
+    evaluations = dict.fromkeys(built_in, _evaluate_built_in)
+    evaluations |= _harness([name for name in config.tasks if name not in built_in], config)
+    model = load_model(folder, config.device, config.dtype)
+    for context in contexts.values():
+        context.tokenizer = model.tokenizer
+        context.max_slots = config.max_slots or default_max_slots(model.model)
+    for name in built_in:
+        check(name, contexts[name], len(model.model.lm_head.weight))
+    with RunLock(output):
+        for number, name in enumerate(config.tasks, start=1):
+            print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
+            _evaluate(name, evaluations[name], model, contexts[name], config, output)
+    print(f"\nRecords and items: {output}")
+
+
+def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalConfig, output: Path) -> None:
+    """Print an evaluation's record in ``output``; append it first if it is not there."""
+    from packmamba.lab.records import append_record, make_record, write_items
+    from packmamba.lab.report.html import format_table
+    from packmamba.lab.run_id import records_of
+
+    settings: Any = {"name": name, "options": context.options, "max_slots": context.max_slots}
+    settings |= {key: getattr(config, key) for key in HASHED}
+    settings["data"] = {k: v for k, v in vars(config.data).items() if k != "cache_dir"}
+    settings["boundary"] = {context.trainer.boundary: context.trainer.boundary_options}
+    parameters = model.model.parameters()
+    settings["weights"] = float(sum(one.detach().double().sum() for one in parameters))
+    content = json.dumps(settings, sort_keys=True, default=str).encode()
+    digest = hashlib.sha256(content).hexdigest()[:10]
+    done = [r for r in records_of(output, "evaluation") if r["config"].get("id") == digest]
+    if not done:
+        begun = time.perf_counter()
+        result = run(name, model, context)
+        write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
+        record = make_record(
+            "evaluation",
+            model.name,
+            model.name,
+            {"id": digest, "evaluation": settings, "model": model.model.config},
+            model.config.seed,
+            result.corpus_hash,
+            result.metrics,
+            time.perf_counter() - begun,
+            result.curves,
+        )
+        append_record(output / "records.jsonl", record)
+        done = [record]
+    print(f"\n{format_table(done)}")
+
+
+def _evaluate_built_in(name: str, model: Any, context: Any) -> Any:
+    from packmamba.evaluation import registry as evaluations
+
+    return evaluations.evaluate(name, model.model, context)
+
+
+def _mentioned(name: str, include_path: str | None) -> bool:
+    """Check if a file of the harness' tasks mentions a name: reading all is faster than an import."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None:
+        return False
+    folders = [Path(str(spec.origin)).parent / "tasks"]
+    if include_path is not None:
+        folders.append(Path(include_path))
+    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
+    return any(name.encode() in path.read_bytes() for path in files)
+
+
+def _harness(names: list[str], config: EvalConfig) -> dict[str, Callable]:
+    """Return a function for each task of lm-evaluation-harness. Raises ConfigError."""
+    from packmamba.evaluation.registry import EVALUATIONS, EvalResult
+
+    expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
+
+    def known(holds: object, name: str) -> None:
+        need(holds, "tasks", expected, f"'{name}'{suggest(name, EVALUATIONS)}")
+
+    for name in names:
+        known(_mentioned(name, config.include_path), name)
+    if not names:
+        return {}
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    from packmamba.evaluation.lm_eval_adapter import PackMambaLM
+
+    manager = TaskManager(include_path=config.include_path)
+    for name in names:
+        known(name in manager.all_tasks, name)
+
+    def run(name: str, model: Any, context: Any) -> EvalResult:
+        adapter = PackMambaLM(model.model, str(model.folder), context.max_slots)
+        results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
+        metrics = {
+            k.partition(",")[0]: v for k, v in results["results"][name].items() if isinstance(v, (int, float))
+        }
+        items = [
+            {"doc_id": one["doc_id"], "responses": one["filtered_resps"]}
+            | {m: one[m] for m in one["metrics"]}
+            for one in results["samples"][name]
+        ]
+        return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
+
+    return dict.fromkeys(names, run)
+
+
+def generate(words: list[str]) -> None:
+    """Continue a text with a trained model."""
+    if len(words) < 2:
+        raise UserError(f"generate: expected {RUN}, and a text")
+    folder, prompt = newest(words[0]), words[1]
+    config = load(GenerateConfig, None, words[2:])
+    from packmamba.data.tokenizer import TOKENIZER
+    from packmamba.evaluation import generate as continue_tokens
+    from packmamba.evaluation.load import load_model, read_config
+
+    read_config(folder)
+    has_text = Path(folder, TOKENIZER).is_file()
+    need(has_text, folder, "a model of text", f"one without {TOKENIZER}")
+    model = load_model(folder, config.device, config.dtype)
+    tokenizer: Any = model.tokenizer
+    begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
+    ids = begin + tokenizer.encode(prompt).tolist()
+    sampling = (config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed)
+    (new,) = continue_tokens(model.model, [ids], *sampling, max(2048, len(ids)))
+    print(prompt + tokenizer.decode(new))
+
+
+def export(words: list[str]) -> None:
+    """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or FOLDER."""
+    (folder, *target), _ = split(words, f"{RUN}, and a new folder", 1, 2)
+    from packmamba.evaluation.load import load_model
+
+    path = Path(*target or [folder, "huggingface"])
+    used = path.exists() and any(path.iterdir() if path.is_dir() else [path])
+    need(not used, str(path), "a new or empty folder", "one in use")
+    model = load_model(folder, "cpu")
+    try:
+        with space_for(path):
+            _export(model, path)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
+    print(f"Written, for transformers: {path}")
+
+
+def _export(model: Any, path: Path) -> None:
+    from packmamba.data.tokenizer import write_template, write_tokenizer
+    from packmamba.evaluation.load import model_card
+    from packmamba.lab.run_id import find_record, records_of
+
+    try:
+        model.model.save_pretrained(path, format="huggingface")
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    if model.tokenizer is not None:
+        data = model.config.data
+        write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token)
+        if model.trained:
+            write_template(path, data.begin_token, model.tokenizer.begin_id)
+        # Without eos_token_id, transformers takes 0.
+        ids = {"bos_token_id": model.tokenizer.begin_id, "eos_token_id": model.tokenizer.end_id}
+        published = json.loads((path / "config.json").read_text())
+        for name, content in (("config.json", published | ids), ("generation_config.json", ids)):
+            write_whole(path / name, (json.dumps(content, indent=2) + "\n").encode())
+    records = [*records_of(model.folder), find_record(model.config)] if model.trained else [None]
+    write_whole(path / "README.md", model_card(model, records[0]).encode())
+
+
+def leakcheck(words: list[str]) -> int:
+    """Check if anything crosses a document boundary in a model, also a Hugging Face one; exit status 1 if so."""
+    (folder,), overrides = split(words, RUN, 1, 1)
+    config = load(LeakcheckConfig, None, overrides)
+    from packmamba.evaluation.load import load_model
+    from packmamba.isolation import leakcheck as check
+
+    published = Path(folder, "config.json")
+    try:
+        if published.is_file() and "model_type" in json.loads(published.read_text()):
+            from transformers import AutoModelForCausalLM
+
+            from packmamba.integrations.transformers import patch
+
+            theirs: Any = AutoModelForCausalLM.from_pretrained(
+                folder, local_files_only=True, dtype=config.dtype
+            )
+            theirs = patch(theirs) if config.patch else theirs
+            result = check(theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths)
+        else:
+            model = load_model(folder, config.device, config.dtype)
+            trainer, own = model.config.trainer, model.model
+            plain = not model.trained or trainer.boundary == "reset"
+            call = own if plain else lambda *given: trainer.scheme().logits(own, *given)
+            result = check(call, vocab_size=len(own.lm_head.weight), lengths=config.lengths)
+            if not plain:
+                result.boundaries = f"trainer.boundary={trainer.boundary}, as in training"
+    except (ValueError, TypeError, OSError) as error:
+        raise ConfigError(str(error)) from None
+    print(result)
+    return 0 if result.ok else 2 if result.raises is not None else 1
+
+
+def report(words: list[str]) -> None:
+    """Make tables, figures and report.html of records or an experiment; several folders meet in one table."""
+    folders, overrides = split(words, "folders of records or runs, or an experiment", 1, len(words))
+    config = load(ReportConfig, None, overrides)
+    from packmamba.lab.records import read_records
+    from packmamba.lab.report.aggregate import with_items
+    from packmamba.lab.report.html import format_table, write_report
+    from packmamba.lab.reproduce import experiments, kinds_of
+    from packmamba.lab.run_id import find_record
+
+    records: list[Any] = []
+    for name in folders:
+        folder: Any = Path(name) if Path(name).is_dir() else experiments().get(name)
+        if folder is None:
+            raise ConfigError(
+                f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}"
+            )
+        run = folder / CONFIGURATION
+        loaded: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
+        need(None not in loaded, folder, "a finished run", "one without a record")
+        records += with_items(folder, loaded)
+    kinds = kinds_of(folder, records)
+    own = records[0].get("sweep", {}).get("baseline")
+    if len(folders) > 1 or config.baseline not in (None, own):
+        arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
+        need(
+            config.baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{config.baseline}'"
+        )
+        for record in records:
+            record["sweep"] = {"baseline": config.baseline, "apart": True, "seeds": arms[record["arm"]]}
+    print(f"\n{format_table(records, kinds)}")
+    if len(folders) == 1 or config.output is not None:
+        page = write_report(config.output or folder, kinds, records, config.latex)
+        print(f"\nReport, with figures: {page}")
+
+
+def bench(words: list[str]) -> None:
+    """Measure time or memory, and report."""
+    from packmamba.lab.reproduce import run_bench
+
+    names, overrides = split(words, "an experiment, <experiment>/<bench>, or a YAML file", 0, 1)
+    report([str(run_bench("".join(names), overrides))])
+
+
+def reproduce(words: list[str]) -> None:
+    """Run an experiment from nothing and compare with its committed numbers; scale=small: in a minute."""
+    names, overrides = split(words, "an experiment, or <experiment>/<step>", 0, 1)
+    from packmamba.lab.reproduce import reproduce as run_steps
+
+    run_steps("".join(names), overrides)
+
+
+def kernels(words: list[str]) -> None:
+    """Show kernels, versions, GPUs, compilers and which backend runs; build: compile the kernels."""
+    need(words in ([], ["build"]), "kernels", "nothing, or build", " ".join(words))
+    import torch
+
+    from packmamba.ops import BACKENDS, build
+    from packmamba.ops.backends import backend_name
+
+    for row in build.info() if words else ():
+        if row["problem"] is None:
+            print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
+            build.build(row["kind"])
+    print(
+        f"packmamba {__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPUs"
+    )
+    for i in range(torch.cuda.device_count()):
+        card = torch.cuda.get_device_properties(i)
+        print(
+            f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}"
+        )
+    for row in build.info():
+        state = (
+            f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
+        )
+        print(f"{row['kind']} kernels: {row['problem'] or state}")
+        if row["kind"] == "cpu" or torch.cuda.is_available():
+            print(
+                f"On {row['kind']}, ops.backend=auto runs {backend_name('auto', torch.device(row['kind']))}"
+            )
+    for name, backend in BACKENDS.items():
+        if backend.missing:
+            print(f"Backend {name} needs {' and '.join(backend.missing)}")
+
+
+COMMANDS: dict[str, tuple[Callable, str, type | str | None]] = {
+    "demo": (demo, "[key=value ...]", "packmamba.lab.sweep:SweepConfig"),
+    "train": (train, "[FILE.yaml] [key=value ...]", Config),
+    "sweep": (sweep, "FILE.yaml [key=value ...]", "packmamba.lab.sweep:SweepConfig"),
+    "eval": (evaluate, "RUN [tasks=[...]] [key=value ...]", EvalConfig),
+    "generate": (generate, "RUN TEXT [key=value ...]", GenerateConfig),
+    "export": (export, "RUN [FOLDER]", None),
+    "leakcheck": (leakcheck, "FOLDER [key=value ...]", LeakcheckConfig),
+    "report": (report, "FOLDER ... [baseline=ARM]", ReportConfig),
+    "bench": (bench, "EXPERIMENT [key=value ...]", None),
+    "reproduce": (reproduce, "EXPERIMENT [scale=small] [key=value ...]", None),
+    "kernels": (kernels, "[build]", None),
+}
+
+
+def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[str], list[str]]:
+    """Split words into arguments, runs' names completed, and overrides."""
+    arguments = [newest(word) for word in words if "=" not in word]
+    if dashed := [word for word in words if word.startswith("--")]:
+        raise UserError(f"expected key=value, got {dashed[0]}; keys have no dashes")
+    if not least <= len(arguments) <= most:
+        raise UserError(f"expected {expected}, and key=value, got {' '.join(arguments) or 'none'}")
+    return arguments, [word for word in words if "=" in word]
+
+
+def newest(name: str) -> str:
+    """Return the newest run of a name, such as runs/mine-seed0-1f2e3d4c5b of runs/mine."""
+    runs = [] if os.path.exists(name) else glob.glob(f"{glob.escape(name)}-seed*-*/{CONFIGURATION}")
+    return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else name
+
+
+def print_help(command: str, prog: str) -> None:
+    function, usage, schema = COMMANDS[command]
+    print(f"usage: {prog} {command} {usage}\n\n{function.__doc__}")
+    config: Any = (
+        load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
+    )
+    own = "the first keys to set"
+    groups: dict[str, list[str]] = {own: [], "general": []}
+    for prefix, section in sections_of(config) if config else ():
+        for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
+            choices = registry(field.metadata["limits"].get("choices"))
+            values = f" One of {', '.join(map(str, choices))}." if choices else ""
+            line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
+            first = schema is Config and prefix + field.name in FIRST
+            heading = own if first else prefix.rstrip(".") or "general"
+            wrapped = textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
+            groups.setdefault(heading, []).append(wrapped)
+    for heading, lines in groups.items():
+        if lines:
+            print(f"\n{heading}:", *lines, sep="\n")
+
+
+def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
+    """Run a command; return its exit status."""
+    words = sys.argv[1:] if argv is None else [*argv]
+    try:
+        if words[:1] == ["--version"]:
+            print(f"packmamba {__version__}")
+            return 0
+        if not words or words[0] in ("-h", "--help"):
+            print(f"usage: {prog} COMMAND ...    ({prog} COMMAND --help: its keys)\n")
+            for name, (function, usage, _) in COMMANDS.items():
+                print(f"  {name} {usage}\n      {function.__doc__}")
+            return 0 if words else 2
+        command, *words = words
+        if command not in COMMANDS:
+            raise UserError(f"expected a command, got '{command}'{suggest(command, COMMANDS)}")
+        if {"-h", "--help"}.intersection(words):
+            print_help(command, prog)
+            return 0
+        if command in ("train", "sweep"):
+            print("Loading PyTorch and Lightning ...", flush=True)
+        status = COMMANDS[command][0](words) or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except ModuleNotFoundError as error:
+        message, status = str(missing_package(error.name)), 2
+    except KeyboardInterrupt:
+        message, status = "stopped; the same command resumes", 130
+    except (UserError, OSError) as error:
+        shown_error = full_disk(error, "output") or error
+        message, status = str(shown_error), getattr(shown_error, "status", 2)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "out of memory" not in str(error):
+            raise
+        message, status = (f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2)
+    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
+    return status

@@ -1,0 +1,500 @@
+"""Train one run, from a configuration to its record.
+
+    configuration -> check -> corpus -> module and trainer -> steps -> weights, evaluations -> record
+
+A run is a folder, named by a hash of what decides its result. The same configuration finds the
+same folder: a run that has a record is not repeated, one that has checkpoints goes on from the
+newest that loads. Everything a user can have got wrong is checked before the corpus is read, and a
+folder that held nothing before is removed again if a check fails. One process at a time holds the
+folder; under several ranks rank 0 writes.
+"""
+
+import ctypes
+import inspect
+import logging
+import math
+import os
+import shutil
+import sys
+import time
+import warnings
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
+from omegaconf import OmegaConf
+
+from packmamba.config import (
+    CONFIGURATION,
+    Config,
+    ConfigError,
+    TrainerConfig,
+    import_plugins,
+    need,
+    registry,
+    to_dict,
+)
+from packmamba.data.sources import open_source
+from packmamba.data.token_store import evaluation_documents
+from packmamba.data.tokenizer import write_tokenizer
+from packmamba.errors import UserError
+from packmamba.evaluation.load import load_model
+from packmamba.evaluation.registry import check
+from packmamba.files import space_for
+from packmamba.lab import callbacks, records, run_id
+from packmamba.nn import MambaLM
+from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
+from packmamba.ops.backends import backend_name
+from packmamba.training.datamodule import PackedDataModule
+from packmamba.training.lit_module import PackedLitModule
+
+MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
+
+
+def fit(
+    config: Config, progress: bool = True, stop: Callable[[callbacks.RunMetrics], bool] | None = None
+) -> dict[str, Any]:
+    """Train and evaluate a run, or resume it; append its record, and return it.
+
+    Raises UserError; Stopped, with a checkpoint, on a signal or where ``stop`` is true after a
+    step.
+    """
+    folder = run_id.run_folder(config)
+    is_new = not (folder / CONFIGURATION).exists()
+    with configured_runtime(config), redirect_stdout(sys.stderr):
+        try:
+            with space_for(folder):
+                return _Run(config, progress, stop).record()
+        except UserError as error:
+            has_begun = bool(callbacks.checkpoints(folder / "checkpoints"))
+            if is_new and not has_begun and not isinstance(error, run_id.Locked):
+                shutil.rmtree(folder, ignore_errors=True)
+                with suppress(OSError):  # it holds other runs
+                    folder.parent.rmdir()
+            raise
+        except SystemExit:
+            raise KeyboardInterrupt from None
+        finally:
+            if torch.distributed.is_initialized():
+                torch.distributed.destroy_process_group()
+            wandb = sys.modules.get("wandb")
+            if wandb is not None and wandb.run is not None:
+                wandb.finish()  # else the next run joins this one
+
+
+@contextmanager
+def configured_runtime(config: Config) -> Iterator[None]:
+    """Set threads, determinism and the compiler as the configuration says; restore them after."""
+    trainer = config.trainer
+    threads_before = torch.get_num_threads()
+    strict_before = torch.are_deterministic_algorithms_enabled()
+    _keep_freed_memory()
+    if torch.cuda.is_initialized():
+        torch.cuda.reset_peak_memory_stats()
+    on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
+    default_threads = 1 if trainer.deterministic and on_cpu else threads_before
+    torch.set_num_threads(trainer.threads or default_threads)
+    try:
+        if trainer.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+            torch.use_deterministic_algorithms(True)
+        if config.model.compile:
+            _configure_compiler(trainer.deterministic)
+        yield
+    finally:
+        torch.set_num_threads(threads_before)
+        torch.use_deterministic_algorithms(strict_before)
+
+
+def _keep_freed_memory() -> None:
+    """Let glibc reuse the pages of large tensors, instead of returning them to the system."""
+    with suppress(AttributeError, OSError):  # another C library
+        libc = ctypes.CDLL(None)
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD
+        libc.mallopt(-4, 0)  # M_MMAP_MAX
+
+
+def _configure_compiler(deterministic: bool) -> None:
+    torch.compiler.reset()  # earlier shapes decide how sums are split
+    dynamo: Any = torch._dynamo.config
+    # Blocks compile one by one, for each shape of a batch.
+    dynamo.recompile_limit = MAX_COMPILED_SHAPES
+    dynamo.accumulated_recompile_limit = 4 * MAX_COMPILED_SHAPES
+    dynamo.fail_on_recompile_limit_hit = True  # else the rest runs uncompiled
+    torch._inductor.config.fx_graph_cache = not deterministic
+    torch._functorch.config.enable_autograd_cache = not deterministic
+
+
+class _Run:
+    """Hold a run's parts: what is read, what trains it, and where its results go."""
+
+    def __init__(
+        self, config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool] | None
+    ) -> None:
+        """Check everything that needs no documents; make the trainer."""
+        self.begun = time.perf_counter()
+        records.provenance()
+        import_plugins(config.plugins)
+        check_run(config)
+        check_accelerator(config)
+        self.config = config
+        self.options = config.trainer
+        self.progress = progress
+        self.stop = stop
+        self.folder = run_id.run_folder(config)
+        self.record_path = run_id.record_path(config)
+        records.check_writable(self.folder, "runs_dir")
+        records.check_writable(self.record_path.parent, "output")
+        self.data = PackedDataModule.from_config(config, progress=progress)
+        self.saved = self.folder / "checkpoints"
+        steps = [callbacks.step_of(path) for path in callbacks.checkpoints(self.saved)]
+        self.reached = max(steps, default=0)
+        self.lock = run_id.RunLock(self.folder)
+        self._make_callbacks()
+        ours = [self.metrics, self.average, self.evaluations, self.leakcheck, self.checkpoint]
+        self.trainer = make_trainer(config, self.folder, ours, progress, self.reached)
+
+    def _make_callbacks(self) -> None:
+        options = self.options
+        self.metrics = callbacks.RunMetrics(options.log_every)
+        self.average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
+        self.evaluations = callbacks.Evaluations(self.config, self.metrics)
+        self.leakcheck = callbacks.LeakCheck(self.config, self.metrics)
+        self.checkpoint = callbacks.Checkpoint(self.saved, self.config, self.metrics, self._should_stop)
+
+    def _should_stop(self, metrics: callbacks.RunMetrics) -> bool:
+        self.lock.check()
+        return self.stop is not None and self.stop(metrics)
+
+    def record(self) -> dict[str, Any]:
+        """Return the run's record, which it trains for unless there is one."""
+        with self.lock if self.trainer.is_global_zero else nullcontext():
+            found = run_id.find_record(self.config)
+            if found is not None:
+                self._check_same_documents(found)
+                return found
+            module = self._prepare()
+            self._train(module)
+            return self._finish(module)
+
+    def _check_same_documents(self, record: dict[str, Any]) -> None:
+        same = record["corpus_hash"] == self.data.corpora.corpus_hash
+        got = f"others; remove {self.record_path} and {self.folder}"
+        need(same, "data", "this run's documents", got)
+        if self.progress:
+            print(f"already done, nothing is trained: {self.folder}")
+
+    def _prepare(self) -> PackedLitModule:
+        """Make the module from the seed or from given weights; write the configuration."""
+        options = self.options
+        can_reach = self.reached <= options.max_steps
+        expected = f"at least {self.reached} of {self.folder}"
+        need(can_reach, "trainer.max_steps", expected, options.max_steps)
+        lightning.seed_everything(self.config.seed, workers=True, verbose=False)
+        module = PackedLitModule.from_config(self.config, self.data.vocab_size)
+        check_run(self.config, len(module.model.lm_head.weight))
+        if options.init_from is not None and not self.reached:
+            self.metrics.started_from = load_initial_weights(module.model, self.config)
+        if self.trainer.is_global_zero:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            text = OmegaConf.to_yaml(to_dict(self.config))
+            records.write_whole(self.folder / CONFIGURATION, text.encode())
+            if not self.reached:
+                for logger in self.trainer.loggers:
+                    logger.log_hyperparams(run_id.recorded_config(self.config))
+        return module
+
+    def _train(self, module: PackedLitModule) -> None:
+        """Take the steps that are left; validate at the end, and the averaged weights. Raises Stopped."""
+        resume = callbacks.newest_checkpoint(self.saved)
+        device = self.trainer.strategy.root_device
+        self.backend = backend_name(self.config.ops.backend, device)
+        if self.progress and self.trainer.is_global_zero:
+            self._announce(module, resume)
+        with self.checkpoint.signals():
+            self.trainer.fit(module, self.data, ckpt_path=resume, weights_only=True)
+        if self.checkpoint.stopped is not None:
+            raise self.checkpoint.stopped
+        metrics = self.metrics
+        if not metrics.validation or metrics.validation[-1]["step"] != self.trainer.global_step:
+            self.trainer.validate(module, self.data, verbose=False)
+        last = metrics.validation[-1]
+        if metrics.diverged is None and not math.isfinite(last["loss"]):
+            metrics.diverged = self.trainer.global_step
+        if self.average.at and metrics.diverged is None:
+            module.model.load_state_dict(self.average.mean, strict=False)
+            self.trainer.validate(module, self.data, verbose=False)
+            metrics.validation[-1]["loss_last_weights"] = last["loss"]
+
+    def _announce(self, module: PackedLitModule, resume: Path | None) -> None:
+        """Print what is about to be trained, in one line."""
+        train = self.data.corpora.train
+        held_out = self.data.corpora.validation.num_documents
+        validated = min(held_out, self.config.data.validation_documents or held_out)
+        parameters = sum(parameter.numel() for parameter in module.model.parameters())
+        epochs = self.options.max_steps * self.config.data.tokens_per_step / train.num_tokens
+        from_step = f", from step {callbacks.step_of(resume)}" if resume else ""
+        print(
+            f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; "
+            f"validation on {validated} of {held_out} held out; "
+            f"{parameters:,} parameters; backend {self.backend}; "
+            f"{self.options.max_steps} steps, {epochs:.2g} epochs; run {self.folder}{from_step}",
+            flush=True,
+        )
+
+    def _finish(self, module: PackedLitModule) -> dict[str, Any]:
+        """Write weights, evaluate them, and append the record."""
+        corpora = self.data.corpora
+        record = training_record(self.config, corpora.corpus_hash, module, self.metrics)
+        validated = evaluation_documents(corpora.validation, self.config.data)
+        record["metrics"]["validation_documents"] = len(validated)
+        record["hardware"]["backend"] = self.backend
+        record["leakcheck"] = self.leakcheck.result()
+        # Sharded weights are gathered: every rank takes part.
+        state = self.trainer.strategy.lightning_module_state_dict()
+        if not self.trainer.is_global_zero:
+            return record
+        self.lock.check()
+        if self.metrics.diverged is None:
+            self._write_model(module, state)
+            if self.config.evaluations:
+                self._evaluate(record)
+        else:
+            step = self.metrics.diverged
+            callbacks.logger.warning("The loss was not finite at step %d.", step)
+        if self.options.evaluate_every is not None:
+            record["curves"]["evaluations"] = self.evaluations.points
+        record["wall_seconds"] = time.perf_counter() - self.begun
+        self.lock.check()
+        records.append_record(self.record_path, record)
+        for old in callbacks.checkpoints(self.saved)[:-1]:
+            old.unlink()
+        return record
+
+    def _write_model(self, module: PackedLitModule, state: dict[str, Any]) -> None:
+        """Write the weights and, of text, the tokenizer: the folder is a model."""
+        prefix = "model."
+        weights = {
+            name.removeprefix(prefix): weight for name, weight in state.items() if name.startswith(prefix)
+        }
+        write_pretrained(self.folder, dict(module.model.config), weights)
+        data = self.config.data
+        is_text = open_source(data).vocab_size is None
+        if is_text:
+            write_tokenizer(self.folder, data.tokenizer, data.begin_token, data.end_token)
+
+    def _evaluate(self, record: dict[str, Any]) -> None:
+        """Evaluate the model as it was written; add metrics and curves to the record."""
+        loaded = load_model(self.folder, str(self.trainer.strategy.root_device))
+        results = self.evaluations.evaluate(self.trainer, loaded.model, loaded.tokenizer)
+        items = self.folder / "evaluation" / "items"
+        for name, result in results.items():
+            records.write_items(items / f"{name}.jsonl", result.items)
+            for curve, points in result.curves.items():
+                record["curves"][f"{name}.{curve}"] = points
+        for name, value in self.evaluations.points[-1].items():
+            if "." in name:  # <evaluation>.<metric>
+                record["metrics"][name] = value
+
+
+def check_run(config: Config, vocab_size: int | None = None) -> None:
+    """Check the boundary scheme's options and the evaluations. Raises ConfigError."""
+    config.trainer.scheme()
+    for name in config.evaluations:
+        check(name, callbacks.evaluation_context(config, name), vocab_size)
+
+
+def check_accelerator(config: Config) -> None:
+    """Raise ConfigError where a GPU is asked for and there is none."""
+    key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
+    needs_gpu = getattr(config.trainer, key) in (True, "gpu", "cuda")
+    is_there = not needs_gpu or torch.cuda.is_available()
+    need(is_there, f"trainer.{key}", "a GPU that PyTorch can use", "none")
+
+
+# Lightning's advice that does not apply: the loader's workers are the user's choice, and so on.
+UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU available")
+
+
+def make_trainer(
+    config: Config, folder: Path, ours: list[Any], progress: bool, resumed_step: int
+) -> lightning.Trainer:
+    """Make the Trainer of a run, with our callbacks before the configured ones.
+
+    Raises ConfigError where Lightning or the operators' backend refuses the configuration.
+    """
+    options = config.trainer
+    configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
+    bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    for message in UNWANTED_WARNINGS:
+        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    try:
+        trainer = lightning.Trainer(
+            accelerator=options.accelerator,
+            devices=options.devices,
+            num_nodes=options.num_nodes,
+            precision=options.precision,  # type: ignore[arg-type]
+            max_steps=options.max_steps,
+            strategy=make_strategy(options),
+            val_check_interval=options.validate_every,
+            check_val_every_n_epoch=None,
+            num_sanity_val_steps=0,
+            log_every_n_steps=min(options.log_every, options.max_steps),
+            logger=[make_logger(spec, folder, resumed_step) for spec in options.loggers],
+            callbacks=[*ours, *configured, *bar],
+            enable_progress_bar=progress,
+            enable_model_summary=False,
+            plugins=[callbacks.CheckpointFile()],
+        )
+        backend_name(config.ops.backend, trainer.strategy.root_device)
+    except Exception as error:
+        section = "ops." if str(error).startswith("backend") else "trainer: "
+        raise ConfigError(f"{section}{error}") from None
+    on_cpu = trainer.strategy.root_device.type == "cpu"
+    works = not (on_cpu and options.precision == "16-mixed")
+    need(works, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
+    _leave_signals_to_us(trainer)
+    return trainer
+
+
+def _leave_signals_to_us(trainer: lightning.Trainer) -> None:
+    """Switch off Lightning's signal handlers, and its broadcasts of them (its issue 20806)."""
+    loop = trainer.fit_loop.epoch_loop
+    methods = ((trainer._signal_connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor"))
+    for part, name in methods:
+        assert hasattr(part, name), name
+        setattr(part, name, lambda: None)
+
+
+def make_strategy(options: TrainerConfig) -> Strategy | str:
+    devices = options.devices * options.num_nodes
+    if options.strategy == "fsdp2":
+        return ModelParallelStrategy(devices, 1, save_distributed_checkpoint=False)
+    if options.strategy == "auto" and devices == 1:
+        return "auto"
+    torch._dynamo.config.optimize_ddp = False
+    return DDPStrategy(gradient_as_bucket_view=True)
+
+
+def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
+    """Instantiate a class path, or ``class_path`` and ``init_args``, with ``defaults`` that it takes."""
+    if isinstance(spec, str):
+        path = spec
+        arguments = {}
+    else:
+        path = spec["class_path"]
+        arguments = dict(spec.get("init_args", {}))
+    try:
+        made = registry(":".join(path.rsplit(".", 1)))
+        parameters = inspect.signature(made).parameters
+        taken = {name: value for name, value in defaults.items() if name in parameters}
+        return made(**taken | arguments)
+    except (ImportError, AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"{key}: expected a class path, got {path}: {error}") from None
+
+
+class TokenAxis(TensorBoardLogger):
+    """Log against non-padding tokens in place of steps, so that arms compare."""
+
+    tokens = 0
+
+    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        self.tokens = int(metrics.get("train/real_tokens", self.tokens))
+        super().log_metrics(metrics, self.tokens)
+
+
+def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
+    """Make a logger by name or class path, which writes to the run's folder."""
+    if spec == "csv":
+        return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
+    if spec == "tensorboard":
+        purged = resumed_step or None  # what was logged after the checkpoint
+        return TensorBoardLogger(folder, spec, "", default_hp_metric=False, purge_step=purged)
+    if spec == "tensorboard_tokens":
+        return TokenAxis(folder, spec, "", default_hp_metric=False)
+    if spec == "wandb":
+        project = folder.parent.name or "packmamba"
+        return WandbLogger(folder.name, folder, id=folder.name, project=project)
+    return instantiate(spec, "trainer.loggers", save_dir=folder)
+
+
+def load_initial_weights(model: MambaLM, config: Config) -> int:
+    """Load the weights of ``trainer.init_from``; return their checksum. Raises ConfigError."""
+    source = str(config.trainer.init_from)
+    path = Path(source)
+    if not path.is_dir():
+        path = _run_of_sweep(source, config.seed)
+    try:
+        weights = read_pretrained(path)[1]
+        load_weights(model, weights, path, "this run's keys of model")
+    except (ValueError, FileNotFoundError, KeyError) as error:
+        raise ConfigError(f"trainer.init_from: {error}") from None
+    checksum = 0
+    for name in sorted(weights):
+        data = weights[name].contiguous().view(torch.uint8).numpy().tobytes()
+        checksum = zlib.crc32(data, checksum)
+    return checksum
+
+
+def _run_of_sweep(source: str, seed: int) -> Path:
+    """Return the folder of the run of this seed that ``<sweep>:<arm>`` names."""
+    folder, _, arm = source.rpartition(":")
+    paths = set()
+    for record in run_id.records_of(folder or "."):
+        if record["arm"] == arm and record["seed"] == seed:
+            paths.add(Path(folder) / "runs" / run_id.id_of(arm, record["config"]))
+    expected = f"a model's folder, or <sweep>:<arm> with one run of seed {seed}"
+    need(len(paths) == 1, "trainer.init_from", expected, f"'{source}', {len(paths)} runs")
+    return paths.pop()
+
+
+def training_record(
+    config: Config, corpus_hash: str, module: Any, metrics: callbacks.RunMetrics
+) -> dict[str, Any]:
+    """Make a run's record from what its callbacks counted."""
+    totals = metrics.totals
+    last = metrics.validation[-1]
+    curves = {
+        "train": metrics.train,
+        "validation": metrics.validation,
+        "loss_by_position": metrics.by_position,
+    }
+    timed = metrics.timed if metrics.timed["seconds"] else totals
+    values = {
+        **{name: totals[name] for name in ("steps", "real_tokens", "targets")},
+        **{f"val_{name}": last.get(name) for name in ("loss", "loss_start", "loss_as_trained")},
+        "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
+        "slots_per_second": timed["slots"] / timed["seconds"],
+        "padding_fraction": 1 - totals["real_tokens"] / totals["slots"],
+        "documents_behind_another": totals["documents_behind"],
+        "tokens_behind_another": totals["tokens_behind"],
+        "train_seconds": totals["seconds"],
+        "parameters": sum(parameter.numel() for parameter in module.model.parameters()),
+        "peak_memory_bytes": metrics.peak_memory,
+        **module.boundary.measures(),
+    }
+    only_some_runs = {
+        "diverged_at_step": metrics.diverged,
+        "started_from_checksum": metrics.started_from,
+        "val_loss_last_weights": last.get("loss_last_weights"),
+    }
+    values |= {name: value for name, value in only_some_runs.items() if value is not None}
+    return records.make_record(
+        kind="training",
+        experiment=run_id.name_of(config.output) if config.output else run_id.run_id(config),
+        arm=config.name,
+        config=run_id.recorded_config(config),
+        seed=config.seed,
+        corpus_hash=corpus_hash,
+        metrics=values,
+        wall_seconds=0.0,
+        curves=curves,
+    )

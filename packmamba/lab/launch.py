@@ -1,0 +1,200 @@
+"""Train a sweep's runs: here, in a process for each device slot, or as SLURM's jobs."""
+
+import importlib.util
+import multiprocessing
+import os
+import shutil
+import signal
+import threading
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from packmamba.config import Config
+from packmamba.errors import ConfigError, UserError
+from packmamba.lab.callbacks import Stopped
+from packmamba.lab.fit import fit
+from packmamba.lab.run_id import LEASE_SECONDS, Locked, RunLock, run_folder
+
+START_METHOD, CLUSTER = "spawn", "slurm"
+STOP_SECONDS = 10.0  # for a step and a checkpoint
+THREADS = 4  # at most, of a run on a GPU or under jobs=auto
+
+
+class Status(NamedTuple):
+    state: str  # done, stopped, locked (by another process), or failed
+    why: str = ""
+
+
+BEGINS = Status("begins")
+Report = Callable[..., None]
+
+
+def train(
+    config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0
+) -> Status:
+    """Train a run, which ``stop`` may stop after each step."""
+    try:
+        with RunLock(run_folder(config), wait):
+            metrics = fit(config, progress, lambda _: stop())["metrics"]
+        loss, step = metrics["val_loss"], metrics.get("diverged_at_step")
+        return Status("done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}")
+    except Locked as error:
+        return Status("locked", str(error))
+    except Stopped as stopped:
+        if stopped.status > 128:
+            raise KeyboardInterrupt from None
+        return Status("stopped", f"after step {stopped.step}")
+    except UserError as error:
+        return Status("failed", " ".join(str(error).split()))
+    except Exception as error:
+        traceback.print_exc()
+        return Status("failed", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+
+
+def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
+    for config in configs:
+        report(config)
+        report(config, train(config, progress))
+
+
+class Slot(NamedTuple):
+    name: str
+    gpu: str  # CUDA_VISIBLE_DEVICES of its runs
+    threads: int
+
+
+def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
+    """Return slots on the visible GPUs, in turn, or on cores."""
+    count = torch.cuda.device_count() if on_gpu else 0
+    gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    number = (count or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
+    threads = max(1, min(cores // number, THREADS if gpus else cores))
+    if gpus:
+        return [Slot(f"GPU {gpus[i % count]}", gpus[i % count], threads) for i in range(number)]
+    return [Slot(f"CPU {i}", "", threads) for i in range(number)]
+
+
+def run_in_slots(
+    configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")
+) -> None:
+    """Train runs in order, each in the next free slot, and stop ``STOP_SECONDS`` before a deadline of ``time.monotonic``."""
+    context, queue, last = (
+        multiprocessing.get_context(START_METHOD),
+        deque(configs),
+        deadline - STOP_SECONDS,
+    )
+    stop = context.Event()
+
+    def work(slot: Slot) -> None:
+        pool = None
+        while queue and not stop.is_set() and time.monotonic() < last:
+            config = queue.popleft()
+            report(config, place=slot.name)
+            pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
+            try:
+                status = pool.submit(_train_in_worker, config, last).result()
+            except BrokenProcessPool:
+                status = Status("stopped" if stop.is_set() else "failed", "its process was killed")
+            if status.state == "failed":
+                pool.shutdown(wait=False)
+                pool = None
+            report(config, status, slot.name)
+        if pool is not None:
+            pool.shutdown()
+
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    threads = ThreadPoolExecutor(len(slots))
+    running = [threads.submit(work, slot) for slot in slots]
+    try:
+        wait(running, min(max(0.0, deadline - time.monotonic()), 1e6))
+    except KeyboardInterrupt:
+        stop.set()
+        wait(running, STOP_SECONDS)
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        stop.set()
+        for child in multiprocessing.active_children():
+            child.kill()
+    for future in running:
+        future.result()
+
+
+_stop: Any = None
+
+
+def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
+    global _stop
+    _stop = stop
+    os.setsid()  # Ctrl-C is the parent's
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def end_with_parent() -> None:
+        while os.getppid() == parent:
+            time.sleep(0.3)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    os.environ["CUDA_VISIBLE_DEVICES"] = slot.gpu
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(slot.threads))
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(slot.threads)
+
+
+def _train_in_worker(config: Config, last: float) -> Status:
+    (folder := run_folder(config)).mkdir(parents=True, exist_ok=True)
+    with open(folder / "output.txt", "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    return train(config, False, lambda: _stop.is_set() or time.monotonic() > last)
+
+
+class Job:
+    def __call__(self, config: Config) -> Status:
+        return train(config, False, wait=1.25 * LEASE_SECONDS)  # for a killed job's lock
+
+    def checkpoint(self, config: Config) -> Any:
+        from submitit.helpers import DelayedSubmission
+
+        return DelayedSubmission(self, config)
+
+
+def check_slurm() -> None:
+    if importlib.util.find_spec("submitit") is None or (
+        CLUSTER == "slurm" and shutil.which("sbatch") is None
+    ):
+        raise ConfigError("launcher: slurm needs sbatch, and pip install 'packmamba[slurm]'")
+
+
+def run_as_jobs(
+    configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report
+) -> None:
+    from submitit import AutoExecutor
+
+    os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    parameters: dict[str, Any] = {"time": 240, "gpus_per_node": 1, "cpus_per_task": THREADS}
+    parameters |= {"array_parallelism": len(configs) if jobs == "auto" else jobs, **slurm}
+    executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
+    try:
+        executor.update_parameters(**{f"slurm_{name}": value for name, value in parameters.items()})
+    except (NameError, ValueError) as error:
+        raise ConfigError(f"slurm: {error}") from None
+    submitted: list[tuple[Config, Any]] = list(zip(configs, executor.map_array(Job(), configs)))
+    print(
+        f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}", flush=True
+    )
+    for config, job in submitted:
+        try:
+            status = job.result()
+        except Exception as error:
+            status = Status("failed", str(error).strip().splitlines()[-1])
+        report(config, status, f"job {job.job_id}")

@@ -1,0 +1,210 @@
+"""Records, one JSON line per run, and ``sweep.json`` beside them."""
+
+import functools
+import gzip
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+from collections.abc import Iterable, Mapping
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock
+
+import packmamba
+from packmamba.config.schema import RENAMED_KEYS, RENAMED_VALUES
+from packmamba.errors import ConfigError
+from packmamba.files import space_for, write_whole
+
+SWEEPS = "sweep.json"
+SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit dirty
+FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
+KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_seconds".split()
+
+# Losses: nats per target, of documents alone; val_loss_start: of their first 32 tokens.
+METRICS = """steps real_tokens targets train_seconds parameters peak_memory_bytes val_loss val_loss_start val_loss_as_trained
+    real_tokens_per_second slots_per_second padding_fraction""".split()
+
+LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
+    data.task_options data.test_fraction data.test_path model.mixer model.mixer_options optimizer.name optimizer.options
+    optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
+    trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
+    trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
+LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
+    data.task_options model.mixer model.mixer_options optimizer.name optimizer.options
+    optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
+    trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
+    trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
+
+
+def make_record(
+    kind: str, experiment: str, arm: str, config: Mapping[str, Any], seed: int, corpus_hash: str,
+    metrics: Mapping[str, Any], wall_seconds: float, curves: Mapping[str, list[dict[str, Any]]] | None = None,
+) -> dict[str, Any]:  # fmt: skip
+    values = (1, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
+    time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
+    return _plain(dict(zip(KEYS, values)) | time | provenance())
+
+
+def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
+    """Append a record under a lock; cut off what an interrupted append left. Raises DiskFull."""
+    line = json.dumps(
+        _plain({k: v for k, v in record.items() if k != "sweep"}), allow_nan=False, sort_keys=True
+    )
+    rest = memoryview(line.encode() + b"\n")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with space_for(path), FileLock(f"{path}.lock"), open(path, "a+b", buffering=0) as file:
+        file.seek(0)
+        end = file.read().rfind(b"\n") + 1
+        file.truncate(end)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except OSError:
+            file.truncate(end)
+            raise
+
+
+def read_records(folder: str | Path) -> list[dict[str, Any]]:
+    """Read a folder's records. Raises ConfigError naming a wrong line."""
+    records, sweeps = [], Path(folder) / SWEEPS
+    for path in record_files(folder):
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                try:
+                    record = json.loads(line)
+                    records.append(_renamed({key: record[key] for key in KEYS} | record))
+                except (ValueError, TypeError, KeyError) as error:
+                    if line.strip() and line.endswith(b"\n"):  # else an append was interrupted
+                        raise ConfigError(
+                            f"{path}:{number}: expected a record, got one without {error}"
+                        ) from None
+    if not records:
+        raise ConfigError(f"{folder}: expected a folder with {' or '.join(FILES)}, got no record")
+    return _with_sweeps(records, json.loads(sweeps.read_text()).values()) if sweeps.is_file() else records
+
+
+def record_files(folder: str | Path) -> list[Path]:
+    return [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]
+
+
+def has_records(folder: str | Path) -> bool:
+    """Check if a folder has a record: a file whose first line was written whole."""
+    return any(path.suffix == ".gz" or _has_line(path) for path in record_files(folder))
+
+
+def _has_line(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.readline().endswith(b"\n")
+
+
+def _renamed(record: dict[str, Any]) -> dict[str, Any]:
+    """Give a record of an earlier version today's keys and values."""
+    record.pop("checksum", None)
+    if record["kind"] == "packing":  # whose arms are strategies
+        record["arm"] = RENAMED_VALUES["strategy"].get(record["arm"], record["arm"])
+    config = record["config"]
+    if "data" in config:
+        config["data"] = {
+            RENAMED_KEYS.get(f"data.{key}", f"data.{key}").removeprefix("data."): value
+            for key, value in config["data"].items()
+        }
+    for section in (config, config.get("data", {}), config.get("trainer", {})):
+        for key in section.keys() & {"strategy", "overlong", "boundary"}:
+            section[key] = RENAMED_VALUES[key].get(str(section[key]), section[key])
+    return record
+
+
+def write_sweep(
+    folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any
+) -> None:
+    """Write a sweep's entry of ``sweep.json``, with its trained arms; ``late``: its margin or primaries came after runs."""
+    path = Path(folder) / SWEEPS
+    entry: Any = {"baseline": baseline, "tuned": None} | {key: value for key, value in more.items() if value}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{path}.lock"):
+        entries = json.loads(path.read_text()) if path.is_file() else {}
+        records, old = read_records(folder) if has_records(folder) else [], entries.pop(name, {})
+        trained = {record["arm"] for record in records if record["kind"] == "training"}
+        before, now = (
+            (one.get("margin"), {*one.get("primary", ())}, one.get("baseline")) for one in (old, entry)
+        )
+        kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
+        if "late" in old or before != now and any(now[:2]) and trained & {*kept, *arms}:
+            entry["late"] = True
+        entries[name] = {"arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()}, **entry}
+        write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
+
+
+def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add to training records their sweep: its entry, seeds, values tried, arms without a record."""
+    trained = [record for record in records if record["kind"] == "training"]
+    made, sweeps = {record["arm"] for record in trained}, dict[str, dict[str, Any]]()
+    for entry in entries:
+        tuned, arms = entry["tuned"], entry.pop("arms")
+        tried = [dict(zip(tuned["keys"], tuned.get("tried", ())))] if tuned else []
+        for arm, seeds in arms.items():
+            before = sweeps.get(arm, {"seeds": [], "tried": []})
+            merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried}
+            sweeps[arm] = entry | merged | {"absent": [arm for arm in arms if arm not in made]}
+    for record in trained:
+        if record["arm"] in sweeps:
+            record["sweep"] = sweeps[record["arm"]]
+    return records
+
+
+def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, "".join(json.dumps(item, default=str) + "\n" for item in items).encode())
+
+
+def check_writable(folder: str | Path, key: str) -> None:
+    there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    if not (there.is_dir() and os.access(there, os.W_OK)):
+        raise ConfigError(f"{key}: expected a folder that can be written, got {folder}")
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    """Return commit (``PACKMAMBA_COMMIT`` goes first), hardware and versions."""
+    root = Path(__file__).resolve().parents[2]
+    git = ("git", "--no-optional-locks", "-C", str(root))
+    commit, dirty = None, None
+    if given := os.environ.get("PACKMAMBA_COMMIT"):
+        commit, dirty = given.removesuffix("-dirty"), given.endswith("-dirty")
+    elif _output(*git, "rev-parse", "--show-toplevel") == str(
+        root
+    ):  # not of a repository around an installed package
+        commit, dirty = (
+            _output(*git, "rev-parse", "HEAD"),
+            bool(_output(*git, "status", "--porcelain", "--", *SOURCES)),
+        )
+    gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    hardware = {
+        "cpu": (
+            _output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo") or platform.machine()
+        ).splitlines()[0],
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        "gpus": [line.split(",")[0].strip() for line in gpus],
+        "driver": gpus[0].split(",")[-1].strip() if gpus else None,
+    }
+    versions = {name: importlib.metadata.version(name) for name in ("torch", "lightning", "numpy")}
+    versions = {"python": platform.python_version(), "packmamba": packmamba.__version__, **versions}
+    return {"commit": commit, "dirty": dirty, "hardware": hardware, "versions": versions}
+
+
+def _output(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value to what JSON gives back; numbers that are not finite to None."""
+    text = json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else str(one))
+    return json.loads(text, parse_constant=lambda _: None)

@@ -1,0 +1,501 @@
+"""From records to arms, and from arms to contrasts.
+
+A record is one run. An arm holds the runs of one name and configuration by seed, of a repeated run
+the latest. An arm has a baseline: what its sweep names, else the padded arm, the single one, or the
+one packed with reset, of the same point of the sweep's grid. A contrast is an arm's metric minus
+another's, paired by seed, with the verdict that ``statistics.rule`` gives it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zipfile
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pandas as pd
+
+from packmamba.errors import ConfigError
+from packmamba.lab.report.statistics import (
+    NOTHING,
+    Comparison,
+    Divergence,
+    Estimate,
+    Ruling,
+    bootstrap,
+    difference_by_group,
+    estimate,
+    interval,
+    margin_from_pilot,
+    over_items,
+    rule,
+)
+
+Record = Mapping[str, Any]
+Records = Sequence[Record]
+
+SCHEMES = (
+    "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry"
+).split()  # in the order of tables
+LEAKS = ("leak", "leak_conv", "leak_scan")  # boundary schemes that are failures by design
+HIGHER_IS_BETTER = ("accuracy", "gain")  # words in the names of such metrics
+BASELINES = ("padded", "single", "packed-reset")
+OPEN_END = 2**31 - 1  # of the last range of positions
+SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
+NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
+    trainer.log_every trainer.checkpoint_every trainer.threads""".split()  # alike in compared arms
+
+
+def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
+    """Select records of a kind: training, throughput, evaluation."""
+    return [record for record in records if record["kind"] == kind]
+
+
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def natural(text: str) -> list[tuple[int, str]]:
+    """Return a sort key by the numbers in a text."""
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+
+
+def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
+    """Return a row for each record of a kind, by time.
+
+    Columns are the record's keys, ``config.<key>``, ``curves.<name>``, and metrics as floats.
+    """
+    rows = []
+    for record in of_kind(records, kind):
+        nested = flatten({key: record[key] for key in ("config", "curves")})
+        rows.append({**record, **nested})
+    metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
+    others = pd.DataFrame(rows, dtype=object)
+    joined = pd.concat([others.where(others.notna(), None), metrics], axis=1)
+    return joined.sort_values("time", kind="stable", ignore_index=True) if rows else joined
+
+
+def parts_of(name: str) -> tuple[str, str]:
+    """Split an arm's name into its title and, from the first ``key=`` on, the point of a grid."""
+    title, *point = re.split(r" (?=[^ =]+=)", name, maxsplit=1)
+    return title, "".join(point)
+
+
+@dataclass(eq=False)
+class Arm:
+    """Hold rows of ``frame`` by seed.
+
+    ``variant`` are the keys and values in which arms of one name differ. ``arm["val_loss"]`` is a
+    metric by seed, NaN where it is missing.
+    """
+
+    name: str
+    variant: tuple[tuple[str, Any], ...]
+    runs: pd.DataFrame
+    baseline: Arm = field(init=False, repr=False)
+
+    def __getitem__(self, metric: str) -> pd.Series:
+        return self.runs.get(metric, pd.Series(math.nan, self.runs.index))
+
+    def says(self, key: str, absent: Any = None) -> Any:
+        """Return a key's value in the arm's configuration, such as ``data.strategy``."""
+        value = self.runs.iloc[0].get(f"config.{key}")
+        return absent if value is None else value
+
+    @cached_property
+    def scheme(self) -> str:
+        """Return one of ``SCHEMES``, or ``packed-`` and the boundary scheme."""
+        strategy = str(self.says("data.strategy")).replace("_", "-")
+        boundary = self.says("trainer.boundary", "reset").replace("_", "-")
+        return strategy if strategy in SCHEMES else f"packed-{boundary}"
+
+    @property
+    def setting(self) -> tuple[str, str]:
+        """What arms share that are compared: the variant, and the point of the grid."""
+        return repr(self.variant), parts_of(self.name)[1]
+
+    @property
+    def title(self) -> str:
+        """The name without the point of the grid."""
+        return parts_of(self.name)[0]
+
+    @property
+    def leaks(self) -> bool:
+        """Tell if the arm lets documents cross their boundaries: the failure that is looked for."""
+        return self.says("trainer.boundary", "reset") in LEAKS
+
+    @property
+    def diverged(self) -> set[int]:
+        """Seeds of runs whose loss was not finite: they have no validation loss."""
+        return set(self.runs.index[self["val_loss"].isna()])
+
+    @property
+    def label(self) -> str:
+        """The name with the variant, as tables show it."""
+        settings = ", ".join(f"{key}={value}" for key, value in self.variant)
+        return f"{self.name} ({settings})" if settings else self.name
+
+    @property
+    def timing(self) -> str | None:
+        """Return the run that timed the arm among others, or None."""
+        return next(iter(self.runs.get("timing", ())), None)
+
+    @property
+    def sweep(self) -> Mapping[str, Any]:
+        """The entry of ``sweep.json`` that the arm's runs belong to; empty without one."""
+        return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
+
+    @lru_cache(maxsize=64)
+    def points(self, curve: str) -> pd.DataFrame:
+        """Return the points of a curve of all runs, with their seed."""
+        curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
+        return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
+
+
+Arms = Sequence[Arm]
+
+
+def training_arms(records: Iterable[Record]) -> list[Arm]:
+    """Group training runs by arm, with the baseline of each; of a repeated run the latest counts.
+
+    A run whose loss was not finite at some step has diverged, whatever its last loss is: its
+    validation losses become NaN.
+    """
+    runs = frame(records, "training")
+    if runs.empty:
+        return []
+    if "diverged_at_step" in runs:
+        losses = [column for column in runs if column.startswith("val_loss")]
+        runs.loc[runs["diverged_at_step"].notna(), losses] = math.nan
+    keys = _varied_keys(runs)
+    variants = [tuple((key, run[f"config.{key}"]) for key in keys) for _, run in runs.iterrows()]
+    runs["variant"] = variants
+    arms = []
+    for (name, _), group in runs.groupby(["arm", runs["variant"].map(repr)]):
+        latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
+        arms.append(Arm(name, group["variant"].iloc[0], latest))
+    arms = _in_order(arms)
+    for arm in arms:
+        arm.baseline = _baseline(arm, arms)
+    return arms
+
+
+def _varied_keys(runs: pd.DataFrame) -> list[str]:
+    """Return the keys of the configuration in which runs of one name differ."""
+    settings = [
+        column
+        for column in runs
+        if column.startswith("config.") and column.removeprefix("config.") not in NOT_SETTINGS
+    ]
+    varies = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
+    return sorted(column.removeprefix("config.") for column in varies.index[varies])
+
+
+def timed_arms(records: Records) -> list[Arm]:
+    """Return timed arms, the latest first, with ``speedup`` over the baseline or single."""
+    runs, trained = frame(records, "throughput"), training_arms(records)
+    if runs.empty:
+        return []
+    runs["timing"] = runs["config.run"].map(str)
+    ended = runs.groupby("timing")["time"].max()
+    arms = []
+    for (name, timing), group in runs.groupby(["arm", "timing"]):
+        arms.append(Arm(name, (("run", timing),), group.tail(1).set_index("seed")))
+    timed = []
+    for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
+        baselines = {one.baseline.name for one in trained if one.name == arm.name}
+        peers = [peer for peer in arms if peer.setting == arm.setting]
+        candidates = [peer for peer in peers if peer.name in baselines]
+        for scheme in ("single", *BASELINES):
+            candidates += [peer for peer in peers if peer.scheme == scheme]
+        rates = arm.runs["real_tokens_per_second"]
+        base = candidates[0]["real_tokens_per_second"].iloc[0] if candidates else math.nan
+        timed.append(replace(arm, runs=arm.runs.assign(speedup=rates / base)))
+    return timed
+
+
+def arms_with_speeds(records: Records) -> list[Arm]:
+    """Return trained arms, with speeds of the latest timing that holds most of them."""
+    arms, timed = training_arms(records), timed_arms(records)
+    names = {arm.name for arm in arms}
+    held = Counter(one.timing for one in timed if one.name in names)
+    timing = max(held, key=held.__getitem__, default=None)  # of equal counts the first, the latest
+    timed = [one for one in timed if one.timing == timing]
+    for arm in arms:
+        speeds: dict[str, Any] = {"speedup": math.nan, "timing": None}
+        for one in reversed(timed):
+            if one.name == arm.name and all(one.says(key) == value for key, value in arm.variant):
+                speeds = dict(one.runs.iloc[0][SPEEDS])
+        if arm.baseline.name not in [one.name for one in timed]:
+            speeds["speedup"] = math.nan
+        arm.runs = arm.runs.assign(**speeds)
+    return arms
+
+
+def _in_order(arms: Arms) -> list[Arm]:
+    """Sort arms by setting, then by scheme; further arms of one scheme, by time, come after all."""
+    ranks, seen = dict[Arm, Any](), Counter[Any]()
+    for arm in sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name)):
+        scheme = (*SCHEMES, arm.scheme).index(arm.scheme)
+        ranks[arm] = tuple(map(natural, arm.setting)), seen[arm.setting, arm.scheme], scheme
+        seen[arm.setting, arm.scheme] += 1
+    return sorted(ranks, key=ranks.__getitem__)
+
+
+class Seeds(NamedTuple):
+    """Count seeds with a value, diverged runs, and seeds without record or value."""
+
+    finite: int
+    diverged: int
+    missing: int
+
+    def __str__(self) -> str:
+        words = [f"{self.diverged} diverged"] * bool(self.diverged)
+        words += [f"{self.missing} missing"] * bool(self.missing)
+        return ", ".join([f"{self.finite} of {sum(self)}", *words]) if words else str(self.finite)
+
+
+def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
+    """Count an arm's seeds, of those that its sweep names or that any arm has."""
+    expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index})
+    expected |= set(arm.runs.index)
+    finite = int(arm[metric].drop(index=list(arm.diverged)).count())
+    diverged = len(arm.diverged)
+    return Seeds(finite, diverged, len(expected) - finite - diverged)
+
+
+def _baseline(arm: Arm, arms: Arms) -> Arm:
+    """Return the arm that the sweep names, else the first of ``BASELINES``, else the first arm.
+
+    Runs that were trained apart, not by a sweep, have one baseline whatever their settings.
+    """
+    named = arm.sweep.get("baseline") or ""
+    peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
+    candidates = [peer for peer in peers if peer.label == named]
+    candidates += [peer for peer in peers if peer.title == parts_of(named)[0]]
+    for scheme in BASELINES:
+        candidates += [peer for peer in peers if peer.scheme == scheme]
+    return [*candidates, *peers][0]
+
+
+def versus(arms: Arms) -> str:
+    """Name the baselines of arms, for a column's title."""
+    baselines = {arm.baseline for arm in arms}
+    names = {one.label if one.sweep.get("apart") else one.title for one in baselines}
+    return " or ".join(sorted(names))
+
+
+def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
+    """Return ``estimate``'s arguments: differences of the seeds that both arms finished.
+
+    They are nats (seeds, groups) and targets (groups,) if the metric is a loss whose documents have
+    groups; else differences by seed, and None.
+    """
+    if metric.endswith(".loss"):
+        curve = f"{metric.rpartition('.')[0]}.by_group"
+        sums, weights = difference_by_group(arm, other, curve, "nats", "targets")
+        if len(sums) > 1:
+            return sums, weights
+    return arm[metric] - other[metric], None
+
+
+def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | None:
+    """Estimate an arm's metric minus its baseline's, or another's; None of an arm and itself."""
+    other = other or arm.baseline
+    return None if other is arm else estimate(*paired(arm, other, metric))
+
+
+def divergence(arm: Arm, other: Arm) -> Divergence:
+    """Count the runs of two arms, and the diverged ones among them."""
+    return Divergence(len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs))
+
+
+class Contrast(NamedTuple):
+    """Hold an arm's metric minus another's, and the ruling on it."""
+
+    arm: Arm
+    other: Arm
+    same_documents: bool
+    comparison: Comparison
+    ruling: Ruling
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm.label} - {self.other.title}"
+
+    @property
+    def primary(self) -> bool:
+        """Whether the sweep named it beforehand."""
+        return self.comparison.family == "primary"
+
+    @property
+    def margin(self) -> float | None:
+        return self.arm.sweep.get("margin")
+
+    @property
+    def verdict(self) -> str:
+        """The ruling's verdict, and whether the arms read other documents."""
+        return self.ruling.verdict + ", other documents" * (not self.same_documents)
+
+
+def contrasts(arms: Arms, metric: str) -> list[Contrast]:
+    """Rule on each arm minus its baseline, and on the contrasts that the sweep names as primary.
+
+    Primary contrasts are one family, over all points of a grid, and the others, which explore, are
+    another.
+    """
+    pairs, absent = _named_pairs(arms)
+    comparisons = {}
+    for (arm, other), primary in pairs.items():
+        same = same_documents(arm, other)
+        comparisons[arm, other] = Comparison(
+            *paired(arm, other, metric),
+            margin=arm.sweep.get("margin") if same else None,
+            divergence=divergence(arm, other),
+            family="primary" if primary else "exploratory",
+            setting=arm.setting,
+            is_leak=same and arm.leaks and not other.leaks,
+        )
+    rulings = rule(comparisons, {"primary": absent}, higher_is_better(metric))
+    return [
+        Contrast(arm, other, same_documents(arm, other), comparison, rulings[arm, other])
+        for (arm, other), comparison in comparisons.items()
+    ]
+
+
+def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
+    """Return pairs of arms, true if primary, and the number of primary ones without runs."""
+    pairs = {(arm, arm.baseline): False for arm in arms if arm is not arm.baseline}
+    absent = 0
+    named = [(arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())]
+    for setting, name in dict.fromkeys(named):
+        first, _, second = name.partition(" - ")
+        titles = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
+        if first in titles and (second in titles or not second):
+            arm = titles[first]
+            pairs[arm, titles.get(second, arm.baseline)] = True
+        else:
+            absent += 1
+    return pairs, absent
+
+
+def higher_is_better(metric: str) -> bool:
+    """Tell if a metric is a share of right answers or a gain, and no loss."""
+    return any(word in metric for word in HIGHER_IS_BETTER)
+
+
+def pilot_margin(
+    arms: Arms, leak: str = "packed-leak", intact: str = "packed-reset", metric: str = "val_loss"
+) -> float:
+    """Return a margin from a pilot's arms: half of the lower bound of the leak's harm.
+
+    ``leak`` and ``intact`` are names of arms, ``arms`` those of ``training_arms``. Raises
+    ConfigError as ``margin_from_pilot`` does.
+    """
+    by_name = {arm.name: arm for arm in arms}
+    for key, name in (("leak", leak), ("intact", intact)):
+        if name not in by_name:
+            raise ConfigError(f"{key}: expected one of {', '.join(by_name)}, got {name}")
+    values, weights = paired(by_name[leak], by_name[intact], metric)
+    harm = estimate(-values if higher_is_better(metric) else values, weights) or NOTHING
+    return margin_from_pilot(harm)
+
+
+def same_documents(arm: Arm, other: Arm) -> bool:
+    """Tell if the steps of two arms hold the same documents.
+
+    With matched batching a step's documents are drawn before they are arranged, so that arms may
+    arrange them in other rows.
+    """
+    free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
+    batching = {one.says("data.batching", "matched") for one in (arm, other)}
+    if batching == {"matched"}:
+        free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
+    for column in {*arm.runs, *other.runs}:
+        key = column.removeprefix("config.")
+        if column.startswith("config.data.") and key not in free:
+            if arm.says(key) != other.says(key):
+                return False
+    return True
+
+
+def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
+    """Return (start, end, the arm's loss minus its baseline's) by range of positions."""
+    curves = [side.points("loss_by_position") for side in (arm, arm.baseline)]
+    if arm.baseline is arm or any(points.empty for points in curves):
+        return []
+    index = ["start", "end", "seed"]
+    ours, theirs = (points.set_index(index)["loss"].astype(float) for points in curves)
+    found = []
+    for (start, end), values in (ours - theirs).dropna().groupby(level=["start", "end"]):
+        difference_there = interval(values)
+        if difference_there is not None:
+            found.append((start, end, difference_there))
+    return found
+
+
+def with_items(folder: str | Path, records: Records) -> list[Record]:
+    """Add ``items``, the path of their items (in items/ or items.zip), to evaluation records."""
+    archive = Path(folder) / "items.zip"
+    place: Any = zipfile.Path(archive) if archive.is_file() else Path(folder) / "items"
+    result = []
+    for record in records:
+        config = record["config"]
+        path = place / f"{config.get('evaluation', {}).get('name')}-{config.get('id')}.jsonl"
+        has_items = record["kind"] == "evaluation" and path.is_file()
+        result.append({**record, "items": path} if has_items else record)
+    return result
+
+
+# A metric's numerator and denominator among the keys of an item.
+ITEM_MEASURES = {
+    "choice_accuracy": ("correct", "one"),
+    "accuracy": ("right", "answers"),
+    "loss": ("nats", "targets"),
+}
+
+
+def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
+    """Return the difference of two models' metric, paired by item, or None.
+
+    Runs are paired by seed; one run of each is a pair whatever the seeds.
+    """
+    absent = pd.Series(dtype=object)
+    ours, theirs = (side.runs.get("items", absent).dropna() for side in (arm, baseline))
+    pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
+    if not pairs and len(ours) == len(theirs) == 1:
+        pairs = [(ours.iloc[0], theirs.iloc[0])]
+    if not pairs or metric not in ITEM_MEASURES:
+        return None
+    summed = [[_by_group(path, *ITEM_MEASURES[metric]) for path in pair] for pair in pairs]
+    weights = summed[0][0]["weight"]
+    alike = all(side["weight"].equals(weights) for pair in summed for side in pair)
+    if weights.empty or not alike:
+        return None
+    sums = [one["value"] - other["value"] for one, other in summed]
+    return bootstrap(sums, weights) if len(sums) > 1 else over_items(sums[0], weights)
+
+
+def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
+    """Sum an item file's value and weight by group of documents, else by document, else by item."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    items = pd.DataFrame([json.loads(line) for line in lines])
+    if "choice" in items:
+        items = items.assign(one=1, correct=items["choice"] == items["answer"])
+    keys = [key for key in ("group", "document", "index") if key in items]
+    group = items[keys[0]] if keys else items.index
+    values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)
+    return values.groupby(group, sort=False).sum()

@@ -1,0 +1,136 @@
+"""Identify runs by a hash of configuration keys; find records; lock folders."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from filelock import SoftFileLease, Timeout
+
+from packmamba.config import Config, to_dict
+from packmamba.errors import ConfigError
+from packmamba.lab.records import LATER_KEYS, has_records, read_records
+
+SCHEMA_VERSION = 2  # raise it when a key's default changes
+SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
+# Keys that records leave out, and others that decide no result.
+UNRECORDED = (
+    "runs_dir",
+    "output",
+    "data.cache_dir",
+    "data.num_proc",
+    "trainer.leakcheck_every",
+    "trainer.loggers",
+)
+EXCLUDED = (
+    *UNRECORDED,
+    "data.num_workers",
+    "trainer.log_every",
+    "trainer.checkpoint_every",
+    "trainer.threads",
+)
+LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost
+
+
+def flatten(values: Any) -> dict[str, Any]:
+    sections = {name: values[name] for name in SECTIONS if isinstance(values.get(name), dict)}
+    flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
+    return {name: value for name, value in values.items() if name not in sections} | flat
+
+
+def recorded_config(config: Config) -> dict[str, Any]:
+    """Return a record's configuration: without ``UNRECORDED``, and later keys at their first values."""
+    values = to_dict(config)
+    for name in [*UNRECORDED, *LATER]:
+        section, _, key = name.rpartition(".")
+        keys = values[section] if section else values
+        if name in UNRECORDED or keys.get(key) == LATER[name]:
+            keys.pop(key, None)
+    return values
+
+
+DEFAULTS = flatten(to_dict(Config()))
+LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}  # of records without
+
+
+def id_of(arm: str, values: dict[str, Any]) -> str:
+    """Return a run's id from its record's configuration, that of its schedule's end if it is to be continued."""
+    keys = DEFAULTS | LATER | flatten(values)
+    if keys["trainer.average_snapshots"] == 1:
+        steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
+        constant = keys["optimizer.final_lr_fraction"] == 1
+        keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
+    excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED
+    hashed = {k: v for k, v in keys.items() if k in DEFAULTS and k not in excluded and v != DEFAULTS[k]}
+    digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, hashed], sort_keys=True).encode()).hexdigest()
+    return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', arm)}-seed{keys['seed']}-{digest[:10]}"
+
+
+def run_id(config: Config) -> str:
+    return id_of(config.name, recorded_config(config))
+
+
+def run_folder(config: Config) -> Path:
+    return Path(config.runs_dir) / run_id(config)
+
+
+def record_path(config: Config) -> Path:
+    return (
+        run_folder(config) / "record.json" if config.output is None else Path(config.output) / "records.jsonl"
+    )
+
+
+def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any]]:
+    records = read_records(folder) if has_records(folder) else []
+    return [record for record in records if record["kind"] == kind]
+
+
+def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
+    """Read each run's record, None if it is not finished."""
+    wanted = [(record_path(config).parent, run_id(config), config.trainer.max_steps) for config in configs]
+    records = {
+        (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
+        for folder in {folder for folder, *_ in wanted}
+        for record in records_of(folder)
+    }
+    return [records.get(one) for one in wanted]
+
+
+def find_record(config: Config) -> dict[str, Any] | None:
+    return find_records([config])[0]
+
+
+def name_of(output: str) -> str:
+    return os.path.basename(os.path.abspath(output)) or "root"
+
+
+class Locked(ConfigError):
+    """Another process has the folder."""
+
+
+class RunLock:
+    """Lock a folder to one process, reentrantly; a killed one's is free after ``LEASE_SECONDS`` elsewhere."""
+
+    def __init__(self, folder: Path, wait: float = 0.0) -> None:
+        self.folder, self.wait = folder, wait  # seconds
+        shared: Any = {"thread_local": False, "is_singleton": True}
+        self._lease = SoftFileLease(folder / ".lock", lease_duration=LEASE_SECONDS, **shared)
+
+    def __enter__(self) -> "RunLock":
+        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self._lease.acquire(timeout=self.wait)
+        except Timeout:
+            raise Locked(f"{self.folder} is in use by another process; wait for it, or stop it") from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lease.release()
+
+    def check(self) -> None:
+        """Raise Locked if another process took the folder while this one hung."""
+        if self._lease.compromise is not None:
+            raise Locked(f"{self.folder} was taken by another process while this one hung")

@@ -1,0 +1,422 @@
+"""Train every run of a grid of arms, keys and seeds.
+
+A sweep is a file: what all runs share, the arms that are compared, a grid of further values, perhaps
+keys that each arm tunes on seeds of their own. It is checked whole before the first run. A run is
+identified by its configuration, so that the same command skips what has a record and resumes the
+rest; nothing else remembers where a sweep stands.
+"""
+
+import copy
+import itertools
+import os
+import re
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Optional
+
+from omegaconf import DictConfig, OmegaConf
+
+from packmamba.config import AUTO, Config, key, load, need, parse_override, read_yaml, resolve, to_dict
+from packmamba.config.load import CONFIGURATION, ON_GPU
+from packmamba.data.token_store import load_corpora
+from packmamba.errors import ConfigError, Unfinished
+from packmamba.lab import launch
+from packmamba.lab.benchmark import measure_throughput
+from packmamba.lab.fit import check_accelerator, check_run
+from packmamba.lab.records import METRICS, append_record, check_writable, write_sweep
+from packmamba.lab.run_id import find_records, flatten, id_of, records_of, run_folder, run_id
+
+
+@dataclass
+class TableConfig:
+    """Say what the report's table shows."""
+
+    metrics: list[str] = key([], "Metrics, such as [val_loss, mqar.accuracy]; []: val_loss.")
+    columns: Optional[list[str]] = key(
+        None, "Further metrics and keys, such as optimizer.lr; null: the usual ones."
+    )
+
+
+@dataclass
+class TuneConfig:
+    """Say which keys each arm tunes, before the runs that are reported."""
+
+    grid: dict[str, list[Any]] = key(
+        {}, "Keys of which each arm takes its best value, as optimizer.lr: [1e-3, 3e-3]."
+    )
+    seeds: list[int] = key([], "Seeds of the trials, none of grid.seed.")
+    metric: str = key("val_loss", "Metric that decides, in the mean over seeds.")
+    best: str = key("least", "The best value of the metric.", choices=("least", "most"))
+
+
+@dataclass
+class SweepConfig:
+    """Declare the keys of a sweep's file."""
+
+    output: str = key("runs/sweep", "Folder of records, tables and report.")
+    name: Optional[str] = key(None, "Name in sweep.json; null for the file's.")
+    base: Optional[str] = key(None, "Configuration that runs start from, relative to this file.")
+    common: dict[str, Any] = key({}, "Keys of every run, such as data.row_length: 512.")
+    arms: dict[str, dict[str, Any]] = key(
+        {}, "Keys of each arm that is compared.", check=("at least one arm", bool)
+    )
+    grid: dict[str, list[Any]] = key({}, "Values of keys, combined with every arm, such as seed: [0, 1].")
+    evaluations: list[str] = key([], "Run on every model, such as [next_line, passkey].")
+    evaluation_options: dict[str, Any] = key({}, "Parameters of each evaluation.")
+    plugins: list[str] = key([], "Python modules to import first.")
+    throughput_rounds: int = key(0, "Time this many interleaved steps of all arms first.", low=0)
+    train: bool = key(True, "Train the runs; false: only time them.")
+    baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
+    margin: Optional[float] = key(None, "Differences within ± this are equivalent.", above=0)
+    primary: list[str] = key([], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'.")
+    table: TableConfig = field(default_factory=TableConfig)
+    tune: TuneConfig = field(default_factory=TuneConfig)
+    jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
+    launcher: str = key(
+        "local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm")
+    )
+    slurm: dict[str, Any] = key(
+        {}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ..."
+    )
+    deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
+
+    def check(self) -> None:
+        """Check rules between a sweep's own keys. Raises ConfigError."""
+        does_something = self.train or self.throughput_rounds
+        need(does_something, "train", "true without throughput_rounds", "false")
+        only_local = self.throughput_rounds > 0 or self.deadline is not None
+        runs_where_it_can = self.launcher == "local" or not only_local
+        need(runs_where_it_can, "launcher", "local with throughput_rounds or deadline", self.launcher)
+        for arm in self.arms:
+            looks_like_a_point = re.search(r" \S+=", arm)
+            need(not looks_like_a_point, "arms", "names without ' key='", f"'{arm}'")
+        is_whole = bool(self.tune.grid) == bool(self.tune.seeds)
+        need(is_whole, "tune", "both grid and seeds, or neither", "one")
+        shared_seeds = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
+        seeds = ", ".join(map(str, shared_seeds))
+        need(not shared_seeds, "tune.seeds", "none of grid.seed", seeds)
+        for place, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
+            for name, values in grid.items():
+                distinct = values and len(values) == len(set(map(str, values)))
+                need(distinct, f"{place}.{name}", "at least one value and none twice", values)
+
+    def check_contrasts(self, arms: Collection[str]) -> None:
+        """Check names of arms in ``baseline`` and ``primary``. Raises ConfigError.
+
+        arms: all of the file, also those that an override leaves out.
+        """
+        names = ", ".join(arms)
+        is_arm = self.baseline is None or self.baseline in arms
+        need(is_arm, "baseline", f"one of {names} or null", f"'{self.baseline}'")
+        for contrast in self.primary:
+            sides = str(contrast).split(" - ", 1)
+            are_arms = all(side in arms for side in sides)
+            are_different = len(set(sides)) == len(sides)
+            is_baseline = sides == [self.baseline]  # minus itself
+            expected = f"arms ({names}), not the baseline, or '<arm> - <arm>'"
+            valid = are_arms and are_different and not is_baseline
+            need(valid, "primary", expected, f"'{contrast}'")
+
+    def check_metrics(self, evaluations: Iterable[str]) -> None:
+        """Check names of metrics; an evaluation's are ``<name>.<metric>``. Raises ConfigError."""
+        prefixes = tuple(f"{name}." for name in evaluations)
+        choices = f"one of {', '.join((*METRICS, *prefixes))}"
+        places = {"table.metrics": self.table.metrics, "tune.metric": [self.tune.metric]}
+        for place, names in places.items():
+            for name in names:
+                exists = name in (*METRICS, "val_loss_last_weights") or name.startswith(prefixes)
+                need(exists, place, choices, f"'{name}'")
+
+
+def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
+    """Load a sweep and its runs; overrides are of its own keys, or of every run's.
+
+    Raises ConfigError.
+    """
+    run_keys = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
+    of_runs = []
+    of_sweep = []
+    for override in overrides:
+        first_key = re.split(r"[.=]", override)[0]
+        if first_key in run_keys:
+            of_runs.append(override)
+        else:
+            of_sweep.append(_grid_as_mapping(override))
+    sweep = load(SweepConfig, path, of_sweep, "sweep")
+    sweep.check()
+    without_selection = [text for text in of_sweep if not text.startswith("arms=[")]
+    sweep.check_contrasts(load(SweepConfig, path, without_selection, "sweep").arms)
+    sweep.name = sweep.name or Path(path).stem
+
+    base = []
+    if sweep.base is not None:
+        base = [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
+    last = [(parse_override(override), f"'{override}'") for override in of_runs]
+    overridden = {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last}
+    _check_places(sweep, overridden)
+    configs = []
+    for keys in _runs(sweep):
+        layers = copy.deepcopy([*base, (_layer(keys), str(path)), *last])
+        configs.append(resolve(Config, layers))
+    for config in _one_per_seed(configs):
+        check_run(config)
+        devices = config.trainer.devices * config.trainer.num_nodes
+        need(devices == 1, "trainer.devices", "1 in a sweep", devices)
+    sweep.check_metrics(configs[0].evaluations)
+    return sweep, configs
+
+
+def _grid_as_mapping(override: str) -> str:
+    """Rewrite grid.optimizer.lr=[1], whose key has dots, as grid={optimizer.lr: [1]}."""
+    dotted = r"((?:tune\.)?grid)\.([\w.-]+)=(.*)"
+    return re.sub(dotted, r"\1={\2: \3}", override, flags=re.DOTALL)
+
+
+def _one_per_seed(configs: list[Config]) -> Iterable[Config]:
+    """Return a run of each configuration that differs in more than its seed."""
+    return {repr(replace(config, seed=0)): config for config in configs}.values()
+
+
+def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
+    """Refuse a grid's key that is set elsewhere too, and overrides of keys in which arms differ."""
+    arms = {f"arms.{arm}": flatten(keys) for arm, keys in sweep.arms.items()}
+    set_elsewhere = arms | overrides
+    for place, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
+        for name in grid:
+            for origin, keys in set_elsewhere.items():
+                is_alone = not _overlapping(name, keys)
+                expected = f"a key that {origin} does not set"
+                need(is_alone, f"{place}.{name}", expected, f"one; give {place}.{name}=[...]")
+        set_elsewhere["grid"] = sweep.grid
+    for origin, keys in overrides.items():
+        for name in keys:
+            values = [[arm[place] for place in _overlapping(name, arm)] for arm in arms.values()]
+            alike = not all(values) or all(value == values[0] for value in values)
+            remedy = f"one; set arms.<name>.{name}"
+            need(alike, origin, "a key in which arms do not differ", remedy)
+
+
+def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
+    """Return the keys that are ``name``, inside of it or around it."""
+    overlapping = []
+    for other in keys:
+        if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
+            overlapping.append(other)
+    return overlapping
+
+
+def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
+    """Return all combinations of a grid's values."""
+    return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
+
+
+def _suffix(point: dict[str, Any]) -> str:
+    """Name a point of a grid, as in `` lr=0.1 d_state=4``, without its seed."""
+    names = {place.rpartition(".")[2]: value for place, value in point.items() if place != "seed"}
+    return "".join(f" {name}={value}" for name, value in names.items())
+
+
+def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
+    """Yield the keys of each run: each arm at each point of the grid."""
+    shared = {}
+    for name in ("plugins", "evaluations", "evaluation_options"):
+        if getattr(sweep, name):
+            shared[name] = getattr(sweep, name)
+    for point in _points(sweep.grid):
+        for arm, keys in sweep.arms.items():
+            place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
+            yield {**shared, **flatten(sweep.common), **flatten(keys), **point, **place}
+
+
+def _layer(keys: dict[str, Any]) -> DictConfig:
+    layer = OmegaConf.create()
+    for name, value in keys.items():
+        OmegaConf.update(layer, name, value)
+    return layer
+
+
+def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
+    """Return the runs that choose an arm's values, by combination and seed."""
+    if not tune.grid:
+        return []
+    combinations = []
+    for point in _points(tune.grid):
+        keys = {"name": config.name + _suffix(point), "output": f"{config.output}/tuning", **point}
+        combinations.append([_with(config, **keys, seed=seed) for seed in tune.seeds])
+    return combinations
+
+
+def _with(config: Config, **keys: Any) -> Config:
+    return resolve(Config, [(to_dict(config), CONFIGURATION), (_layer(keys), "tune.grid")])
+
+
+def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config | None:
+    """Return a run with its arm's best values in the mean over seeds, None while trials run.
+
+    Raises Unfinished if some seed diverged with every combination.
+    """
+    means: dict[int, float] = {}
+    for number, runs in enumerate(tried):
+        records: list[Any] = find_records(runs)
+        if None in records:
+            return None
+        metrics = [record["metrics"] for record in records]
+        if any("diverged_at_step" in run_metrics for run_metrics in metrics):
+            continue
+        values: list[Any] = [run_metrics.get(tune.metric) for run_metrics in metrics]
+        choices = f"one of {', '.join(metrics[0])}"
+        need(None not in values, "tune.metric", choices, f"'{tune.metric}': null")
+        means[number] = statistics.fmean(values)
+    if not means:
+        raise Unfinished(f"no {' and '.join(tune.grid)} has a finite {tune.metric} with every seed")
+    choose = min if tune.best == "least" else max
+    return _with(config, **_points(tune.grid)[choose(means, key=means.__getitem__)])
+
+
+def run_sweep(
+    sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None
+) -> Path:
+    """Time a sweep's arms and train its runs; return the folder of records.
+
+    The same call goes on where the last one stopped: runs with a record are skipped. The deadline
+    counts from ``begun``, of ``time.monotonic``. Raises ConfigError; Unfinished where runs failed
+    or are left.
+    """
+    runs = configs if sweep.train else []
+    arms = configs[: len(sweep.arms)]
+    tried = {config.name: trials(sweep.tune, config) for config in runs}
+    trial_runs = [run for combinations in tried.values() for seeds in combinations for run in seeds]
+    check_writable(sweep.output, "output")
+    start = _launcher(sweep, runs, arms, progress, begun)
+    _check_corpora([*trial_runs, *runs], progress)
+    progress_of_runs = _Progress(progress)
+
+    _time_arms(sweep, arms, progress)
+    if sweep.train:
+        _write_sweep_entry(sweep, configs)
+    _train(trial_runs, start, progress_of_runs)
+    final = []
+    for config in runs:
+        try:
+            chosen = tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config
+        except Unfinished as error:
+            progress_of_runs(config, launch.Status("failed", str(error)))
+        else:
+            if chosen is not None:
+                final.append(chosen)
+    _train(final, start, progress_of_runs)
+    progress_of_runs.check_finished(total=len(trial_runs) + len(runs))
+    return Path(sweep.output)
+
+
+def _launcher(
+    sweep: SweepConfig, runs: list[Config], arms: list[Config], progress: bool, begun: float | None
+) -> Callable[..., None]:
+    """Return a function (configs, report=...) that trains runs here, in slots, or as jobs."""
+    if sweep.launcher == "slurm":
+        launch.check_slurm()
+        return partial(launch.run_as_jobs, slurm=sweep.slurm, jobs=sweep.jobs, output=sweep.output)
+    for config in [*runs, *arms]:
+        check_accelerator(config)
+    if sweep.jobs == 1 and sweep.deadline is None:
+        return partial(launch.run_here, progress=progress)
+    on_gpu = any(config.trainer.accelerator in ON_GPU for config in runs)
+    deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
+    slots = launch.device_slots(sweep.jobs, on_gpu)
+    return partial(launch.run_in_slots, slots=slots, deadline=deadline)
+
+
+class _Progress:
+    """Report and count what becomes of runs."""
+
+    def __init__(self, shown: bool) -> None:
+        self.shown = shown
+        self.states: Counter[str] = Counter()
+
+    def __call__(self, config: Config, status: launch.Status = launch.BEGINS, place: str = "") -> None:
+        self.states[status.state] += 1
+        if self.shown:
+            where = f" on {place}" if place else ""
+            why = f": {status.why}" if status.why else ""
+            print(f"{config.name}, seed {config.seed}: {status.state}{where}{why}", flush=True)
+
+    def check_finished(self, total: int) -> None:
+        """Raise Unfinished unless all runs are done."""
+        done = self.states["done"]
+        failed = self.states["failed"]
+        locked = self.states["locked"]
+        if failed:
+            counts = f"{failed} of {total} runs failed, {done} are done"
+            raise Unfinished(f"{counts}; the same command tries again")
+        if done < total:
+            elsewhere = f", other processes train {locked}" if locked else ""
+            counts = f"{done} of {total} runs are done{elsewhere}"
+            raise Unfinished(f"{counts}; the same command resumes", status=3)
+
+
+def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) -> None:
+    """Train runs without a record, last those that start from others' weights."""
+    names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
+    first = []
+    dependent = []
+    for run, record in zip(wanted, find_records(wanted)):
+        folder, _, arm = str(run.trainer.init_from).rpartition(":")
+        if record is not None:
+            report(run, launch.Status("done", "before"))
+        elif (os.path.realpath(folder), arm) in names:
+            dependent.append(run)
+        else:
+            first.append(run)
+    for wave in (first, dependent):
+        if wave:
+            start(wave, report=report)
+
+
+def _time_arms(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:
+    """Time the arms' steps in turns, unless their records are there."""
+    if not sweep.throughput_rounds:
+        return
+    records = records_of(sweep.output, "throughput")
+    timed = {id_of(record["arm"], record["config"]) for record in records}
+    if timed.issuperset(map(run_id, arms)):
+        return
+    for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
+        append_record(Path(sweep.output) / "records.jsonl", record)
+
+
+def _write_sweep_entry(sweep: SweepConfig, configs: list[Config]) -> None:
+    """Write to sweep.json what the report needs to know of the sweep."""
+    seeds: dict[str, list[int]] = {}
+    for config in configs:
+        seeds.setdefault(config.name, []).append(config.seed)
+    more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
+    if sweep.tune.grid:
+        more["tuned"] = {
+            "keys": [*sweep.tune.grid],
+            "tried": [*sweep.tune.grid.values()],
+            "seeds": sweep.tune.seeds,
+        }
+    if sweep.table != TableConfig():
+        more["table"] = vars(sweep.table)
+    write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)
+
+
+def _check_corpora(runs: list[Config], progress: bool) -> None:
+    """Tokenize the corpora, and refuse to go on beside records of other documents."""
+    records = find_records(runs)
+    if None not in records:
+        return
+    hashes: dict[str, str] = {}
+    for run, record in zip(runs, records):
+        documents = repr(run.data)
+        if documents not in hashes:
+            hashes[documents] = load_corpora(run.data, progress=progress).corpus_hash
+        if record is not None and record["corpus_hash"] != hashes[documents]:
+            changed = f"data: the documents have changed since {run.name}, seed {run.seed}"
+            remedy = f"give another output, or remove its record and {run_folder(run)}"
+            raise ConfigError(f"{changed}; {remedy}")

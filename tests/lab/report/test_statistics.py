@@ -1,0 +1,352 @@
+"""Statistics and verdicts on invented data whose answer is known, and against scipy."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from made_records import table, training
+from packmamba.lab.report import aggregate
+from packmamba.lab.report.html import format_table
+from packmamba.lab.report.statistics import (
+    Comparison,
+    Divergence,
+    bootstrap,
+    difference_by_group,
+    holm,
+    interval,
+    margin_from_pilot,
+    over_items,
+    p_of_equivalence,
+    power,
+    rule,
+    seeds_for,
+    verdict,
+)
+from packmamba.lab.report.tables import findings
+
+
+def drawn(rng, seeds, groups, of_seeds, of_groups, rest, effect=0.0, unequal=1.0):
+    """Differences of nats, and targets: each is effect + seed + group + rest per target."""
+    weights = rng.lognormal(8, unequal, groups)
+    per_target = effect + rng.normal(0, of_seeds, (seeds, 1)) + rng.normal(0, of_groups, (1, groups))
+    return (per_target + rng.normal(0, rest, (seeds, groups))) * weights, weights
+
+
+@pytest.mark.parametrize(
+    ("seeds", "of_seeds", "of_groups", "rest", "groups"),
+    [(8, 1, 1, 1, 30), (5, 1, 0.3, 0.3, 30), (8, 0, 1, 0, 12), (3, 1, 0.3, 0.3, 30), (8, 0, 1, 0, 3)],
+)
+def test_intervals_hold_the_truth_as_often_as_they_say(seeds, of_seeds, of_groups, rest, groups):
+    """Also with few groups of very unequal size, as validation packages are: twelve that weigh like four or five."""
+    rng, trials, held = np.random.default_rng(11), 200, 0
+    for _ in range(trials):
+        made = drawn(rng, seeds, groups, of_seeds, of_groups, rest, effect=2.0, unequal=1.5 if groups == 12 else 1.0)
+        found = bootstrap(*made, draws=400)
+        held += found.low <= 2.0 <= found.high
+    assert held / trials >= 0.90  # 0.95 less three standard deviations of 200 trials
+
+
+def test_a_clear_effect_has_a_small_p_and_none_has_not():
+    clear = bootstrap(*drawn(np.random.default_rng(2), 8, 30, 0.1, 0.1, 0.1, effect=1.0))
+    none = bootstrap(*drawn(np.random.default_rng(3), 8, 30, 0.1, 0.1, 0.1))
+    assert clear.p < 0.001 < 0.05 < none.p
+    assert clear.low > 0.8 and clear.high < 1.2
+
+
+def test_groups_are_paired_by_seed_and_summed():
+    def record(arm, seed, nats):
+        points = [{"group": g, "start": s, "targets": 10 * (g + 1), "nats": nats + g} for g in (0, 1) for s in (1, 2)]
+        return {**training(arm, seed), "curves": {"perplexity.by_group": points}}
+
+    runs = ("padded", 0, 5.0), ("padded", 1, 6.0), ("packed-reset", 1, 6.5), ("packed-reset", 2, 9)
+    records = [record(*run) for run in runs]
+    padded, packed = aggregate.training_arms(records)
+    sums, weights = difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets")
+    assert sums.tolist() == [[1.0, 1.0]] and weights.tolist() == [20, 40]
+    sums, weights = difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets", "start == 2")
+    assert sums.tolist() == [[0.5, 0.5]] and weights.tolist() == [10, 20]
+    sums, weights = difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets", "group != 0")
+    assert sums.tolist() == [[1.0]] and weights.tolist() == [40]
+    assert difference_by_group(packed, padded, "nothing", "nats", "targets")[0].size == 0
+
+
+def test_over_items_with_equal_weights_is_a_paired_t_test():
+    rng = np.random.default_rng(0)
+    ours, theirs = rng.normal(1, 1, 30), rng.normal(0.8, 1, 30)
+    expected = stats.ttest_rel(ours, theirs)
+    found = over_items(3 * (ours - theirs), np.full(30, 3.0))
+    assert (*found[:3], found.p) == pytest.approx(
+        (ours.mean() - theirs.mean(), *expected.confidence_interval(), expected.pvalue)
+    )
+    assert math.isnan(over_items([1.0], [2.0]).low) and over_items([1.0], [2.0]).mean == 0.5
+
+
+def test_p_of_equivalence_is_twice_that_of_two_one_sided_t_tests():
+    values = np.random.default_rng(4).normal(0.001, 0.002, 8)
+    for margin in (0.0005, 0.002, 0.005):
+        expected = max(
+            stats.ttest_1samp(values, -margin, alternative="greater").pvalue,
+            stats.ttest_1samp(values, margin, alternative="less").pvalue,
+        )
+        assert p_of_equivalence(values, None, margin) == pytest.approx(min(1, 2 * expected), rel=1e-9)
+    assert p_of_equivalence([0.0, 0.0], None, 0.005) == 0 and math.isnan(p_of_equivalence([0.1], None, 1))
+
+
+@pytest.mark.parametrize("seeds", [3, 8])
+def test_p_is_at_most_5_percent_where_the_interval_says_so(seeds):
+    """Over seeds and groups, too: zero outside the interval, and the interval within the margin."""
+    for trial in range(40):
+        sums, weights = drawn(np.random.default_rng(trial), seeds, 20, 0.1, 0.1, 0.1, effect=0.02 * trial)
+        found = bootstrap(sums, weights)
+        assert (found.p <= 0.05) == (found.low > 0 or found.high < 0)
+        margin = 0.5
+        within = -margin < found.low and found.high < margin
+        assert (p_of_equivalence(sums, weights, margin) <= 0.05) == within
+
+
+def test_holm_by_hand():
+    assert holm({"a": 0.01, "b": 0.04, "c": 0.03, "d": 0.005}) == pytest.approx(
+        {"a": 0.03, "b": 0.06, "c": 0.06, "d": 0.02}
+    )
+    found = holm({"a": 0.02, "b": math.nan})
+    assert found["a"] == 0.04 and math.isnan(found["b"])
+    assert holm({"a": 0.7, "b": 0.9}) == {"a": 1.0, "b": 1.0}
+
+
+MARGIN = 0.01
+
+
+@pytest.mark.parametrize("truth", [0.0, MARGIN, -MARGIN])
+def test_verdicts_of_a_known_truth(truth):
+    """Different where nothing is, or equivalent at the margin: at most 5 %. Equivalent where nothing is: as often as planned."""
+    rng, seeds, trials = np.random.default_rng(3), 8, 2000
+    for deviation in (0.004, 0.009):
+        found = [verdict(interval(truth + rng.normal(0, deviation, seeds)), MARGIN) for _ in range(trials)]
+        share = {name: found.count(name) / trials for name in ("different", "equivalent")}
+        error = 3 * math.sqrt(0.05 * 0.95 / trials)
+        if truth:
+            assert share["equivalent"] <= 0.05 + error
+        else:
+            assert share["different"] <= 0.05 + error
+            planned = power(rng.normal(0, deviation, 4000), None, MARGIN, seeds)
+            assert planned <= share["equivalent"] <= planned + 0.06
+
+
+def test_seeds_for_have_the_power_that_they_promise():
+    rng = np.random.default_rng(5)
+    needed = seeds_for(rng.normal(0, 0.009, 5000), None, MARGIN)
+    found = [verdict(interval(rng.normal(0, 0.009, needed)), MARGIN) == "equivalent" for _ in range(2000)]
+    assert 0.75 <= np.mean(found) <= 0.92
+    assert seeds_for([0.1], None, MARGIN) is None and seeds_for([0.0, 1.0], None, MARGIN) is None
+    assert seeds_for([0.0, 1e-6, -1e-6], None, MARGIN) == 5, "claims of parity need five"
+    assert seeds_for(rng.normal(0, 0.009, 5000), None, MARGIN, family=4) > needed
+
+
+def test_power_of_a_small_pilot_is_a_lower_bound():
+    """Four pairs promise no more than there is, in at least four of five pilots."""
+    rng, deviation, seeds = np.random.default_rng(6), 0.008, 8
+    true = np.mean([verdict(interval(rng.normal(0, deviation, seeds)), MARGIN) == "equivalent" for _ in range(4000)])
+    promised = [power(rng.normal(0, deviation, 4), None, MARGIN, seeds, draws=500) for _ in range(200)]
+    assert np.mean(np.array(promised) <= true) >= 0.8 - 3 * math.sqrt(0.8 * 0.2 / 200)
+
+
+def test_a_margin_from_a_pilot_is_half_of_the_harm_s_lower_bound():
+    harm = interval([0.010, 0.012, 0.009, 0.013])
+    assert margin_from_pilot(harm) == harm.low / 2 < harm.mean / 2
+    with pytest.raises(ValueError, match="^harm: "):
+        margin_from_pilot(interval([0.010, -0.012, 0.009, 0.013]))
+    pilot = [*records()[5:]]
+    assert aggregate.pilot_margin(aggregate.training_arms(pilot)) == pytest.approx(0.0235, abs=1e-3)
+    with pytest.raises(ValueError, match="^leak: "):
+        aggregate.pilot_margin(aggregate.training_arms(pilot[:5]))
+    assert "a margin for a later sweep" in format_table([record | {"sweep": {}} for record in records()])
+
+
+@pytest.mark.parametrize("truth", [0.0, MARGIN])
+def test_verdicts_over_seeds_and_groups(truth):
+    """Type I at most 5 %; power as predicted from a pilot of other seeds, under the same bootstrap."""
+    rng, trials, seeds = np.random.default_rng(7), 200, 6
+    weights = rng.lognormal(8, 0.5, 20)
+
+    def sums(count):
+        per_target = truth + rng.normal(0, 0.004, (count, 1)) + rng.normal(0, 0.006, 20)
+        return (per_target + rng.normal(0, 0.004, (count, 20))) * weights
+
+    found = [verdict(bootstrap(sums(seeds), weights, 400), MARGIN) for _ in range(trials)]
+    equivalent, error = found.count("equivalent") / trials, 3 * math.sqrt(0.05 * 0.95 / trials)
+    if truth:
+        assert equivalent <= 0.05 + error
+    else:
+        assert found.count("different") / trials <= 0.05 + error
+        predicted = np.mean([power(sums(400), weights, MARGIN, seeds, draws=400) for _ in range(10)])
+        assert predicted - 0.06 <= equivalent <= predicted + 0.2, "groups are 20, so that the bound is a bound"
+
+
+FEW = [0.001, -0.001, 0.0005, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("divergence", "ruling"),
+    [
+        (Divergence(0, 8, 0, 8), "equivalent"),
+        (Divergence(1, 8, 0, 8), "open, of survivors"),
+        (Divergence(0, 8, 1, 8), "open, of survivors"),
+        (Divergence(4, 8, 4, 8), "open, of survivors"),
+        (Divergence(6, 8, 0, 8), "different (diverges)"),
+        (Divergence(0, 8, 6, 8), "different (the other diverges)"),
+        (Divergence(3, 3, 0, 3), "open, of survivors"),  # three runs of each show nothing
+    ],
+)
+def test_diverged_runs_make_no_verdict_easier(divergence, ruling):
+    comparison = Comparison(FEW, margin=MARGIN, divergence=divergence)
+    assert rule({"one": comparison})["one"].claim == ruling
+    shifted = Comparison(np.add(FEW, 1.0), margin=MARGIN, divergence=divergence)
+    expected = ruling if "diverges" in ruling else "different, of survivors" if divergence.total else "different"
+    assert rule({"one": shifted})["one"].claim == expected
+
+
+def test_a_run_that_breaks_down_makes_an_equivalence_open():
+    assert rule({"one": Comparison([*FEW, 0.4], margin=MARGIN)})["one"].claim == "open"
+
+
+def test_divergence_is_tested_as_fisher_does_and_counts_where_it_can_show():
+    assert Divergence(6, 8, 0, 8).p == pytest.approx(stats.fisher_exact([[6, 2], [0, 8]]).pvalue)
+    assert not Divergence(2, 8, 1, 8).can_differ and Divergence(3, 8, 2, 8).can_differ
+    values = np.add(FEW, 0.0021)
+    alone = interval(values).p
+    for divergence, tests in ((Divergence(1, 8, 0, 8), 1), (Divergence(3, 8, 2, 8), 2)):
+        found = rule({"one": Comparison(values, divergence=divergence)})["one"]
+        assert found.p_difference == pytest.approx(tests * alone)
+
+
+def test_both_kinds_of_claims_are_adjusted_over_the_family():
+    rng = np.random.default_rng(8)
+    family = {name: Comparison(rng.normal(0, 0.004, 8), margin=MARGIN) for name in "abc"}
+    alone = {name: p_of_equivalence(one.differences, None, MARGIN) for name, one in family.items()}
+    found = rule(family, {None: 1})
+    assert {name: one.p_equivalence for name, one in found.items()} == pytest.approx(
+        {name: p for name, p in holm(alone | {"absent": math.nan}).items() if name != "absent"}
+    )
+    edge = Comparison(np.array(FEW) + 0.0085, margin=MARGIN)  # equivalent by itself
+    alone = rule({"edge": edge})["edge"]
+    assert alone.claim == "equivalent" and 0.0125 < alone.p_equivalence <= 0.05
+    assert rule({"edge": edge}, {None: 3})["edge"].claim == "different", "different from zero is shown still"
+
+
+RULE = {"margin": MARGIN, "primary": ["packed-reset", "packed-leak - packed-reset"], "baseline": "padded"}
+
+
+def records(**streams):
+    seeds = range(5)
+    noise = np.random.default_rng(0).normal(0, 0.001, (3, 5))
+    losses = {"padded": 2.0 + noise[0], "packed-reset": 2.0 + noise[1], "packed-leak": 2.05 + noise[2]}
+    config = {arm: {"data": {"strategy": "greedy", **streams.get(arm, {})}} if streams else None for arm in losses}
+    return [
+        training(arm, seed, losses[arm][seed], config=config[arm]) | {"sweep": RULE | {"seeds": list(seeds)}}
+        for arm in losses for seed in seeds
+    ]  # fmt: skip
+
+
+def verdicts_of(made):
+    return {row["contrast"]: row["verdict"] for row in table(made, "verdicts")}
+
+
+def test_a_sweep_s_verdicts():
+    made = records()
+    rows = {row["contrast"]: row for row in table(made, "verdicts")}
+    found = [f"{row['primary']}, {row['verdict']}" for row in rows.values()]
+    assert found == ["primary, equivalent", "exploratory, different", "primary, different"]
+    assert list(rows) == ["packed-reset - padded", "packed-leak - padded", "packed-leak - packed-reset"]
+    both = [float(row["p_difference"]) for row in rows.values() if row["primary"] == "primary"]
+    alone = interval(aggregate.training_arms(made)[2]["val_loss"] - aggregate.training_arms(made)[1]["val_loss"]).p
+    assert max(both) <= 1 and min(both) == pytest.approx(2 * alone, rel=1e-6), "Holm over two"
+    assert int(rows["packed-reset - padded"]["seeds_needed"]) <= 5
+    assert [row["verdict"] for row in table(made, "training")] == ["-", "equivalent", "different"]
+    claims = [finding.claim for finding in findings(made)]
+    assert claims == [f"{name}: {row['verdict']}" for name, row in rows.items()], "one contrast a line"
+    assert "+0.0491 [" in findings(made)[1].evidence and "validation loss" in findings(made)[1].evidence
+    assert f"- {findings(made)[0]}" in format_table(made).splitlines()
+    assert "came after runs" not in format_table(made)
+    assert "came after runs" in format_table([r | {"sweep": r["sweep"] | {"late": True}} for r in made])
+    (claim, *_) = (finding.claim for finding in findings([record | {"sweep": {}} for record in made]))
+    assert claim == "packed-reset - padded: open without a margin"
+
+
+@pytest.mark.parametrize(
+    ("changed", "ruling"),
+    [
+        ({"packed-reset": {"batching": "stream"}}, "open, other documents"),
+        ({"packed-reset": {"cut_documents": 64}}, "open, other documents"),
+        ({"packed-reset": {"row_length": 64, "max_tokens_per_batch": 128}}, "equivalent"),
+        (dict.fromkeys(("padded", "packed-reset", "packed-leak"), {"batching": "stream"}), "equivalent"),
+    ],
+)
+def test_arms_that_read_other_documents_are_never_equivalent(changed, ruling):
+    assert verdicts_of(records(**changed))["packed-reset - padded"] == ruling
+
+
+def with_losses(arm, losses):
+    """``records`` with an arm's losses; None: that run diverged."""
+    found = records()
+    for record in found:
+        if record["arm"] == arm:
+            record["metrics"] = record["metrics"] | {"val_loss": losses[record["seed"]]}
+    return found
+
+
+def test_few_seeds_stand_beside_the_verdict():
+    made = [record for record in records() if record["seed"] < 3]
+    assert verdicts_of(made)["packed-reset - padded"] == "equivalent, few seeds"
+    assert seeds_for(*aggregate.paired(*aggregate.training_arms(made)[1::-1], "val_loss"), 0.1) == 5
+
+
+@pytest.mark.parametrize("boundary", ["leak", "leak_conv", "leak_scan"])
+def test_only_where_a_leak_is_caught_equivalence_is_bare(boundary):
+    losses = [record["metrics"]["val_loss"] for record in records() if record["arm"] == "packed-reset"]
+    cases = {
+        "equivalent": records(),
+        "equivalent, leak not caught": with_losses("packed-leak", losses),
+        "equivalent, no leak arm": [record for record in records() if record["arm"] != "packed-leak"],
+    }
+    helps = with_losses("packed-leak", [loss - 0.05 for loss in losses])
+    for record in (one for made in (*cases.values(), helps) for one in made if one["arm"] == "packed-leak"):
+        record["config"] = record["config"] | {"trainer": {"boundary": boundary}}
+    for expected, made in cases.items():
+        assert verdicts_of(made)["packed-reset - padded"] == expected
+    assert verdicts_of(helps)["packed-reset - padded"] == "equivalent, leak not caught", "it does no harm"
+    broken = with_losses("packed-leak", [None] * 5)
+    assert verdicts_of(broken)["packed-reset - padded"] == "equivalent", "a leak that diverges is caught"
+
+
+def test_an_arm_with_diverged_runs_is_never_equivalent():
+    losses = [record["metrics"]["val_loss"] for record in records() if record["arm"] == "packed-reset"]
+    made = with_losses("packed-reset", [*losses[:4], None])
+    row = {row["contrast"]: row for row in table(made, "verdicts")}["packed-reset - padded"]
+    assert (row["verdict"], row["diverged"], row["runs"], row["other_diverged"]) == (
+        "open, of survivors",
+        "1",
+        "5",
+        "0",
+    )
+    assert row["p_equivalence"] == "" != row["p_difference"]
+    recovered = with_losses("padded", losses)
+    recovered[0]["metrics"] |= {"diverged_at_step": 3}  # its last loss is finite
+    assert verdicts_of(recovered)["packed-reset - padded"] == "open, of survivors"
+    made = with_losses("packed-reset", [None] * 5)
+    assert verdicts_of(made)["packed-reset - padded"] == "different (diverges)"
+    assert "5 of 5 against 0 of 5 runs diverged" in findings(made)[0].evidence
+
+
+@pytest.mark.parametrize(("lost", "tests"), [("diverged", 3), ("absent", 2)])
+def test_a_primary_without_a_pair_counts_for_holm(lost, tests):
+    made = with_losses("packed-leak", [None] * 5)
+    if lost == "absent":
+        made = [record for record in made if record["arm"] != "packed-leak"]
+    rows = {row["contrast"]: row for row in table(made, "verdicts")}
+    padded, reset, *_ = aggregate.training_arms(made)
+    alone = interval(reset["val_loss"] - padded["val_loss"]).p
+    adjusted = float(rows["packed-reset - padded"]["p_difference"])
+    assert adjusted == pytest.approx(min(1, tests * alone), rel=1e-6), "Holm over two, and over divergence"
+    assert ("packed-leak - packed-reset" in rows) == (lost == "diverged")

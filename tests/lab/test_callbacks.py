@@ -1,0 +1,190 @@
+"""Callbacks of a run: metrics of the record, weight averaging, loggers, evaluations, the progress bar."""
+
+from __future__ import annotations
+
+import csv
+
+import lightning
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from packmamba import MambaLM
+from packmamba.config import ConfigError
+from packmamba.data.tokenizer import load_tokenizer
+from packmamba.evaluation.registry import evaluate
+from packmamba.lab.callbacks import Average, Stopped, evaluation_context
+from packmamba.lab.fit import fit
+from packmamba.lab.run_id import run_folder, run_id
+from packmamba.training.lit_module import PackedLitModule
+from runs import CARRY, final_state, losses_of, tiny_config
+
+
+def test_the_mean_of_snapshots_is_evaluated_and_saved(tmp_path, monkeypatch):
+    weights, average = {}, Average.on_train_batch_end
+
+    def keep(self, trainer, module, *rest):
+        weights[trainer.global_step] = {n: p.detach().clone() for n, p in module.model.named_parameters()}
+        return average(self, trainer, module, *rest)
+
+    monkeypatch.setattr(Average, "on_train_batch_end", keep)
+    plain = fit(tiny_config(tmp_path), progress=False)["metrics"]
+    config = tiny_config(tmp_path, "trainer.average_snapshots=3", "trainer.average_share=0.7")  # steps 2, 4 and 6
+    record = fit(config, progress=False)["metrics"]
+    for name, saved in MambaLM.from_pretrained(run_folder(config)).named_parameters():
+        mean = torch.stack([weights[step][name].double() for step in (2, 4, 6)]).mean(0)
+        torch.testing.assert_close(saved.detach().double(), mean, rtol=1e-6, atol=1e-7)
+    assert record["val_loss_last_weights"] == plain["val_loss"] != record["val_loss"]
+    assert "val_loss_last_weights" not in plain
+
+
+@pytest.mark.parametrize("keys", [[], ["data.strategy=padded", "trainer.average_snapshots=2"]])
+def test_a_diverged_run_stops_and_is_recorded(tmp_path, keys, caplog):
+    config = tiny_config(tmp_path, *keys, "optimizer.lr=1e30", "trainer.max_steps=500", "evaluations=[perplexity]")
+    metrics = fit(config, progress=False)["metrics"]
+    assert metrics["diverged_at_step"] == metrics["steps"] == 2 and metrics["val_loss"] is None
+    assert "not finite at step 2" in caplog.text
+    assert not any(name.startswith("perplexity") for name in metrics)
+    assert not (run_folder(config) / "config.json").exists(), "weights that are not finite are no model"
+    assert fit(config, progress=False)["metrics"] == metrics, "it is not repeated"
+
+
+class Counter(lightning.Callback):
+    """A user's callback, named by its class path."""
+
+    counts: list[int] = []
+
+    def __init__(self, every=1):
+        self.every = every
+
+    def on_train_batch_end(self, trainer, module, *_):
+        if trainer.global_step % self.every == 0:
+            self.counts.append(trainer.global_step)
+
+
+def test_callbacks_by_class_path(tmp_path, monkeypatch):
+    monkeypatch.setattr("lightning.pytorch.callbacks.Counter", Counter, raising=False)
+    path = "lightning.pytorch.callbacks.Counter"
+    config = tiny_config(tmp_path, "trainer.loggers=[]")
+    config.trainer.callbacks = [path, {"class_path": path, "init_args": {"every": 3}}]
+    fit(config, progress=False)
+    assert Counter.counts == [1, 2, 3, 3, 4, 5, 6, 6]
+    assert run_id(config) != run_id(tiny_config(tmp_path)), "a callback may change the training"
+    for wrong in ("nowhere.Callback", "lightning.Nothing", {"class_path": path, "init_args": {"unknown": 1}}):
+        config.trainer.callbacks = [wrong]
+        with pytest.raises(ConfigError, match=r"trainer\.callbacks"):
+            fit(config, progress=False)
+
+
+FILES = {
+    "csv": "csv/version_0/metrics.csv",
+    "tensorboard": "tensorboard/events.*",
+    "tensorboard_tokens": "tensorboard_tokens/events.*",
+    "wandb": "wandb/offline-run-*",
+    "lightning.pytorch.loggers.CSVLogger": "lightning_logs/version_0/metrics.csv",
+}
+
+
+@pytest.mark.parametrize("loggers", [[], *([name] for name in FILES)], ids="-".join)
+def test_loggers_by_name_or_class_path(tmp_path, monkeypatch, loggers):
+    if "wandb" in loggers:
+        pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    config = tiny_config(tmp_path, f"trainer.loggers={loggers}", "trainer.max_steps=2")
+    fit(config, progress=False)
+    assert {name for name, pattern in FILES.items() if list(run_folder(config).glob(pattern))} == {*loggers}
+    assert run_id(config) == run_id(tiny_config(tmp_path, "trainer.max_steps=2"))
+
+
+def test_loggers_have_the_record_s_numbers_after_a_resume_too(tmp_path):
+    keys = ["trainer.boundary=leak", "trainer.max_steps=12", "trainer.log_every=2", "trainer.validate_every=6",
+            "trainer.checkpoint_every=4", "trainer.loggers=[csv,tensorboard,tensorboard_tokens]"]  # fmt: skip
+    config = tiny_config(tmp_path, *keys)
+
+    def crash(metrics):
+        if metrics.totals["steps"] == 7:
+            raise RuntimeError("crashed")
+        return False
+
+    with pytest.raises(RuntimeError, match="crashed"):
+        fit(config, progress=False, stop=crash)
+    record = fit(config, progress=False)
+    for folder, key, first in (("tensorboard", "step", 1), ("tensorboard_tokens", "real_tokens", 0)):
+        events = EventAccumulator(str(run_folder(config) / folder)).Reload()
+        for name, curve in (("train/loss", "train"), ("val/loss", "validation")):
+            logged = {event.step + first: event.value for event in events.Scalars(name)}
+            points = {point[key]: point["loss"] for point in record["curves"][curve]}
+            assert logged == {at: pytest.approx(points[at]) for at in logged} and max(logged) == max(points)
+        assert not any("hp_metric" in tag for tag in events.Tags()["scalars"])
+    rows = [row for path in (run_folder(config) / "csv").rglob("*.csv") for row in csv.DictReader(path.open())]
+    assert {"train/loss", "train/learning_rate", "train/real_tokens_per_second"} <= rows[0].keys()
+
+
+def test_the_progress_bar_is_on_stderr(tmp_path, capsys):
+    fit(tiny_config(tmp_path, "trainer.max_steps=4", "trainer.validate_every=4"), progress=True)
+    shown = capsys.readouterr()
+    assert "4/" in shown.err and "train/loss" in shown.err and "val/loss" in shown.err and not shown.out
+    assert "v_num" not in shown.err
+    with pytest.raises(ZeroDivisionError):
+        fit(tiny_config(tmp_path), progress=True, stop=lambda metrics: 1 // 0)
+    assert capsys.readouterr().err.endswith("\n"), "an error has a line of its own"
+
+
+ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=5", "evaluation_options.parity.length=6"]
+EVERY = [*ASKED, "trainer.evaluate_every=2"]
+LEAK = ["data.strategy=greedy", "trainer.boundary=leak"]
+
+
+def own(record, step):
+    (point,) = (point for point in record["curves"]["evaluations"] if point["step"] == step)
+    return {name: value for name, value in point.items() if "." in name}
+
+
+@pytest.mark.parametrize("keys", [LEAK, CARRY], ids=["leak", "carry"])
+def test_the_training_is_the_same_to_the_bit(tmp_path, keys):
+    plain = tiny_config(tmp_path, *keys)
+    asked = tiny_config(tmp_path, *keys, *EVERY, f"runs_dir={tmp_path}/asked")
+    expected, record = (fit(config, progress=False) for config in (plain, asked))
+    found = {name: points for name, points in losses_of(record).items() if name in expected["curves"]}
+    assert found == losses_of(expected)
+    a, b = final_state(asked), final_state(plain)
+    for name, value in b["state_dict"].items():
+        assert torch.equal(a["state_dict"][name], value), name
+    assert torch.equal(a["rng"]["torch"], b["rng"]["torch"]) and a["rng"]["python"] == b["rng"]["python"]
+    assert [point["step"] for point in record["curves"]["evaluations"]] == [2, 4, 6]
+    assert own(record, 6) == {name: value for name, value in record["metrics"].items() if "." in name}
+    assert {"parity.nats", "perplexity.loss_as_trained"} <= own(record, 2).keys() and own(record, 2) != own(record, 4)
+    (metrics,) = (run_folder(asked) / "csv").rglob("metrics.csv")
+    rows = [row for row in csv.DictReader(metrics.open()) if row["evaluation/parity.nats"]]
+    logged = {int(row["step"]) + 1: float(row["evaluation/parity.nats"]) for row in rows}
+    assert logged == {p["step"]: pytest.approx(p["parity.nats"]) for p in record["curves"]["evaluations"]}
+
+
+def test_points_are_the_model_s_and_a_stopped_run_has_the_same(tmp_path):
+    whole = tiny_config(tmp_path, *LEAK, *EVERY, "trainer.checkpoint_every=1")
+    stopped = tiny_config(tmp_path, *LEAK, *EVERY, "trainer.checkpoint_every=1", f"runs_dir={tmp_path}/stopped")
+    with pytest.raises(Stopped):
+        fit(stopped, progress=False, stop=lambda metrics: metrics.totals["steps"] == 4)
+    state = final_state(stopped)["state_dict"]
+    record = fit(whole, progress=False)
+    model = MambaLM(vocab_size=256, d_model=8, n_layer=2, d_state=4)
+    model.load_state_dict({n.removeprefix("model."): v for n, v in state.items() if n.startswith("model.")})
+    expected = {}
+    for name in whole.evaluations:
+        context = evaluation_context(whole, name, tokenizer=load_tokenizer(whole.data), max_slots=2048)
+        found = evaluate(name, model, context).metrics
+        expected |= {f"{name}.{metric}": value for metric, value in found.items()}
+    assert own(record, 4) == expected
+    assert fit(stopped, progress=False)["curves"]["evaluations"] == record["curves"]["evaluations"]
+
+
+def test_a_run_whose_evaluation_failed_only_evaluates(tmp_path, monkeypatch):
+    config = tiny_config(tmp_path, "trainer.max_steps=2", "trainer.validate_every=2", *ASKED)
+    with monkeypatch.context() as patch:
+        patch.setattr("packmamba.lab.callbacks.evaluate", None)
+        with pytest.raises(TypeError):
+            fit(config, progress=False)
+    monkeypatch.setattr(PackedLitModule, "training_step", lambda *_: pytest.fail("trained again"))
+    record = fit(config, progress=False)
+    metrics = record["metrics"]
+    assert metrics["steps"] == 2 and metrics["perplexity.loss"] == pytest.approx(metrics["val_loss"], abs=1e-5)

@@ -1,0 +1,190 @@
+"""Each command at tiny size, help, exit statuses and typos."""
+
+import os
+import subprocess
+import sys
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import run
+from packmamba import MambaLM
+from packmamba.config import load_config
+from packmamba.lab import cli
+from packmamba.lab.records import read_records
+from packmamba.lab.sweep import load_sweep
+from processes import ROOT
+from runs import tiny_config, write_config
+
+BYTES = ["data.begin_token=<s>", "data.end_token=</s>"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """Folders of two runs of the same documents, in rows that leak and without packing."""
+    runs = {}
+    for name, keys in {"leaks": ["trainer.boundary=leak_conv"], "single": ["data.strategy=single"]}.items():
+        file = write_config(folder / f"{name}.yaml", tiny_config(folder, f"name={name}", *keys, *BYTES))
+        assert cli.main(["train", str(file), "trainer.max_steps=2", "trainer.loggers=[]"]) == 0
+        (runs[name],) = (folder / "runs").glob(f"{name}-seed0-*")
+    return runs
+
+
+def test_train_says_what_it_begins_with_and_repeats_nothing(folder, trained, tmp_path, capsys):
+    command = ["train", str(folder / "single.yaml"), "name=again", "optimizer.schedule_steps=4", "trainer.loggers=[]"]
+    assert cli.main([*command, "trainer.max_steps=2"]) == 0
+    shown = capsys.readouterr()
+    assert "Loading" in shown.out and "48 documents with 794 tokens; validation on 12 of 12 held out" in shown.err
+    assert "parameters; backend cpu; 2 steps, 0.24 epochs; run" in shown.err and "from step" not in shown.err
+    assert cli.main([*command, "trainer.max_steps=4"]) == 0 and "from step 2\n" in capsys.readouterr().err
+    assert cli.main([*command, "trainer.max_steps=4"]) == 0 and "already done" in capsys.readouterr().err
+    assert cli.main(["export", f"{folder}/runs/again", str(tmp_path / "a")]) == 0, "the newest run of this name"
+    assert cli.main([*command, "name=refused", "data.overlong=error", "data.cut_at_steps=false"]) == 2
+    assert "data.row_length" in capsys.readouterr().err and not list((folder / "runs").glob("refused*"))
+
+
+def test_shipped_configurations_are_found_from_any_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.yaml").write_text("base: configs/train.yaml\narms: {a: {}}\n")
+    assert load_sweep("mine.yaml")[1][0].data.overlong == load_config("configs/train.yaml").data.overlong == "split"
+
+
+def test_report_of_runs_trained_apart(trained, tmp_path, capsys):
+    folders = [str(path) for path in trained.values()]
+    assert cli.main(["report", *folders, "baseline=single", f"output={tmp_path}/both"]) == 0
+    assert "single" in capsys.readouterr().out and (tmp_path / "both/report.html").is_file()
+    assert cli.main(["report", *folders, "baseline=singel"]) == 2
+    assert "baseline" in capsys.readouterr().err
+
+
+def test_eval(trained, capsys):
+    command = ["eval", str(trained["single"]), "tasks=[perplexity,parity]", "examples=3"]
+    assert cli.main(command) == 0 and cli.main(command) == 0
+    records = read_records(trained["single"] / "evaluation")
+    assert len(records) == 2, "a finished evaluation is not repeated"
+    losses = {record["config"]["evaluation"]["name"]: record["metrics"] for record in records}
+    expected = read_records(trained["single"])[0]["metrics"]["val_loss"]
+    assert losses["perplexity"]["loss"] == pytest.approx(expected, rel=1e-5)
+    assert len(list((trained["single"] / "evaluation/items").iterdir())) == 2
+    assert cli.main(["eval", str(trained["single"]), "tasks=[parity]", "options.mqar.num_pairs=3"]) == 2
+    assert "options.mqar" in capsys.readouterr().err
+
+
+def test_generate_and_export(trained, tmp_path, capsys):
+    run = str(trained["single"])
+    assert cli.main(["generate", run, "a = b", "max_new_tokens=5"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("a = b") and cli.main(["generate", run, "a = b", "max_new_tokens=5", "device=cpu"]) == 0
+    assert capsys.readouterr().out == text
+    assert cli.main(["export", run, str(tmp_path / "exported")]) == 0
+    assert {"config.json", "tokenizer.json", "generation_config.json"} <= set(os.listdir(tmp_path / "exported"))
+    assert cli.main(["export", run, str(tmp_path / "exported")]) == 2
+    assert cli.main(["export", run]) == 0 and (trained["single"] / "huggingface/config.json").is_file()
+
+
+def test_leakcheck(trained, tmp_path, capsys):
+    """A run is checked with its boundary scheme, a published checkpoint with zero states."""
+    assert cli.main(["leakcheck", str(trained["leaks"])]) == 1
+    assert "trainer.boundary=leak_conv" in capsys.readouterr().out
+    assert cli.main(["leakcheck", str(trained["single"]), "lengths=[3,4]", "dtype=float64"]) == 0
+    torch.manual_seed(0)
+    MambaLM(40, 16, 2).save_pretrained(tmp_path / "theirs", format="huggingface")
+    assert cli.main(["leakcheck", str(tmp_path / "theirs")]) == 1
+    assert cli.main(["leakcheck", str(tmp_path / "theirs"), "boundaries=seq_idx", "patch=true"]) == 0
+    assert cli.main(["leakcheck", str(tmp_path / "theirs"), "boundaries=nowhere"]) == 2
+
+
+def test_kernels(capsys):
+    assert cli.main(["kernels"]) == 0
+    output = capsys.readouterr().out
+    assert torch.__version__ in output and "On cpu, ops.backend=auto runs cpu" in output
+
+
+def test_help_and_version(capsys):
+    assert cli.main(["--version"]) == 0 and capsys.readouterr().out == "packmamba 0.1.0\n"
+    assert cli.main(["--help"]) == 0 and cli.main([]) == 2
+    output = capsys.readouterr().out
+    assert all(f"\n  {command}" in output for command in cli.COMMANDS)
+    for command in cli.COMMANDS:
+        assert cli.main([command, "--help"]) == 0
+    output = capsys.readouterr().out
+    assert all(f"\n  {key}=" in output for key in ("data.strategy", "optimizer.lr", "tasks")) and "leak_conv" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trian"], "did you mean 'train'?"),
+        (["train", "--lr=3"], "keys have no dashes"),
+        (["train", "a.yaml", "b.yaml"], "expected a YAML file, and key=value"),
+        (["train", "nowhere.yaml"], "nowhere.yaml: expected a YAML file, got none; see configs/"),
+        (["train", "configs"], "configs: expected a YAML file, got a folder"),
+        (["train", "configs/demo.yaml"], "run.py sweep configs/demo.yaml"),
+        (["train", "data.source=text", "data.path=/nowhere"], "data.path"),
+        (["sweep"], "expected a YAML file"),
+        (["sweep", "configs/demo.yaml", "jobz=2"], "did you mean 'jobs'?"),
+        (["eval", "nowhere"], "nowhere"),
+        (["generate", "nowhere"], "expected the folder of a run or checkpoint, and a text"),
+        (["report", "nowhere"], "expected a folder or an experiment"),
+        (["report", "configs"], "configs: expected a folder with record.json"),
+        (["leakcheck", "configs"], "configs"),
+        (["bench", "packign"], "did you mean 'packing'?"),
+        (["kernels", "bild"], "expected nothing, or build"),
+    ],
+)
+def test_an_error_is_one_line(words, message, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    assert run.main(words) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("run.py: error: ") and message in error and error.count("\n") == 1
+
+
+def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
+    """A wrong word is answered at once: no file of weights is there, and nothing slow beside PyTorch is imported."""
+    MambaLM(40, 16, 1).save_pretrained(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    folder = str(tmp_path)
+    wrong = {
+        ("eval", folder, "tasks=[perplexty]"): "tasks: ",
+        ("eval", folder, "taskz=[parity]"): "unknown key 'taskz'",
+        ("eval", folder, "tasks=[parity]", "options.parity.lenth=3"): "options.parity: ",
+        ("eval", folder, "tasks=[parity]", "device=nowhere"): "device: ",
+        ("eval", f"{folder}/nowhere"): "nowhere: ",
+        ("generate", folder, "a", "top_q=1"): "unknown key 'top_q'",
+        ("generate", folder, "a"): f"{folder}: expected a model of text",
+        ("generate", f"{folder}/nowhere", "a"): "nowhere: ",
+        ("export", folder, folder): f"{folder}: expected a new or empty folder",
+        ("export", f"{folder}/nowhere"): "nowhere: ",
+        ("leakcheck", folder, "lenghts=[3]"): "unknown key 'lenghts'",
+        ("leakcheck", f"{folder}/nowhere"): "nowhere: ",
+    }
+    slow = {"lightning", "lm_eval", "transformers", "datasets", "pandas", "scipy", "matplotlib"}
+    code = f"import sys; from packmamba import cli; print(*[cli.main([*words]) for words in {[*wrong]}])"
+    code += f"; print({slow} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    for line, message in zip(done.stderr.splitlines(), wrong.values(), strict=True):
+        assert message in line
+    assert done.stdout == "2 " * (len(wrong) - 1) + "2\nset()\n"
+
+
+def test_interrupted_and_unread(monkeypatch, capsys):
+    for raised, status, message in (
+        (KeyboardInterrupt, 130, "the same command resumes"),
+        (OSError(28, "No space left on device", "x"), 1, "x: expected space"),
+        (OSError(13, "Permission denied", "x"), 2, "Permission denied: 'x'"),
+        (ModuleNotFoundError("No module named 'datasets'", name="datasets"), 2, "'datasets'"),
+        (RuntimeError("CUDA out of memory"), 2, "reduce data.max_tokens_per_batch"),
+    ):
+        monkeypatch.setitem(cli.COMMANDS, "kernels", (Mock(side_effect=raised), "", None))
+        assert cli.main(["kernels"]) == status and message in capsys.readouterr().err
+    code = "from packmamba import cli; cli.main(['train', '--help'])"
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes) as process:
+        process.stdout.close()
+        assert process.stderr.read() == b"", "as of | head"

@@ -1,0 +1,118 @@
+"""Records on disk and back."""
+
+import gzip
+import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+
+from made_records import training, write
+from packmamba.lab import records as records_module
+from packmamba.lab.records import append_record, make_record, provenance, read_records, write_sweep
+
+
+def test_round_trip(tmp_path):
+    numbers = {"val_loss_start": float("nan"), "steps": np.int64(7), "targets": np.float32(2)}
+    record = training("padded", loss=np.float64(2.5), **numbers)
+    assert [record["metrics"][name] for name in numbers] == [None, 7, 2]
+    assert record["versions"]["python"] == ".".join(map(str, sys.version_info[:3]))
+    assert record["hardware"]["cores"] >= 1 and record["hardware"]["memory_bytes"] > 2**28 and record["hardware"]["cpu"]
+    write(tmp_path, [record, record | {"seed": 1}])
+    assert read_records(tmp_path) == [record, record | {"seed": 1}]
+
+
+@pytest.mark.parametrize(
+    "name", ["record.json", "records.jsonl", "records.jsonl.gz", "records/a.jsonl", "records/a.jsonl.gz"]
+)
+def test_all_places_of_records_are_read(tmp_path, name):
+    line = json.dumps(training("single") | {"checksum": "0badc0de"}).encode() + b"\n"  # as lines once had
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(gzip.compress(line) if name.endswith("gz") else line)
+    (record,) = read_records(tmp_path)
+    assert record["arm"] == "single" and "checksum" not in record
+
+
+def test_keys_and_values_of_old_records_are_renamed(tmp_path):
+    old = {"data": {"mode": "stream", "strategy": "best_fit"}, "trainer": {"boundary": "noise", "strategy": "auto"}}
+    packing = make_record("packing", "q", "split", {"strategy": "split"}, 0, "c", {}, 1)
+    write(tmp_path, [training("padded", config=old), packing])
+    first, second = read_records(tmp_path)
+    assert first["config"]["data"] == {"batching": "stream", "strategy": "best_fit_decreasing"}
+    assert first["config"]["trainer"] == {"boundary": "fitted_noise", "strategy": "auto"}
+    assert second["arm"] == second["config"]["strategy"] == "concat_split"
+
+
+@pytest.mark.parametrize("line", ["{", "[]", '{"kind": "training"}'])
+def test_a_broken_line_is_named(tmp_path, line):
+    write(tmp_path, [training("single")])
+    with (tmp_path / "records" / "runs.jsonl").open("a") as file:
+        file.write(f"\n{line}\n")
+    with pytest.raises(ValueError, match=r"runs\.jsonl:3: "):
+        read_records(tmp_path)
+
+
+def test_an_interrupted_append_is_removed(tmp_path):
+    write(tmp_path, [training("single"), training("padded")])
+    path = tmp_path / "records" / "runs.jsonl"
+    path.write_bytes(path.read_bytes()[:-20])
+    assert [record["arm"] for record in read_records(tmp_path)] == ["single"]
+    append_record(path, training("packed-leak"))
+    assert [record["arm"] for record in read_records(tmp_path)] == ["single", "packed-leak"]
+
+
+def test_many_writers_share_a_file(tmp_path):
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda seed: append_record(tmp_path / "records.jsonl", training("single", seed)), range(64)))
+    assert sorted(record["seed"] for record in read_records(tmp_path)) == list(range(64))
+
+
+def test_records_hold_their_sweep(tmp_path):
+    tuned = {"keys": ["optimizer.lr"], "tried": [[0.1, 0.2]], "seeds": [9]}
+    write(tmp_path, [training("padded"), training("single")])
+    write_sweep(tmp_path, "one", {"padded": [1, 0], "lost": [0]}, "padded", tuned=tuned)
+    write_sweep(tmp_path, "other", {"padded": [2]}, "padded", table={"metrics": ["val_loss"]})
+    padded, single = read_records(tmp_path)
+    assert "sweep" not in single
+    expected = {"baseline": "padded", "tuned": None, "absent": [], "seeds": [0, 1, 2]}
+    assert padded["sweep"] == expected | {"tried": [{"optimizer.lr": [0.1, 0.2]}], "table": {"metrics": ["val_loss"]}}
+    write_sweep(tmp_path, "other", {"padded": [2]}, "padded", margin=0.1)
+    assert read_records(tmp_path)[0]["sweep"]["late"]
+    write_sweep(tmp_path, "one", {"single": [0]}, "padded", tuned=tuned)
+    write_sweep(tmp_path, "new", {"lost": [0]}, "padded", margin=0.1)
+    entries = json.loads((tmp_path / "sweep.json").read_text())
+    assert [*entries["one"]["arms"]] == ["padded", "single"] and "late" not in entries["one"], "arms left out stay"
+    assert "late" not in entries["new"] and "late" in entries["other"]
+
+
+def test_the_commit_is_of_the_own_checkout(tmp_path, monkeypatch):
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    def commit():
+        provenance.cache_clear()
+        return provenance()["commit"], provenance()["dirty"]
+
+    source = tmp_path / "packmamba" / "lab" / "records.py"
+    source.parent.mkdir(parents=True)
+    source.write_text("old")
+    git("init", "-q")
+    git("add", ".")
+    git("commit", "-q", "-m", "first")
+    monkeypatch.setattr(records_module, "__file__", str(source))
+    (tmp_path / "records.jsonl").write_text("{}")
+    assert commit() == (git("rev-parse", "HEAD"), False), "what runs write is no change of code"
+    source.write_text("new")
+    assert commit()[1] is True
+    monkeypatch.setattr(
+        records_module, "__file__", str(tmp_path / "site-packages" / "packmamba" / "lab" / "records.py")
+    )
+    assert commit() == (None, None), "an installed package is not the repository it lies in"
+    monkeypatch.setenv("PACKMAMBA_COMMIT", "0123abc-dirty")
+    assert commit() == ("0123abc", True)
+    provenance.cache_clear()

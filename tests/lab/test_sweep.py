@@ -1,0 +1,183 @@
+"""Sweeps: the runs of a grid, what is refused before any run, what is skipped, tuned values, and runs that wait for others."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from sweeps import write_sweep
+
+from made_records import training
+from packmamba.config import ConfigError
+from packmamba.errors import Unfinished
+from packmamba.lab import cli
+from packmamba.lab import sweep as sweep_module
+from packmamba.lab.launch import Status
+from packmamba.lab.records import append_record, make_record, read_records
+from packmamba.lab.run_id import record_path, recorded_config, run_id
+from packmamba.lab.sweep import load_sweep, run_sweep, trials, tuned
+
+TUNE = {"grid": {"optimizer.lr": [1e-3, 1e-2]}, "seeds": [100, 101]}
+
+
+def done(config, **metrics):
+    """Leave the record of a finished run."""
+    values = training("padded")["metrics"] | {"val_loss": 2.0} | metrics
+    made = make_record("training", "x", config.name, recorded_config(config), config.seed, "hash", values, 1.0)
+    append_record(record_path(config), made)
+
+
+def runs_of(folder):
+    return Counter((record["arm"], record["seed"]) for record in read_records(folder))
+
+
+@pytest.fixture
+def pretended(monkeypatch):
+    seen = []  # runs, recorded without being trained
+
+    def pretend(configs, report, progress):
+        for config in configs:
+            seen.append((config.name, config.seed))
+            done(config)
+            report(config, Status("done"))
+
+    monkeypatch.setattr(sweep_module.launch, "run_here", pretend)
+    monkeypatch.setattr(sweep_module, "_check_corpora", lambda *_: None)
+    return seen
+
+
+def test_every_arm_runs_with_every_value_of_the_grid(tmp_path):
+    path = write_sweep(tmp_path, grid={"seed": [0, 1], "model.d_state": [2, 4]})
+    _, configs = load_sweep(path, ["model.d_model=4"])
+    assert len({run_id(config) for config in configs}) == 8
+    assert {(c.name, c.seed, c.model.d_state, c.data.strategy) for c in configs} == {
+        (f"{arm} d_state={n}", seed, n, strategy)
+        for arm, strategy in (("padded", "padded"), ("packed", "greedy")) for seed in (0, 1) for n in (2, 4)
+    }  # fmt: skip
+    assert all(config.data.row_length == 30 and config.model.d_model == 4 for config in configs)
+
+
+def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
+    overrides = [f"output={tmp_path}/mine", "name=mine", "grid.seed=[7]", "grid.optimizer.lr=[0.3]", "model.d_model=4"]
+    sweep, configs = load_sweep(write_sweep(tmp_path), overrides)
+    assert sweep.name == "mine" and {config.output for config in configs} == {f"{tmp_path}/mine"}
+    one = load_sweep(write_sweep(tmp_path, baseline="padded", primary=["packed"]), ["arms=[padded]"])[0]
+    assert [*one.arms] == ["padded"] and one.primary == ["packed"], "arms that are not selected are known"
+    assert {(c.name, c.optimizer.lr, c.seed, c.model.d_model) for c in configs} == {
+        ("padded lr=0.3", 0.3, 7, 4), ("packed lr=0.3", 0.3, 7, 4)
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"arm": {}}, "unknown key 'arm'.*'arms'"),
+        ({"arms": {}}, "arms: expected at least one arm"),
+        ({"arms": ["x"]}, "arms: expected keys and values"),
+        ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
+        ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected concat_split"),
+        ({"arms": {"x": {"model": {"d_state": 2}}}, "grid": {"model.d_state": [4]}}, "grid.model.d_state: .*arms.x"),
+        ({"common": {"trainer.devices": 2}}, "trainer.devices: expected 1 in a sweep"),
+        ({"grid": {"seed": [0, 1, 0]}}, "grid.seed"),
+        ({"train": False}, "train: expected true without throughput_rounds"),
+        ({"jobs": 0}, "jobs: expected auto or an integer"),
+        ({"launcher": "slurm", "deadline": 5}, "launcher: expected local"),
+        ({"primary": ["a - lost"]}, "primary: expected"),
+        ({"primary": ["packed - packed"]}, "primary: expected"),
+        ({"primary": [["packed"]]}, "primary: expected"),
+        ({"arms": {"x lr=1": {}}}, "arms: expected names without"),
+        ({"primary": ["padded"], "baseline": "padded"}, "primary: expected .*, not the baseline"),
+        ({"margin": 0}, "margin: expected"),
+        ({"baseline": "padde"}, "baseline: expected one of padded, packed or null"),
+        ({"table": {"metrics": ["val_los"]}}, "table.metrics: expected one of .*val_loss"),
+        ({"tune": {"grid": {"optimizer.lr": [1]}}}, "tune: expected both grid and seeds"),
+        ({"tune": TUNE | {"seeds": [1]}}, "tune.seeds: expected none of grid.seed, got 1"),
+        ({"tune": TUNE | {"grid": {"data.strategy": ["padded"]}}}, "tune.grid.data.strategy: .* arms.padded"),
+        ({"tune": TUNE | {"metric": "vall_loss"}}, "tune.metric: expected one of .*val_loss"),
+    ],
+)  # fmt: skip
+def test_a_wrong_sweep_is_refused(tmp_path, changes, message):
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(write_sweep(tmp_path, **changes))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("seed=5", "grid.seed: expected a key that 'seed=5' does not set"),
+        ("model={d_state: 8}", "grid.model.d_state: expected"),
+        ("optimizer.lr=1", "tune.grid.optimizer.lr: expected"),
+        ("data.strategy=single", "expected a key in which arms do not differ"),
+    ],
+)
+def test_what_is_compared_is_not_one_for_all_runs(tmp_path, override, message):
+    path = write_sweep(tmp_path, grid={"seed": [0, 1], "model.d_state": [2, 4]}, tune=TUNE)
+    with pytest.raises(ConfigError, match=message):
+        load_sweep(path, [override])
+
+
+def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys):
+    path = str(write_sweep(tmp_path))
+    assert cli.main(["sweep", path, "arms=[packed]"]) == 0
+    records = tmp_path / "sweep" / "records.jsonl"
+    part = records.read_bytes()
+    assert cli.main(["sweep", path, "arms=[packed]", "grid.seed=[1]"]) == 0
+    assert records.read_bytes() == part, "nothing that is done is done again"
+    assert "packed, seed 1: done: before" in capsys.readouterr().out
+    assert cli.main(["sweep", path, "trainer.log_every=1", "throughput_rounds=1"]) == 0
+    assert records.read_bytes().startswith(part)
+    assert runs_of(tmp_path / "sweep") == {("padded", 0): 2, ("padded", 1): 1, ("packed", 0): 2, ("packed", 1): 1}
+    assert (tmp_path / "sweep" / "report.html").is_file()
+    said = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["sweep"]
+    assert said["arms"] == {"padded": [0, 1], "packed": [0, 1]}
+
+
+def test_finished_runs_of_other_documents_are_refused(tmp_path):
+    path = write_sweep(tmp_path, arms={"packed": {"data.strategy": "greedy"}}, grid={"seed": [0, 1]})
+    run_sweep(*load_sweep(path, ["grid.seed=[0]"]), progress=False)
+    documents = tmp_path / "documents.jsonl"
+    whole = documents.read_text()
+    documents.write_text(whole + '{"text": "abcd"}\n')
+    with pytest.raises(ConfigError, match="data: the documents have changed since packed, seed 0"):
+        run_sweep(*load_sweep(path), progress=False)
+    documents.unlink()
+    run_sweep(*load_sweep(path, ["grid.seed=[0]"]), progress=False)
+
+
+@pytest.mark.parametrize("best_is", ["least", "most"])
+def test_an_arm_takes_the_values_that_are_best_in_the_mean_and_never_diverge(tmp_path, best_is):
+    sweep, configs = load_sweep(write_sweep(tmp_path, tune=TUNE | {"best": best_is}))
+    tried = trials(sweep.tune, configs[0])
+    made = [(config.name, config.seed) for runs in tried for config in runs]
+    assert made == [(f"padded lr={lr}", seed) for lr in (0.001, 0.01) for seed in (100, 101)]
+    for config, loss in zip([c for runs in tried for c in runs], (2.0, 3.0, 2.4, 2.5)):
+        done(config, val_loss=loss)
+    assert tuned(sweep.tune, configs[0], tried).optimizer.lr == (1e-2 if best_is == "least" else 1e-3)
+    sweep.tune.metric = "mqar.accuracy"
+    with pytest.raises(ConfigError, match="tune.metric: expected one of .*val_loss"):
+        tuned(sweep.tune, configs[0], tried)
+    other = trials(sweep.tune, configs[1])
+    for config in [c for runs in other for c in runs]:
+        done(config, **{"val_loss": None, "diverged_at_step": 1} if config.seed == 100 else {})
+    sweep.tune.metric = "val_loss"
+    with pytest.raises(Unfinished, match="no optimizer.lr has a finite val_loss"):
+        tuned(sweep.tune, configs[1], other)
+
+
+def test_a_sweep_tunes_on_other_seeds_than_it_reports(tmp_path, pretended):
+    sweep, configs = load_sweep(write_sweep(tmp_path, tune=TUNE), ["arms=[packed]"])
+    run_sweep(sweep, configs, progress=False)
+    assert runs_of(sweep.output) == {("packed", 0): 1, ("packed", 1): 1}
+    assert {record["config"]["optimizer"]["lr"] for record in read_records(sweep.output)} == {1e-3}
+    assert {seed for _, seed in runs_of(Path(sweep.output, "tuning"))} == {100, 101}
+    assert len(pretended) == 6
+    run_sweep(sweep, configs, progress=False)
+    assert len(pretended) == 6
+
+
+def test_an_arm_waits_for_the_one_that_it_starts_from(tmp_path, capsys):
+    arms = {"after": {"trainer.init_from": f"{tmp_path}/sweep:packed"}, "packed": {"data.strategy": "greedy"}}
+    assert cli.main(["sweep", str(write_sweep(tmp_path, arms=arms))]) == 0
+    output = capsys.readouterr().out
+    assert output.index("packed, seed 1: done") < output.index("after, seed 0: begins")
+    assert len({r["metrics"].get("started_from_checksum") for r in read_records(tmp_path / "sweep")}) == 3
