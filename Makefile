@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-extras test-newest test-gpu test-asan sanitize-gpu lint format
+.PHONY: help demo test test-slow test-extras test-newest test-gpu test-asan sanitize-gpu lint format
 
 # An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
@@ -10,7 +10,8 @@ WORKERS ?= 2
 
 help:
 	@echo "make demo          train one small model under every scheme and report (CPU, minutes)"
-	@echo "make test          every test that needs no GPU (minutes)"
+	@echo "make test          the tests of library, training and laboratory, without a GPU (minutes)"
+	@echo "make test-slow     the tests marked slow: committed pages and tables, code in docs/, killed processes"
 	@echo "make test-extras   install the extras eval and integrations, run the tests marked extras"
 	@echo "make test-newest   the tests on the newest PyTorch, in an environment of its own (several GB)"
 	@echo "make test-gpu      the tests marked gpu"
@@ -27,6 +28,10 @@ demo:
 test:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal
+
+test-slow:
+	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m 'slow and not extras'
 
 test-extras:
 	@.ci/setup "$(PREFIX)" test,eval,integrations "$(ACTIVE)"

@@ -23,7 +23,6 @@ from written import write_megatron
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
-EXTRAS = {page: [pytest.mark.extras] * ("<!-- extra" in page.read_text(encoding="utf-8")) for page in PAGES}
 BLOCK = re.compile(r"(?:<!-- (?P<note>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 TINY_RUN = "data.source=text data.path=my/folder data.row_length=64 data.tokens_per_step=128".split()
 TINY_RUN += "data.max_tokens_per_batch=128 data.validation_documents=4 model.d_model=8 model.n_layer=1".split()
@@ -112,7 +111,15 @@ def run_page(page, folder):
                     run(words, folder)
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, id=page.name, marks=marks) for page, marks in EXTRAS.items()])
+def page_and_marks(page):
+    text = page.read_text(encoding="utf-8")
+    marks = [pytest.mark.extras] * ("<!-- extra" in text)
+    if page.parent.name == "docs" and BLOCK.search(text):
+        marks.append(pytest.mark.slow)
+    return pytest.param(page, id=page.name, marks=marks)
+
+
+@pytest.mark.parametrize("page", map(page_and_marks, PAGES))
 def test_every_code_block_of_a_page_runs(page, folder):
     output = folder / "page.txt"
     assert statuses(fork(run_page, page, folder, output=output)) == [0], output.read_text()[-3000:]

@@ -5,12 +5,15 @@ import re
 import subprocess
 import sys
 
+import pytest
+
 from processes import ROOT
 
 TINY = [*("data.source=synthetic", "data.num_documents=40", "data.distribution=short", "data.row_length=2048")]
 TINY += [*("model=130m", "model.d_model=8", "model.n_layer=1", "trainer.max_steps=1", "trainer.accelerator=cpu")]
 
 
+@pytest.mark.slow
 def test_a_wheel_builds_installs_and_trains(tmp_path):
     source, target, made = tmp_path / "source", tmp_path / "installed", tmp_path / "made"
     source.mkdir()

@@ -359,6 +359,7 @@ def test_wrong_scores_are_not_timed(tmp_path, monkeypatch):
         scoring.run(load_bench("scoring", SCORING).config, tmp_path / "records.jsonl", progress=False)
 
 
+@pytest.mark.slow
 def test_gradients_of_packed_and_padded_along_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run.main(["bench", "parity/gradients", *GRADIENTS, f"output={tmp_path}"]) == 0
@@ -439,6 +440,7 @@ def test_hugging_face_s_trainer_of_other_models(tmp_path):
     assert len(made["trainer"].rows) == 1 and len(made["trainer-arms"].rows) == 4
 
 
+@pytest.mark.slow
 def test_audit_of_transformers(tmp_path):
     pytest.importorskip("transformers")
     from experiments.leakcheck import bench as audit

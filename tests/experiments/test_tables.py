@@ -15,6 +15,7 @@ EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 FOLDERS = sorted(path.parent for path in EXPERIMENTS.glob("**/tables"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: str(folder.relative_to(EXPERIMENTS)))
 def test_committed_tables_are_what_the_committed_records_give(folder):
     records = with_items(folder, read_records(folder))

@@ -44,6 +44,7 @@ def sample(tmp_path_factory):
     return path
 
 
+@pytest.mark.slow
 def test_small_sweeps_make_every_table(sample, tmp_path):
     wanted = [step for step in reproduce.STEPS if step.small and "mamba2" not in " ".join(step.overrides)]
     few = ("trainer.max_steps=2", f"data.cache_dir={tmp_path}/corpora", "data.validation_documents=40")

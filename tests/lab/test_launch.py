@@ -85,6 +85,7 @@ def test_a_worker_imports_the_plugins(tmp_path, monkeypatch):
     assert train(configs[0], False).why == "RuntimeError: made to fail"
 
 
+@pytest.mark.slow
 def test_a_sweep_that_is_killed_twice_has_each_record_once(tmp_path):
     keys = {"trainer.max_steps": 24, "trainer.checkpoint_every": 1, "trainer.validate_every": 24}
     path, output = write_sweep(tmp_path, common=keys), tmp_path / "output.txt"

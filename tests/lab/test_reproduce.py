@@ -161,6 +161,7 @@ def test_every_headline_has_a_committed_number():
         assert len(numbers) == len(declared.HEADLINES) and [key for key, value in numbers.items() if not value] == []
 
 
+@pytest.mark.slow
 def test_the_keys_of_every_step_are_valid(tmp_path):
     """With scale=small, which adds keys; sweeps with one seed, as the others have the same keys."""
     from packmamba.lab.sweep import load_sweep

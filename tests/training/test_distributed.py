@@ -53,6 +53,7 @@ def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
     assert read_records(run_folder(both))[0]["leakcheck"].startswith(checked)
 
 
+@pytest.mark.slow
 def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
     keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", "trainer.devices=2", "trainer.strategy=fsdp2",
             "trainer.max_steps=20", "trainer.checkpoint_every=4", "trainer.validate_every=10"]  # fmt: skip

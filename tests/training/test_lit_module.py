@@ -1,9 +1,6 @@
 """The data module and the Lightning module in a user's own Trainer."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import lightning
 import numpy as np
@@ -18,6 +15,7 @@ from packmamba.lab.sweep import load_sweep
 from packmamba.training import PackedDataModule, PackedLitModule
 from packmamba.training.lit_module import LossByPosition
 from packmamba.training.optimizer import learning_rate
+from processes import fork_ranks, statuses
 
 SHAPE = {"d_model": 8, "n_layer": 2, "d_state": 4}
 
@@ -83,19 +81,14 @@ def train(folder, devices):
     return found
 
 
+def train_in_a_rank(folder):
+    train(folder, devices=2)
+
+
 def test_two_ranks_train_as_one_under_lightnings_default_sampler(tmp_path):
     """On 2e9bfb9 the ranks of a user's Trainer trained on different steps, and validated half the documents each."""
-    alone = train(tmp_path, 1)
-    tests = Path(__file__).resolve().parents[1]
-    script = tmp_path / "train.py"  # which Lightning starts again as the second rank
-    script.write_text(
-        f"import sys; sys.path[:0] = {[str(tests.parent), str(tests)]}\n"
-        "from training.test_lit_module import Path, train\n"
-        "if __name__ == '__main__': train(Path(sys.argv[1]), 2)"
-    )
-    command = [sys.executable, str(script), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tests.parent, check=False)
-    assert done.returncode == 0, done.stderr[-3000:]
+    alone, output = train(tmp_path, 1), tmp_path / "output.txt"
+    assert statuses(*fork_ranks(2, train_in_a_rank, tmp_path, output=output)) == [0, 0], output.read_text()
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for (targets, every), (a, of_a), (b, of_b) in zip(*(one["steps"] for one in (alone, first, second)), strict=True):
         assert targets == every == a == b == of_a + of_b and of_a and of_b
