@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.common import make_table
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.tables import Cell, Table
+from packmamba.lab.report.tables import Cell, Table, make_table
 
 
 def latest(records: Sequence[Record]) -> dict[str, list[Record]]:

@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 import matplotlib
 from matplotlib.axes import Axes
 
-from experiments.common import make_table, records_of
+from experiments.common import records_of
 from experiments.operators.arms import GPU_ARMS, GpuArm
 from packmamba.lab.report.aggregate import Record, natural
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below
-from packmamba.lab.report.tables import Cell, Table
+from packmamba.lab.report.tables import Cell, Table, make_table
 
 SCAN, SCAN_STATES, SCAN_INDICES = (GPU_ARMS[name] for name in ("scan", "scan-states", "scan-indices"))
 UNPACKED, BY_DOCUMENT, PADDED = (GPU_ARMS[f"mamba-ssm-{name}"] for name in ("unpacked", "by-document", "padded"))

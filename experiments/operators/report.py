@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.common import make_table, records_of
+from experiments.common import records_of
 from experiments.operators.arms import CPU_ARMS, CpuArm
 from experiments.operators.gpu_report import gpu_operators_figures, gpu_operators_tables
 from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.tables import Table
+from packmamba.lab.report.tables import Table, make_table
 
 _OPERATORS = {"scan": "ssm_pack", "conv": "conv1d_pack"}
 

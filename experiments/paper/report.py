@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.common import make_columns, make_table
 from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.figures import Figure, axes, finish, legend_below
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.tables import Table, number, percent, word
+from packmamba.lab.report.tables import Table, make_columns, make_table, number, percent, word
 
 # arXiv 2408.03865, A100. 3.91x, 19.1 %, 0.41 % and 5.05x (the largest ratio over the sizes) as a summary of it reports them.
 PAPER = {"1.4b": 3.06, "2.8b": 2.62}

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from experiments.common import latest, make_table, named_by
+from experiments.common import latest, named_by
 from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.tables import Table
+from packmamba.lab.report.tables import Table, make_table
 
 METHODS = {"packed": "packed passes", "padded": "padded batches, same kernels", "hf": "lm-eval's class hf"}
 

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import pandas as pd
 from scipy.stats import binomtest
 
-from experiments.common import make_table
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, Record, frame
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.lab.report.html import Kind
 from packmamba.lab.report.statistics import Estimate, interval
-from packmamba.lab.report.tables import Cell, Table, number
+from packmamba.lab.report.tables import Cell, Table, make_table, number
 
 SEED = "#0072B2"
 

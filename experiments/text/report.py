@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from experiments.common import make_table
 from packmamba.lab.records import read_records
 from packmamba.lab.report.aggregate import Arm, Record, divergence, training_arms
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, name_bars
@@ -33,7 +32,7 @@ from packmamba.lab.report.statistics import (
     rule,
     verdict,
 )
-from packmamba.lab.report.tables import Cell, Table
+from packmamba.lab.report.tables import Cell, Table, make_table
 
 MIXERS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
 ALL, BEYOND = "perplexity.by_group", "beyond.by_group"

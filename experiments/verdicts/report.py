@@ -7,10 +7,9 @@ from typing import Any
 
 import pandas as pd
 
-from experiments.common import make_table
 from packmamba.lab.report.aggregate import Record, frame
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.tables import Table
+from packmamba.lab.report.tables import Table, make_table
 
 DIVERGING = {"none": "none", "alike": "20 % of both arms, at random", "highest losses": "20 % of both arms, the worst"}
 TAILS = {"normal": "normal", "heavy": "heavy (t, 2 degrees)"}

@@ -1,15 +1,17 @@
 """Tables of arms, verdicts, timings and evaluations, from records of one corpus.
 
 A table is a list of rows of cells. A cell is a text, for people, and the numbers behind it, for the
-CSV file, which has all digits. In a column all numbers have one notation.
+CSV file, which has all digits. ``make_table`` makes one from rows of values by name and a line that
+describes the columns: a value's format stands beside its title, and nothing else formats it, so
+that all numbers of a column have one notation. The library's own tables and those of experiments
+are made alike.
 """
 
 from __future__ import annotations
 
-import functools
 import re
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple
@@ -18,7 +20,9 @@ import pandas as pd
 
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, Arms, Contrast, Records
-from packmamba.lab.report.statistics import FEW_SEEDS, Estimate, margin_from_pilot, seeds_for
+from packmamba.lab.report.statistics import FEW_SEEDS, Estimate, Ruling, margin_from_pilot, seeds_for
+
+Row = dict[str, Any]
 
 
 class Cell(NamedTuple):
@@ -29,11 +33,12 @@ class Cell(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Hold a title, and the names of its columns in the CSV."""
+    """Hold a title, the names of its columns in the CSV, and ``make_table``'s format of its values."""
 
     title: str
     names: tuple[str, ...]
     numeric: bool = True
+    form: str = ""
 
 
 @dataclass
@@ -73,7 +78,7 @@ def write_table(table: Table, form: str) -> str:
         lines = [titles, rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes), ""])
-    aligned = "".join("lr"[column.numeric] for column in table.columns)
+    aligned = "".join("r" if column.numeric else "l" for column in table.columns)
     frame = pd.DataFrame(cells, columns=titles)
     latex = frame.to_latex(index=False, escape=True, column_format=aligned)
     latex = re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
@@ -81,21 +86,63 @@ def write_table(table: Table, form: str) -> str:
 
 
 def _csv_value(value: Any) -> str:
-    return "" if pd.isna(value) else f"{value:.8g}" if isinstance(value, float) else str(value)
+    if pd.isna(value):
+        return ""
+    return f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
 def make_columns(text: str) -> list[Column]:
-    """Make columns of ``title = name name | !title of words = name | title and name``."""
+    """Make columns of ``title = name name:format | !title of words = name | title and name:format``.
+
+    ``name[]`` is short for name, name_low and name_high, ``name±`` for name and name_spread, ``~``
+    for a space in a name. Formats are ``make_table``'s.
+    """
     columns = []
     for part in text.split(" | "):
-        title, _, names = part.removeprefix("!").partition(" = ")
-        columns.append(Column(title, tuple(names.split() or [title]), not part.startswith("!")))
+        heading, _, described = part.removeprefix("!").partition(" = ")
+        short, _, form = (described or heading).partition(":")
+        spread = re.sub(r"(\w+)±", r"\1 \1_spread", short)
+        names = re.sub(r"(\S+)\[\]", r"\1 \1_low \1_high", spread).split() if described else [short]
+        full = tuple(name.replace("~", " ") for name in names)
+        columns.append(Column(heading if described else short, full, not part.startswith("!"), form))
     return columns
 
 
-def interval_column(title: str, name: str = "difference", pairs: str = "pairs") -> Column:
-    """Make the column of ``difference_cell``."""
-    return Column(f"{title} [95% CI]", (name, f"{name}_low", f"{name}_high", pairs))
+def make_table(
+    name: str, title: str, columns: str | Sequence[Column], rows: Iterable[Mapping[str, Any]], *notes: str
+) -> Table:
+    """Make a table of rows, which map a column's first name to its value.
+
+    ``columns`` are made by ``make_columns``; each has a format, as ``,.1f x``: Python's, then a unit.
+    ``%`` is a share, ``GiB`` bytes, ``p`` a p value, ``.4g ± .2g`` a value and the next column's.
+    An Estimate is written with its interval, its format is a number of digits. A Series is written
+    as mean and standard deviation, a Cell as it is, and words have no format.
+    """
+    made = make_columns(columns) if isinstance(columns, str) else [*columns]
+    cells = []
+    for row in rows:
+        cells.append([_cell([row.get(name) for name in column.names], column.form) for column in made])
+    return Table(name, title, made, cells, [*notes])
+
+
+def _cell(values: list[Any], form: str) -> Cell:
+    value = values[0]
+    plain, _, unit = form.partition(" ")
+    if isinstance(value, Cell):
+        return value
+    if isinstance(value, pd.Series):
+        return mean_sd(value)
+    if isinstance(value, Estimate):
+        return interval_cell(value, int(plain or 4), len(values))
+    if len(values) > 2 or (len(values) > 1 and not form):
+        return Cell("-", tuple(values))
+    if unit.startswith("±"):
+        pairs = zip(values, form.split(" ± "))
+        return Cell("-" if value is None else " ± ".join(f"{v:{f}}" for v, f in pairs), tuple(values))
+    special = {"%": percent, "GiB": gibibytes, "p": p_cell}
+    if form in special:
+        return special[form](value)
+    return number(value, plain, unit) if form else word(str(value))
 
 
 def word(text: str) -> Cell:
@@ -140,14 +187,25 @@ def interval_text(values: Sequence[float], form: str = "+.4f", unit: str = "") -
     All numbers of a column have one notation. Where the form, with a fixed number of digits, would
     show nothing but zeros, the text says which power of ten all of them lie within.
     """
-    known = [value for value in values if not pd.isna(value)]
-    largest = max(map(abs, known))
-    shown = [f"{value:{form}}" for value in known]
+    finite = [value for value in values if not pd.isna(value)]
+    largest = max(map(abs, finite))
+    shown = [f"{value:{form}}" for value in finite]
     if 0 < largest < 1e-4 and not any(digit in "".join(shown) for digit in "123456789"):
         bound = next(bound for bound in ("0.000001", "0.00001", "0.0001") if largest < float(bound))
         return f"within ±{bound}{unit}"
     mean, *ends = shown
     return (f"{mean} [{', '.join(ends)}]" if ends else mean) + unit
+
+
+def interval_cell(found: Estimate, digits: int = 4, columns: int = 4) -> Cell:
+    """Format an estimate with its interval, if it has one; a dash without a pair.
+
+    ``columns`` of the CSV are at most mean, low, high and pairs.
+    """
+    if pd.isna(found.mean):
+        return Cell("-", (None,) * columns)
+    claim = " (no claim)" if pd.isna(found.low) else ""
+    return Cell(interval_text(found[:3], f"+.{digits}f") + claim, tuple(found[:columns]))
 
 
 def p_cell(p: float | None) -> Cell:
@@ -157,11 +215,23 @@ def p_cell(p: float | None) -> Cell:
     return number(p, ".3f")
 
 
-def difference_cell(found: Estimate | None) -> Cell:
-    """Format a difference with its interval and number of pairs; a dash without a pair."""
-    if found is None or not found.seeds:
-        return Cell("-", (None,) * 4)
-    return Cell(interval_text(found[:3]), tuple(found[:4]))
+def ruled(ruling: Ruling) -> Row:
+    """Return a row's values for a contrast that was ruled on: difference, two p, two verdicts."""
+    return {
+        "difference": ruling.estimate,
+        "p_difference": ruling.p_difference,
+        "p_equivalence": ruling.p_equivalence,
+        "verdict": ruling.verdict,
+        "registered": ruling.by_interval,
+    }
+
+
+P_COLUMNS = "p of difference, Holm = p_difference:p | p of equivalence, Holm = p_equivalence:p"
+
+
+def ruled_columns(margin: float, alone: str = "as registered") -> str:
+    """Describe the columns of ``ruled`` but the difference; ``alone``: the verdict without Holm."""
+    return f"!verdict, margin ± {margin} = verdict | !{alone} = registered | {P_COLUMNS}"
 
 
 TITLES = {
@@ -176,19 +246,15 @@ TITLES = {
     "seconds_per_step_spread": "interquartile range",
 }
 COUNTS = ("chance", "answers", "examples", "documents", "targets", "reads_intruding")
-WHOLE = ("real_tokens", "real_tokens_per_second", "slots_per_second", "rounds", *COUNTS[1:])
-EXACT = ("seconds_per_step_median", "seconds_per_step_spread", "chance")
-FORMATS: dict[str, Callable[[float], Cell]] = {
-    **dict.fromkeys(WHOLE, functools.partial(number, form=",.0f")),
-    **dict.fromkeys(EXACT, functools.partial(number, form=".4g")),
-    "padding_fraction": percent,
-    "peak_memory_bytes": gibibytes,
-    "speedup": functools.partial(number, form=".2f", unit="x"),
+FORMATS = {
+    **dict.fromkeys(("real_tokens", "real_tokens_per_second", "slots_per_second", "rounds"), ",.0f"),
+    **dict.fromkeys(COUNTS, ",.0f"),
+    **dict.fromkeys(("seconds_per_step_median", "seconds_per_step_spread", "chance"), ".4g"),
+    "padding_fraction": "%",
+    "peak_memory_bytes": "GiB",
+    "speedup": ".2f x",
 }
 MAIN = ("choice_accuracy", "accuracy", "loss")  # an evaluation's main metric is its first of these
-
-
-ArmColumn = tuple[Column, Callable[[Arm], Cell]]
 
 
 def title(metric: str) -> str:
@@ -196,36 +262,41 @@ def title(metric: str) -> str:
     return TITLES.get(metric) or metric.replace(".", ", ").replace("_", " ")
 
 
-def arms_table(name: str, heading: str, arms: Arms, columns: Sequence[ArmColumn], *notes: str) -> Table:
-    """Make a table with a row for each arm; a column has a function that makes an arm's cell."""
-    titles = [*make_columns("!arm"), *(column for column, _ in columns)]
-    rows = [[word(arm.label), *(cell(arm) for _, cell in columns)] for arm in arms]
-    return Table(name, heading, titles, rows, [*notes])
-
-
-def seeds_column(arms: Arms, metric: str = "val_loss") -> ArmColumn:
-    """Count an arm's seeds with a value, its diverged runs and what is missing."""
-    counts = {arm: aggregate.seeds_of(arm, arms, metric) for arm in arms}
-    return Column("seeds", ("seeds",)), lambda arm: Cell(str(counts[arm]), (counts[arm].finite,))
-
-
-def metric_column(metric: str, arms: Arms, prefix: str = "") -> ArmColumn:
-    """Return a metric's or key's column; ``prefix`` is not in its title."""
+def _metric_column(metric: str, arms: Arms) -> Column:
+    """Return the column of a metric, or of a key of the configuration."""
     form = FORMATS.get(metric.rpartition(".")[2])
     if form is not None:
         is_speedup = metric == "speedup" and arms
         heading = f"speedup over {aggregate.versus(arms)}" if is_speedup else title(metric)
-        return Column(heading, (metric,)), lambda arm: form(arm[prefix + metric].mean())
+        return Column(heading, (metric,), form=form)
     if any(f"config.{metric}" in arm.runs for arm in arms):
-        return Column(metric, (metric,)), lambda arm: word(str(arm.says(metric)))
-    column = Column(title(metric), (metric, f"{metric}_sd"))
-    return column, lambda arm: mean_sd(arm[prefix + metric])
+        return Column(metric, (metric,))
+    return Column(title(metric), (metric, f"{metric}_sd"))
 
 
-def difference_column(metric: str, arms: Arms, heading: str = "", *names: str) -> ArmColumn:
-    """Return a column of differences from each arm's baseline."""
-    column = interval_column(heading or f"minus {aggregate.versus(arms)}", *names)
-    return column, lambda arm: difference_cell(aggregate.difference(arm, metric))
+def _metric_values(arm: Arm, columns: Iterable[Column], prefix: str = "") -> Row:
+    """Return an arm's values in ``_metric_column``'s; ``prefix`` is not in their names."""
+    values: Row = {}
+    for column in columns:
+        metric = column.names[0]
+        if column.form:
+            values[metric] = arm[prefix + metric].mean()
+        elif len(column.names) == 1:
+            values[metric] = arm.says(metric)
+        else:
+            values[metric] = arm[prefix + metric]
+    return values
+
+
+def _difference_column(heading: str, name: str = "difference", pairs: str = "pairs") -> Column:
+    """Return the column of an Estimate of paired runs."""
+    return Column(f"{heading} [95% CI]", (name, f"{name}_low", f"{name}_high", pairs))
+
+
+def _seeds_cell(arm: Arm, arms: Arms, metric: str = "val_loss") -> Cell:
+    """Count an arm's seeds with a value, its diverged runs and what is missing."""
+    count = aggregate.seeds_of(arm, arms, metric)
+    return Cell(str(count), (count.finite,))
 
 
 def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
@@ -235,7 +306,7 @@ def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
         evaluation, _, metric = column.partition(".")
         if evaluation not in ("config", "curves"):
             metrics.setdefault(evaluation, []).append(metric)
-    return {evaluation: main_first(some) for evaluation, some in metrics.items()}
+    return {evaluation: main_first(names) for evaluation, names in metrics.items()}
 
 
 def main_first(metrics: Sequence[str]) -> list[str]:
@@ -276,35 +347,34 @@ def _is_ruled(arms: Arms) -> bool:
 def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
     """Make the headline: each arm's seeds, metrics, differences, verdict, and what it costs."""
     metrics, further = table_keys(arms)
-    columns = [seeds_column(arms)]
-    for metric in metrics:
-        names = f"{metric}_difference", f"{metric}_difference_pairs"
-        columns += [metric_column(metric, arms), difference_column(metric, arms, "", *names)]
-    if _is_ruled(arms):
-        verdicts = {one.arm: one.verdict for one in contrasts if one.other is one.arm.baseline}
-        verdict_column = Column("verdict", ("verdict",), False)
-        columns.append((verdict_column, lambda arm: word(verdicts.get(arm, "-"))))
     if further is None:
         further = [key for key in _further_keys(arms) if any(arm[key].notna().any() for arm in arms)]
-    columns += [metric_column(metric, arms) for metric in further]
+    columns = make_columns("!arm | seeds")
+    for metric in metrics:
+        name = f"{metric}_difference"
+        heading = f"minus {aggregate.versus(arms)}"
+        columns += [_metric_column(metric, arms), _difference_column(heading, name, f"{name}_pairs")]
+    if _is_ruled(arms):
+        columns += make_columns("!verdict")
+    further_columns = [_metric_column(metric, arms) for metric in further]
+    columns += further_columns
+    verdicts = {each.arm: each.verdict for each in contrasts if each.other is each.arm.baseline}
+    rows = []
+    for arm in arms:
+        row: Row = {"arm": arm.label, "seeds": _seeds_cell(arm, arms), "verdict": verdicts.get(arm, "-")}
+        row |= _metric_values(arm, [_metric_column(metric, arms) for metric in metrics] + further_columns)
+        row |= {f"{metric}_difference": aggregate.difference(arm, metric) for metric in metrics}
+        rows.append(row)
     heading = f"{', '.join(map(title, metrics))} by arm"
-    notes = _notes(arms) + _pilot_notes(arms, contrasts)
-    return arms_table("training", heading, arms, columns, *notes)
+    return make_table("training", heading, columns, rows, *_notes(arms), *_pilot_notes(arms, contrasts))
 
 
 def _further_keys(arms: Arms) -> list[str]:
     """Return metrics of the headline beside the loss, for a sweep that names none."""
-    evaluations = evaluations_of(arms).items()
-    return [
-        "real_tokens",
-        "val_loss_start",
-        "val_loss_as_trained",
-        "real_tokens_per_second",
-        "padding_fraction",
-        "speedup",
-        "peak_memory_bytes",
-        *(f"{name}.{metrics[0]}" for name, metrics in evaluations),
-    ]
+    losses = ["val_loss_start", "val_loss_as_trained"]
+    costs = ["real_tokens_per_second", "padding_fraction", "speedup", "peak_memory_bytes"]
+    evaluations = [f"{name}.{metrics[0]}" for name, metrics in evaluations_of(arms).items()]
+    return ["real_tokens", *losses, *costs, *evaluations]
 
 
 def _pilot_notes(arms: Arms, contrasts: Sequence[Contrast]) -> list[str]:
@@ -323,75 +393,69 @@ def _pilot_notes(arms: Arms, contrasts: Sequence[Contrast]) -> list[str]:
 
 def _differences(arms: Arms) -> Table:
     metrics = ("val_loss", "val_loss_start")
-    columns = [(make_columns("!minus = baseline")[0], lambda arm: word(arm.baseline.label))]
-    columns += [difference_column(metric, arms, title(metric), metric) for metric in metrics]
-    differing = []
+    rows = []
     for arm in arms:
-        found = [aggregate.difference(arm, metric) for metric in metrics]
-        if any(one and one.seeds > 1 for one in found):
-            differing.append(arm)
+        row: Row = {metric: aggregate.difference(arm, metric) for metric in metrics}
+        if any(found and found.seeds > 1 for found in row.values()):
+            rows.append(row | {"arm": arm.label, "baseline": arm.baseline.label})
+    columns = make_columns("!arm | !minus = baseline")
+    columns += [_difference_column(title(metric), metric) for metric in metrics]
     note = "Mean over seeds of the arm's loss minus the baseline's, with its 95 % interval by Student's t."
-    heading = "Paired differences over seeds, in nats per target"
-    return arms_table("differences", heading, differing, columns, note)
+    return make_table("differences", "Paired differences over seeds, in nats per target", columns, rows, note)
 
 
 def _evaluation(name: str, metrics: Sequence[str], arms: Arms) -> Table:
     """Tabulate an evaluation of each arm's models; ``metrics`` without its name, main one first."""
     main = f"{name}.{metrics[0]}"
     evaluated = [arm for arm in arms if arm[main].notna().any()]
-    first, *others = (metric_column(metric, evaluated, f"{name}.") for metric in metrics)
-    columns = [seeds_column(evaluated, main), first, difference_column(main, evaluated), *others]
-    groups = set()
+    first, *others = (_metric_column(metric, evaluated) for metric in metrics)
+    minus = _difference_column(f"minus {aggregate.versus(evaluated)}")
+    rows = []
+    groups = {1}
     for arm in evaluated:
         found = aggregate.difference(arm, main)
-        if found and found.groups > 1:
-            groups.add(found.groups)
-    notes = [f"Intervals are over seeds and {max(groups)} groups of documents."] if groups else []
-    heading = f"Evaluation by arm: {name}"
-    return arms_table(f"evaluation-{name}", heading, evaluated, columns, *notes)
+        groups.add(found.groups if found else 1)
+        row = {"arm": arm.label, "seeds": _seeds_cell(arm, evaluated, main), "difference": found}
+        rows.append(row | _metric_values(arm, [first, *others], f"{name}."))
+    notes = [f"Intervals are over seeds and {max(groups)} groups of documents."] * (max(groups) > 1)
+    columns = [*make_columns("!arm | seeds"), first, minus, *others]
+    return make_table(f"evaluation-{name}", f"Evaluation by arm: {name}", columns, rows, *notes)
+
+
+VERDICT_NOTES = (
+    "Leak not caught, no leak arm: no leak of the same setting is shown to be worse, so the "
+    "test could not have failed. Of survivors: runs diverged, and what is left is a selection, "
+    "never equivalent; diverges: more often than the other arm, by Fisher's exact test. Other "
+    "documents: never equivalent.",
+    f"Seeds for 80 % power: to be equivalent at no difference, {FEW_SEEDS} or more, at the "
+    "upper 80 % confidence bound of the standard deviation; a dash: more than 100.",
+)
 
 
 def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
-    columns = [
-        *make_columns("!contrast | !primary"),
-        interval_column("difference"),
-        *make_columns(
-            "seeds | groups | diverged runs = diverged runs other_diverged other_runs | "
-            "p of difference, Holm = p_difference | p of equivalence, Holm = p_equivalence | "
-            "!verdict | seeds for 80 % power = seeds_needed"
-        ),
-    ]
-    table = Table("verdicts", f"Verdicts on {title(metric)}", columns)
+    rows = []
     for contrast in contrasts:
         found = contrast.ruling.estimate
-        family = sum(one.primary == contrast.primary for one in contrasts)
-        row = [
-            word(contrast.name),
-            word("primary" if contrast.primary else "exploratory"),
-            difference_cell(found),
-            number(found.seeds, "d"),
-            number(found.groups if found.groups > 1 else None, ",d"),
-            Cell(_diverged(contrast) or "-", tuple(contrast.comparison.divergence)),
-            p_cell(contrast.ruling.p_difference),
-            p_cell(contrast.ruling.p_equivalence),
-            word(contrast.verdict),
-            number(_seeds_needed(contrast, family), "d"),
-        ]
-        table.rows.append(row)
+        family = sum(other.primary == contrast.primary for other in contrasts)
+        diverged = Cell(_diverged(contrast) or "-", tuple(contrast.comparison.divergence))
+        row: Row = {"contrast": contrast.name, "primary": "primary" if contrast.primary else "exploratory"}
+        row |= {"seeds": found.seeds, "groups": found.groups if found.groups > 1 else None}
+        row |= {"diverged": diverged, "seeds_needed": _seeds_needed(contrast, family)}
+        rows.append(ruled(contrast.ruling) | row | {"verdict": contrast.verdict})
     margins = sorted({contrast.margin for contrast in contrasts if contrast.margin is not None})
     within = "".join(f" Equivalent: the interval lies within ± {margin:g}." for margin in margins)
-    table.notes = [
+    return make_table(
+        "verdicts",
+        f"Verdicts on {title(metric)}",
+        "!contrast | !primary | difference [95% CI] = difference[] pairs | seeds:d | groups:,d | "
+        f"diverged runs = diverged runs other_diverged other_runs | {P_COLUMNS} | !verdict | "
+        "seeds for 80 % power = seeds_needed:d",
+        rows,
         "Intervals are over paired seeds, and over groups of documents if there are any. Different: "
         f"the 95 % interval excludes zero.{within} Each claim also needs its p to be at most 0.05 "
         "after Holm's adjustment over the primary contrasts, or over the exploratory ones.",
-        "Leak not caught, no leak arm: no leak of the same setting is shown to be worse, so the "
-        "test could not have failed. Of survivors: runs diverged, and what is left is a selection, "
-        "never equivalent; diverges: more often than the other arm, by Fisher's exact test. Other "
-        "documents: never equivalent.",
-        f"Seeds for 80 % power: to be equivalent at no difference, {FEW_SEEDS} or more, at the "
-        "upper 80 % confidence bound of the standard deviation; a dash: more than 100.",
-    ]
-    return table
+        *VERDICT_NOTES,
+    )
 
 
 def _diverged(contrast: Contrast) -> str:
@@ -423,11 +487,13 @@ def findings(records: Records) -> list[Finding]:
     arms = aggregate.arms_with_speeds(records)
     metric = table_keys(arms)[0][0]
     made = aggregate.contrasts(arms, metric)
-    return [_finding(one, metric) for one in made if one.ruling.estimate.seeds or _diverged(one)]
+    return [_finding(each, metric) for each in made if each.ruling.estimate.seeds or _diverged(each)]
 
 
 def _finding(contrast: Contrast, metric: str) -> Finding:
-    found, diverged, ruling = contrast.ruling.estimate, _diverged(contrast), contrast.verdict
+    found = contrast.ruling.estimate
+    diverged = _diverged(contrast)
+    ruling = contrast.verdict
     evidence = title(metric)
     if found.seeds:
         unit = " nats" if "loss" in metric else ""
@@ -472,47 +538,50 @@ def _notes(arms: Arms) -> list[str]:
 
 
 def _positions(arms: Arms) -> Table:
-    columns = make_columns("!arm | from token = start | to token = end")
-    columns.append(interval_column(f"minus {aggregate.versus(arms)}"))
-    heading = "Loss by position in the document, in nats per target"
-    table, beyond = Table("loss-by-position", heading, columns), 0
+    rows: list[Row] = []
+    beyond = 0
     for arm in arms:
         for start, end, found in aggregate.difference_by_position(arm):
             if found.seeds > 1:
-                to_end = Cell("the end", (None,))
-                last = number(end - 1, ",.0f") if end < aggregate.OPEN_END else to_end
-                row = [word(arm.label), number(start, ",.0f"), last, difference_cell(found)]
-                table.rows.append(row)
+                last = end - 1 if end < aggregate.OPEN_END else Cell("the end", (None,))
+                rows.append({"arm": arm.label, "start": start, "end": last, "difference": found})
                 beyond += found.low > 0 or found.high < 0
-    share = f"{beyond} of {len(table.rows)} intervals"
-    table.notes = [f"Paired over seeds. {share} exclude zero; one in twenty would by chance."]
-    return table
+    columns = make_columns("!arm | from token = start:,.0f | to token = end:,.0f")
+    columns.append(_difference_column(f"minus {aggregate.versus(arms)}"))
+    heading = "Loss by position in the document, in nats per target"
+    share = f"{beyond} of {len(rows)} intervals"
+    note = f"Paired over seeds. {share} exclude zero; one in twenty would by chance."
+    return make_table("loss-by-position", heading, columns, rows, note)
 
 
 def throughput_tables(records: Records) -> list[Table]:
     """Tabulate the speed of arms whose steps took turns in one process."""
     timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
+    steps = ("rounds", "seconds_per_step_median", "seconds_per_step_spread")
     speeds = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup")
-    columns = [metric_column(metric, []) for metric in ("rounds", *EXACT[:2], *speeds)]
-    run = Column("run", ("run",))
-    columns.append((run, lambda arm: Cell((arm.timing or "")[:8], (arm.timing,))))
+    measured = [_metric_column(metric, []) for metric in (*steps, *speeds)]
+    rows = []
+    for arm in timed:
+        run = Cell((arm.timing or "")[:8], (arm.timing,))
+        rows.append({"arm": arm.label, "run": run} | _metric_values(arm, measured))
+    columns = [*make_columns("!arm"), *measured, *make_columns("run")]
     note = "Only arms of one run compare. Speedup: over the arm with 1.00x."
     heading = "Time of optimizer steps, arms interleaved in one process"
-    return [arms_table("throughput", heading, timed, columns, note)] if timed else []
+    return [make_table("throughput", heading, columns, rows, note)] if timed else []
 
 
 def evaluation_tables(records: Records) -> list[Table]:
     """Tabulate models by evaluation, with differences from the first."""
-    tasks: dict[str, list[aggregate.Record]] = {}
+    by_task: dict[str, list[aggregate.Record]] = {}
     for record in aggregate.of_kind(records, "evaluation"):
         evaluation = record["config"]["evaluation"]
         options = sorted((evaluation.get("options") or {}).items())
         task = evaluation["name"] + "".join(f", {key}={value}" for key, value in options)
-        tasks.setdefault(task, []).append(record)
+        by_task.setdefault(task, []).append(record)
     tables = []
-    for task, some in tasks.items():
-        name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", task)) * (len(tasks) > 1)
-        tables.append(_evaluated_models(name, task, some))
+    for task, evaluated in by_task.items():
+        name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", task)) * (len(by_task) > 1)
+        tables.append(_evaluated_models(name, task, evaluated))
     return tables
 
 
@@ -526,20 +595,20 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
     first = next((by_name[arm] for arm in aggregate.BASELINES if arm in by_name), models[0])
     models.sort(key=lambda model: model is not first)
     metrics = main_first(list(first.runs.select_dtypes(float)))
-    columns: list[ArmColumn] = [(Column("runs", ("runs",)), lambda arm: number(len(arm.runs), "d"))]
-    columns += [metric_column(metric, []) for metric in metrics]
-    paired = {}
-    for model in models[1:]:
-        found = aggregate.item_difference(model, first, metrics[0])
-        paired[model] = found and found._replace(seeds=found.groups)
-    notes = []
-    if any(paired.values()):
-        minus = interval_column(f"minus {first.name}")
-        columns.append((minus, lambda arm: difference_cell(paired.get(arm))))
-        notes.append(
-            "Differences are paired by item, with intervals over items (groups of documents), and over seeds."
-        )
-    return arms_table(name, f"Evaluation: {task}", models, columns, *notes)
+    measured = [_metric_column(metric, []) for metric in metrics]
+    columns = [*make_columns("!arm | runs:d"), *measured]
+    rows, notes = [], []
+    for model in models:
+        rows.append({"arm": model.label, "runs": len(model.runs)} | _metric_values(model, measured))
+        found = None if model is first else aggregate.item_difference(model, first, metrics[0])
+        if found:
+            rows[-1]["difference"] = found._replace(seeds=found.groups)
+            notes = [
+                "Differences are paired by item, with intervals over items (groups of documents), and over seeds."
+            ]
+    if notes:
+        columns.append(_difference_column(f"minus {first.name}"))
+    return make_table(name, f"Evaluation: {task}", columns, rows, *notes)
 
 
 def evaluation_label(records: Records) -> str:
