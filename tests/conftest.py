@@ -58,6 +58,12 @@ def gpu_memory(request, tmp_path_factory):
 
 
 @pytest.fixture
+def undrawn(monkeypatch):
+    """Leave figures' files empty: drawing takes most of a report's time."""
+    monkeypatch.setattr("matplotlib.figure.Figure.savefig", lambda figure, file, **_: file.write(b""))
+
+
+@pytest.fixture
 def fresh_compiler():
     """Reset torch.compile's caches and counters."""
     torch._dynamo.reset()

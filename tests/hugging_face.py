@@ -11,6 +11,12 @@ import torch.nn.functional as F
 MAMBA1, MAMBA2 = ("Mamba", "FalconMamba", "Jamba", "Zamba"), ("Mamba2",)
 HYBRIDS2 = ("Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
 FAMILIES = MAMBA1 + MAMBA2 + HYBRIDS2
+OF_EACH_KIND = ("Mamba", "Jamba", "Mamba2", "Bamba")
+every_family = pytest.mark.parametrize("family", FAMILIES)
+# For long tests: ``make test`` runs one family of each kind, ``make test-slow`` the others.
+every_family_slowly = pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_EACH_KIND)) for name in FAMILIES]
+)
 HYBRID = {  # most hybrids' keys of what CONFIGS names
     "use_bias": "mamba_proj_bias",
     "use_conv_bias": "mamba_conv_bias",

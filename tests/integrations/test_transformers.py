@@ -24,6 +24,8 @@ from hugging_face import (  # noqa: E402
     build,
     check_same,
     error,
+    every_family,
+    every_family_slowly,
     plain_torch,  # noqa: F401
     refused,
     wide,  # noqa: F401
@@ -33,7 +35,6 @@ from packmamba.integrations.transformers import disable, enable, patch  # noqa: 
 
 MASK, POSITION, IDX = arguments(ROWS)
 FULL = [row for row in ROWS if sum(row[0]) == 14]  # rows without padding
-every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def random_tokens(rows=ROWS, seed=1):
@@ -216,7 +217,7 @@ def test_no_bit_crosses_a_boundary(family):
         assert bool(embedded.grad[0, :5].any()) is crosses, given
 
 
-@every_family
+@every_family_slowly
 @pytest.mark.parametrize(
     "boundaries", ["position_ids", "seq_idx", "cu_seq_lens_q", "position_ids+seq_idx", "attention_mask"]
 )
@@ -287,7 +288,7 @@ def test_required_boundaries(family):
     packed(tokens)
 
 
-@pytest.mark.parametrize("family", ["Mamba", "Jamba", "Mamba2", "FalconH1"])
+@pytest.mark.parametrize("family", ["Mamba", "Jamba", "Mamba2", pytest.param("FalconH1", marks=pytest.mark.slow)])
 def test_half_precision_and_autocast(family):
     model, packed = both(family)
     tokens = random_tokens()

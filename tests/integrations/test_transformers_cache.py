@@ -19,12 +19,12 @@ from hugging_face import (  # noqa: E402
     both,
     build,
     error,
+    every_family,
     plain_torch,  # noqa: F401
     refused,
 )
 from packmamba.integrations.transformers import patch  # noqa: E402
 
-every_family = pytest.mark.parametrize("family", FAMILIES)
 # The name of a cache that is given or comes out, and then the old name, if models take it too.
 TAKES = inspect.signature(transformers.MambaForCausalLM.forward).parameters
 CACHE, *OLD = ["cache", "cache_params"] if "cache" in TAKES else ["cache_params"]

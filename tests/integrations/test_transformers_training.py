@@ -11,7 +11,6 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402
-    FAMILIES,
     ROWS,
     VOCAB,
     alone,
@@ -20,6 +19,7 @@ from hugging_face import (  # noqa: E402
     build,
     check_same,
     error,
+    every_family,
     loss_and_gradients,
     places,
     plain_torch,  # noqa: F401
@@ -29,7 +29,6 @@ from packmamba.integrations.transformers import disable, enable, patch  # noqa: 
 
 MASK, POSITION, _ = arguments(ROWS)
 LENGTHS = [9, 4, 1, 7, 12, 3, 8, 2]
-every_family = pytest.mark.parametrize("family", FAMILIES)
 
 
 def random_tokens(seed=1, rows=6):
@@ -47,7 +46,9 @@ def test_gradient_checkpointing(family, reentrant):
     check_same(packed, model, logits, tokens, ROWS, 1e-5)
 
 
-@pytest.mark.parametrize("family", ["Mamba", "Jamba", "Mamba2", "FalconH1"])
+@pytest.mark.parametrize(
+    "family", ["Mamba", "Mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Jamba", "FalconH1"))]
+)
 def test_compiled_is_eager(family):
     """One compilation serves batches of other documents."""
     torch._dynamo.reset()

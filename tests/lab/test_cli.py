@@ -55,7 +55,7 @@ def test_shipped_configurations_are_found_from_any_folder(tmp_path, monkeypatch)
     assert load_sweep("mine.yaml")[1][0].data.overlong == load_config("configs/train.yaml").data.overlong == "split"
 
 
-def test_report_of_runs_trained_apart(trained, tmp_path, capsys):
+def test_report_of_runs_trained_apart(trained, tmp_path, capsys, undrawn):
     folders = [str(path) for path in trained.values()]
     assert cli.main(["report", *folders, "baseline=single", f"output={tmp_path}/both"]) == 0
     assert "single" in capsys.readouterr().out and (tmp_path / "both/report.html").is_file()

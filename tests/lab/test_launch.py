@@ -136,6 +136,7 @@ def test_a_locked_run_is_left_to_its_process(tmp_path):
     assert len(read_records(sweep.output)) == 2
 
 
+@pytest.mark.slow
 def test_runs_stop_at_the_deadline_with_a_checkpoint(tmp_path):
     path, output = write_sweep(tmp_path, common={"trainer.max_steps": 100000}, grid={}), tmp_path / "output.txt"
     assert statuses(fork(sweep_in_forks, path, "jobs=2", "deadline=16", output=output)) == [3]

@@ -116,7 +116,7 @@ def test_what_is_compared_is_not_one_for_all_runs(tmp_path, override, message):
         load_sweep(path, [override])
 
 
-def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys):
+def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys, undrawn):
     path = str(write_sweep(tmp_path))
     assert cli.main(["sweep", path, "arms=[packed]"]) == 0
     records = tmp_path / "sweep" / "records.jsonl"

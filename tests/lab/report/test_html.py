@@ -14,7 +14,7 @@ from packmamba.lab.report.html import Kind, format_table, table_files, write_rep
 from packmamba.lab.report.tables import Column, Table
 
 
-def test_the_footer_names_the_command_that_is_installed(tmp_path, monkeypatch):
+def test_the_footer_names_the_command_that_is_installed(tmp_path, monkeypatch, undrawn):
     monkeypatch.setattr(html, "COMMAND", "packmamba")
     page = write_report(write(tmp_path, [training("single")])).read_text(encoding="utf-8")
     assert "<code>packmamba report</code>" in page and "run.py" not in page
@@ -44,13 +44,16 @@ def test_the_report_is_one_file_that_makes_no_requests(tmp_path):
     assert sorted(map(base64.b64decode, sources)) == pictures and all(p.startswith(b"\x89PNG") for p in pictures)
     written = {path.name: path.read_text(encoding="utf-8") for path in (tmp_path / "tables").iterdir()}
     assert written == table_files(reversed(records), PACKING), "the order of records must not matter"
-    write_report(tmp_path, PACKING, latex=True)
-    assert (tmp_path / "tables" / "training.tex").is_file()
+
+
+def test_tables_in_latex_and_figures_as_pdf(tmp_path):
+    write_report(write(tmp_path, [throughput("single", 100.0), throughput("padded", 200.0)]), latex=True)
+    assert (tmp_path / "tables" / "throughput.tex").is_file()
     pdf = (tmp_path / "figures" / "speed.pdf").read_bytes()
     assert b"%PDF" in pdf and b"CreationDate" not in pdf
 
 
-def test_corpora_are_not_compared(tmp_path):
+def test_corpora_are_not_compared(tmp_path, undrawn):
     ours = [training("padded", 0, 2.0), training("packed-reset", 0, 2.5), throughput("single", 50.0)]
     other = [training("packed-reset", 1, 7.0, corpus="corpus/b"), throughput("packed-reset", 400.0, corpus="corpus/b")]
     alone = {row["arm"]: row for row in table(ours, "training")}
