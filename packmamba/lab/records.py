@@ -1,4 +1,10 @@
-"""Records, one JSON line per run, and ``sweep.json`` beside them."""
+"""Records, one JSON line per run, and ``sweep.json`` beside them.
+
+A record holds all that a report needs: configuration, metrics, curves, and what the run ran on. It
+is appended once, when the run has ended, under a lock and whole: a reader may come at any time, and
+an append that was interrupted is cut off by the next. Nothing changes a record afterwards; records
+of earlier versions get today's names as they are read.
+"""
 
 import functools
 import gzip
@@ -28,13 +34,9 @@ KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_s
 METRICS = """steps real_tokens targets train_seconds parameters peak_memory_bytes val_loss val_loss_start val_loss_as_trained
     real_tokens_per_second slots_per_second padding_fraction""".split()
 
+# Keys that records leave out at their first values, as those do that are older than the key.
 LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
     data.task_options data.test_fraction data.test_path model.mixer model.mixer_options optimizer.name optimizer.options
-    optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
-    trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
-    trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
-LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
-    data.task_options model.mixer model.mixer_options optimizer.name optimizer.options
     optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
     trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
     trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
@@ -44,33 +46,26 @@ def make_record(
     kind: str, experiment: str, arm: str, config: Mapping[str, Any], seed: int, corpus_hash: str,
     metrics: Mapping[str, Any], wall_seconds: float, curves: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
+    """Make a record of plain values, with the time, commit, hardware and versions of this process."""
     values = (1, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     return _plain(dict(zip(KEYS, values)) | time | provenance())
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append a record under a lock; cut off what an interrupted append left. Raises DiskFull."""
-    line = json.dumps(
-        _plain({k: v for k, v in record.items() if k != "sweep"}), allow_nan=False, sort_keys=True
-    )
-    rest = memoryview(line.encode() + b"\n")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with space_for(path), FileLock(f"{path}.lock"), open(path, "a+b", buffering=0) as file:
-        file.seek(0)
-        end = file.read().rfind(b"\n") + 1
-        file.truncate(end)
-        try:
-            while rest:
-                rest = rest[file.write(rest) :]
-        except OSError:
-            file.truncate(end)
-            raise
+    """Append a record under a lock; cut off a last line that is not whole. Raises DiskFull."""
+    plain = _plain({key: value for key, value in record.items() if key != "sweep"})
+    line = json.dumps(plain, allow_nan=False, sort_keys=True).encode() + b"\n"
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with space_for(path), FileLock(f"{path}.lock"):
+        written = path.read_bytes() if path.exists() else b""
+        write_whole(path, written[: written.rfind(b"\n") + 1] + line)
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Read a folder's records. Raises ConfigError naming a wrong line."""
-    records, sweeps = [], Path(folder) / SWEEPS
+    """Read a folder's records, with the entry of their sweep. Raises ConfigError naming a wrong line."""
+    records = []
     for path in record_files(folder):
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
             for number, line in enumerate(file, start=1):
@@ -84,21 +79,20 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
                         ) from None
     if not records:
         raise ConfigError(f"{folder}: expected a folder with {' or '.join(FILES)}, got no record")
-    return _with_sweeps(records, json.loads(sweeps.read_text()).values()) if sweeps.is_file() else records
+    sweeps = Path(folder) / SWEEPS
+    if sweeps.is_file():
+        _add_sweeps(records, json.loads(sweeps.read_text()).values())
+    return records
 
 
 def record_files(folder: str | Path) -> list[Path]:
+    """Return a folder's files of records, of which there may be several kinds."""
     return [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]
 
 
 def has_records(folder: str | Path) -> bool:
-    """Check if a folder has a record: a file whose first line was written whole."""
-    return any(path.suffix == ".gz" or _has_line(path) for path in record_files(folder))
-
-
-def _has_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        return file.readline().endswith(b"\n")
+    """Check if a folder has a record: a file with a line that was written whole."""
+    return any(path.suffix == ".gz" or b"\n" in path.read_bytes() for path in record_files(folder))
 
 
 def _renamed(record: dict[str, Any]) -> dict[str, Any]:
@@ -121,49 +115,57 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
 def write_sweep(
     folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any
 ) -> None:
-    """Write a sweep's entry of ``sweep.json``, with its trained arms; ``late``: its margin or primaries came after runs."""
+    """Write a sweep's entry of ``sweep.json``, with the arms that it trains or has trained.
+
+    The entry is ``late`` if its margin, primary contrasts or baseline were named or changed after
+    runs of its arms were recorded: reports say so, since then they were not fixed beforehand.
+    """
     path = Path(folder) / SWEEPS
     entry: Any = {"baseline": baseline, "tuned": None} | {key: value for key, value in more.items() if value}
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
-        records, old = read_records(folder) if has_records(folder) else [], entries.pop(name, {})
+        old = entries.pop(name, {})
+        records = read_records(folder) if has_records(folder) else []
         trained = {record["arm"] for record in records if record["kind"] == "training"}
-        before, now = (
-            (one.get("margin"), {*one.get("primary", ())}, one.get("baseline")) for one in (old, entry)
-        )
         kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
-        if "late" in old or before != now and any(now[:2]) and trained & {*kept, *arms}:
+        is_ruled = "margin" in entry or "primary" in entry
+        before, now = ((e.get("margin"), {*e.get("primary", ())}, e.get("baseline")) for e in (old, entry))
+        if "late" in old or (is_ruled and before != now and trained & {*kept, *arms}):
             entry["late"] = True
         entries[name] = {"arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()}, **entry}
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
 
 
-def _with_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
     """Add to training records their sweep: its entry, seeds, values tried, arms without a record."""
     trained = [record for record in records if record["kind"] == "training"]
-    made, sweeps = {record["arm"] for record in trained}, dict[str, dict[str, Any]]()
+    recorded = {record["arm"] for record in trained}
+    sweeps: dict[str, dict[str, Any]] = {}
     for entry in entries:
-        tuned, arms = entry["tuned"], entry.pop("arms")
+        tuned = entry["tuned"]
+        arms = entry.pop("arms")
         tried = [dict(zip(tuned["keys"], tuned.get("tried", ())))] if tuned else []
+        absent = [arm for arm in arms if arm not in recorded]
         for arm, seeds in arms.items():
             before = sweeps.get(arm, {"seeds": [], "tried": []})
             merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried}
-            sweeps[arm] = entry | merged | {"absent": [arm for arm in arms if arm not in made]}
+            sweeps[arm] = entry | merged | {"absent": absent}
     for record in trained:
         if record["arm"] in sweeps:
             record["sweep"] = sweeps[record["arm"]]
-    return records
 
 
 def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
+    """Write an evaluation's items, one JSON line each."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(item, default=str) + "\n" for item in items).encode())
 
 
 def check_writable(folder: str | Path, key: str) -> None:
-    there = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
-    if not (there.is_dir() and os.access(there, os.W_OK)):
+    """Raise ConfigError, naming the key, where a folder can not be made or written."""
+    nearest = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
+    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise ConfigError(f"{key}: expected a folder that can be written, got {folder}")
 
 
@@ -172,21 +174,19 @@ def provenance() -> dict[str, Any]:
     """Return commit (``PACKMAMBA_COMMIT`` goes first), hardware and versions."""
     root = Path(__file__).resolve().parents[2]
     git = ("git", "--no-optional-locks", "-C", str(root))
-    commit, dirty = None, None
-    if given := os.environ.get("PACKMAMBA_COMMIT"):
-        commit, dirty = given.removesuffix("-dirty"), given.endswith("-dirty")
-    elif _output(*git, "rev-parse", "--show-toplevel") == str(
-        root
-    ):  # not of a repository around an installed package
-        commit, dirty = (
-            _output(*git, "rev-parse", "HEAD"),
-            bool(_output(*git, "status", "--porcelain", "--", *SOURCES)),
-        )
+    commit = None
+    dirty = None
+    stated = os.environ.get("PACKMAMBA_COMMIT")  # where there is no repository, as on a cluster's nodes
+    if stated:
+        commit = stated.removesuffix("-dirty")
+        dirty = stated.endswith("-dirty")
+    elif _output(*git, "rev-parse", "--show-toplevel") == str(root):  # else one around an installed package
+        commit = _output(*git, "rev-parse", "HEAD")
+        dirty = bool(_output(*git, "status", "--porcelain", "--", *SOURCES))
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
+    cpus = _output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo").splitlines()
     hardware = {
-        "cpu": (
-            _output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo") or platform.machine()
-        ).splitlines()[0],
+        "cpu": cpus[0] if cpus else platform.machine(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         "gpus": [line.split(",")[0].strip() for line in gpus],

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import experiments.reproduce as engine
 import run
 from packmamba.config import ConfigError
 from packmamba.lab import reproduce
@@ -134,19 +135,19 @@ def test_outside_a_clone(command, tmp_path, monkeypatch, capsys):
 def test_missing(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda i: SimpleNamespace(total_memory=80 * 2**30))
-    assert reproduce.missing(Step("a.yaml", gpus=1, gpu_gib=70), True, False) == ""
-    assert reproduce.missing(Step("a.yaml", gpus=1, gpu_gib=130), True, False) == "1 GPU of 130 GiB"
-    assert reproduce.missing(Step("a.yaml", gpus=2, small_on_cpu=True), True, True) == ""
+    assert engine.missing(Step("a.yaml", gpus=1, gpu_gib=70), True, False) == ""
+    assert engine.missing(Step("a.yaml", gpus=1, gpu_gib=130), True, False) == "1 GPU of 130 GiB"
+    assert engine.missing(Step("a.yaml", gpus=2, small_on_cpu=True), True, True) == ""
     peers = Step("a.yaml", packages=("not_installed_here",))
-    assert reproduce.missing(peers, False, False) == "the package not_installed_here"
-    assert reproduce.missing(peers, True, False) == "", "a bench leaves arms out"
+    assert engine.missing(peers, False, False) == "the package not_installed_here"
+    assert engine.missing(peers, True, False) == "", "a bench leaves arms out"
 
 
 def test_a_headline_is_a_cell_with_its_interval():
     rows = "arm,rate,rate_low,rate_high\npadded,100,,\npacked,150,140,160\nfew,,,\n"
 
     def number(arm):
-        return reproduce.number_of(Headline("", "rates", {"arm": arm}, "rate"), {"rates.csv": rows})
+        return engine.number_of(Headline("", "rates", {"arm": arm}, "rate"), {"rates.csv": rows})
 
     assert number("packed") == [150, 140, 160] and number("padded") == [100] and number("few") == [] == number("none")
 
@@ -157,7 +158,7 @@ def test_every_headline_has_a_committed_number():
         if declared is None or not has_records(folder):
             continue
         tables = {path.name: path.read_text() for path in (folder / "tables").glob("*.csv")}
-        numbers = {headline.name: reproduce.number_of(headline, tables) for headline in declared.HEADLINES}
+        numbers = {headline.name: engine.number_of(headline, tables) for headline in declared.HEADLINES}
         assert len(numbers) == len(declared.HEADLINES) and [key for key, value in numbers.items() if not value] == []
 
 

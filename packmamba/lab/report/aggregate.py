@@ -22,19 +22,14 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from packmamba.errors import ConfigError
+from packmamba.lab.report import statistics
 from packmamba.lab.report.statistics import (
-    NOTHING,
     Comparison,
     Divergence,
     Estimate,
     Ruling,
-    bootstrap,
     difference_by_group,
     estimate,
-    interval,
-    margin_from_pilot,
-    over_items,
-    rule,
 )
 
 Record = Mapping[str, Any]
@@ -58,7 +53,7 @@ def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
 
 
 def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``."""
+    """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``, however deep."""
     flat: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping):
@@ -156,7 +151,7 @@ class Arm:
     @property
     def sweep(self) -> Mapping[str, Any]:
         """The entry of ``sweep.json`` that the arm's runs belong to; empty without one."""
-        return next((one for one in self.runs.get("sweep", ()) if isinstance(one, Mapping)), {})
+        return next((entry for entry in self.runs.get("sweep", ()) if isinstance(entry, Mapping)), {})
 
     @lru_cache(maxsize=64)
     def points(self, curve: str) -> pd.DataFrame:
@@ -195,20 +190,18 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
 
 def _varied_keys(runs: pd.DataFrame) -> list[str]:
     """Return the keys of the configuration in which runs of one name differ."""
-    settings = [
-        column
-        for column in runs
-        if column.startswith("config.") and column.removeprefix("config.") not in NOT_SETTINGS
-    ]
+    keys = [column.removeprefix("config.") for column in runs if column.startswith("config.")]
+    settings = [f"config.{key}" for key in keys if key not in NOT_SETTINGS]
     varies = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
     return sorted(column.removeprefix("config.") for column in varies.index[varies])
 
 
 def timed_arms(records: Records) -> list[Arm]:
     """Return timed arms, the latest first, with ``speedup`` over the baseline or single."""
-    runs, trained = frame(records, "throughput"), training_arms(records)
+    runs = frame(records, "throughput")
     if runs.empty:
         return []
+    trained = training_arms(records)
     runs["timing"] = runs["config.run"].map(str)
     ended = runs.groupby("timing")["time"].max()
     arms = []
@@ -216,7 +209,7 @@ def timed_arms(records: Records) -> list[Arm]:
         arms.append(Arm(name, (("run", timing),), group.tail(1).set_index("seed")))
     timed = []
     for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
-        baselines = {one.baseline.name for one in trained if one.name == arm.name}
+        baselines = {each.baseline.name for each in trained if each.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
         candidates = [peer for peer in peers if peer.name in baselines]
         for scheme in ("single", *BASELINES):
@@ -229,17 +222,18 @@ def timed_arms(records: Records) -> list[Arm]:
 
 def arms_with_speeds(records: Records) -> list[Arm]:
     """Return trained arms, with speeds of the latest timing that holds most of them."""
-    arms, timed = training_arms(records), timed_arms(records)
+    arms = training_arms(records)
     names = {arm.name for arm in arms}
-    held = Counter(one.timing for one in timed if one.name in names)
-    timing = max(held, key=held.__getitem__, default=None)  # of equal counts the first, the latest
-    timed = [one for one in timed if one.timing == timing]
+    timed = [each for each in timed_arms(records) if each.name in names]
+    arms_of = Counter(each.timing for each in timed)
+    timing = max(arms_of, key=arms_of.__getitem__, default=None)  # of equal counts the first, the latest
+    timed = [each for each in timed if each.timing == timing]
     for arm in arms:
         speeds: dict[str, Any] = {"speedup": math.nan, "timing": None}
-        for one in reversed(timed):
-            if one.name == arm.name and all(one.says(key) == value for key, value in arm.variant):
-                speeds = dict(one.runs.iloc[0][SPEEDS])
-        if arm.baseline.name not in [one.name for one in timed]:
+        for each in reversed(timed):
+            if each.name == arm.name and all(each.says(key) == value for key, value in arm.variant):
+                speeds = dict(each.runs.iloc[0][SPEEDS])
+        if arm.baseline.name not in [each.name for each in timed]:
             speeds["speedup"] = math.nan
         arm.runs = arm.runs.assign(**speeds)
     return arms
@@ -247,7 +241,8 @@ def arms_with_speeds(records: Records) -> list[Arm]:
 
 def _in_order(arms: Arms) -> list[Arm]:
     """Sort arms by setting, then by scheme; further arms of one scheme, by time, come after all."""
-    ranks, seen = dict[Arm, Any](), Counter[Any]()
+    ranks: dict[Arm, Any] = {}
+    seen: Counter[Any] = Counter()  # further arms of one scheme
     for arm in sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name)):
         scheme = (*SCHEMES, arm.scheme).index(arm.scheme)
         ranks[arm] = tuple(map(natural, arm.setting)), seen[arm.setting, arm.scheme], scheme
@@ -263,9 +258,11 @@ class Seeds(NamedTuple):
     missing: int
 
     def __str__(self) -> str:
-        words = [f"{self.diverged} diverged"] * bool(self.diverged)
-        words += [f"{self.missing} missing"] * bool(self.missing)
-        return ", ".join([f"{self.finite} of {sum(self)}", *words]) if words else str(self.finite)
+        if self.finite == sum(self):
+            return str(self.finite)
+        diverged = f", {self.diverged} diverged" if self.diverged else ""
+        missing = f", {self.missing} missing" if self.missing else ""
+        return f"{self.finite} of {sum(self)}{diverged}{missing}"
 
 
 def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
@@ -294,7 +291,7 @@ def _baseline(arm: Arm, arms: Arms) -> Arm:
 def versus(arms: Arms) -> str:
     """Name the baselines of arms, for a column's title."""
     baselines = {arm.baseline for arm in arms}
-    names = {one.label if one.sweep.get("apart") else one.title for one in baselines}
+    names = {arm.label if arm.sweep.get("apart") else arm.title for arm in baselines}
     return " or ".join(sorted(names))
 
 
@@ -334,6 +331,7 @@ class Contrast(NamedTuple):
 
     @property
     def name(self) -> str:
+        """Both arms, as sweeps name a primary contrast."""
         return f"{self.arm.label} - {self.other.title}"
 
     @property
@@ -343,6 +341,7 @@ class Contrast(NamedTuple):
 
     @property
     def margin(self) -> float | None:
+        """The margin that the sweep names, in the metric's unit."""
         return self.arm.sweep.get("margin")
 
     @property
@@ -369,7 +368,7 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
             setting=arm.setting,
             is_leak=same and arm.leaks and not other.leaks,
         )
-    rulings = rule(comparisons, {"primary": absent}, higher_is_better(metric))
+    rulings = statistics.rule(comparisons, {"primary": absent}, higher_is_better(metric))
     return [
         Contrast(arm, other, same_documents(arm, other), comparison, rulings[arm, other])
         for (arm, other), comparison in comparisons.items()
@@ -410,8 +409,8 @@ def pilot_margin(
         if name not in by_name:
             raise ConfigError(f"{key}: expected one of {', '.join(by_name)}, got {name}")
     values, weights = paired(by_name[leak], by_name[intact], metric)
-    harm = estimate(-values if higher_is_better(metric) else values, weights) or NOTHING
-    return margin_from_pilot(harm)
+    harm = estimate(-values if higher_is_better(metric) else values, weights) or statistics.NOTHING
+    return statistics.margin_from_pilot(harm)
 
 
 def same_documents(arm: Arm, other: Arm) -> bool:
@@ -421,15 +420,12 @@ def same_documents(arm: Arm, other: Arm) -> bool:
     arrange them in other rows.
     """
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
-    batching = {one.says("data.batching", "matched") for one in (arm, other)}
+    batching = {side.says("data.batching", "matched") for side in (arm, other)}
     if batching == {"matched"}:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
-    for column in {*arm.runs, *other.runs}:
-        key = column.removeprefix("config.")
-        if column.startswith("config.data.") and key not in free:
-            if arm.says(key) != other.says(key):
-                return False
-    return True
+    columns = [column for column in {*arm.runs, *other.runs} if column.startswith("config.data.")]
+    keys = {column.removeprefix("config.") for column in columns} - free
+    return all(arm.says(key) == other.says(key) for key in keys)
 
 
 def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
@@ -441,9 +437,9 @@ def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
     ours, theirs = (points.set_index(index)["loss"].astype(float) for points in curves)
     found = []
     for (start, end), values in (ours - theirs).dropna().groupby(level=["start", "end"]):
-        difference_there = interval(values)
-        if difference_there is not None:
-            found.append((start, end, difference_there))
+        estimated = statistics.interval(values)
+        if estimated is not None:
+            found.append((start, end, estimated))
     return found
 
 
@@ -462,7 +458,7 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
 
 # A metric's numerator and denominator among the keys of an item.
 ITEM_MEASURES = {
-    "choice_accuracy": ("correct", "one"),
+    "choice_accuracy": ("correct", "choices"),
     "accuracy": ("right", "answers"),
     "loss": ("nats", "targets"),
 }
@@ -485,8 +481,8 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     alike = all(side["weight"].equals(weights) for pair in summed for side in pair)
     if weights.empty or not alike:
         return None
-    sums = [one["value"] - other["value"] for one, other in summed]
-    return bootstrap(sums, weights) if len(sums) > 1 else over_items(sums[0], weights)
+    sums = [mine["value"] - theirs["value"] for mine, theirs in summed]
+    return statistics.bootstrap(sums, weights) if len(sums) > 1 else statistics.over_items(sums[0], weights)
 
 
 def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
@@ -494,7 +490,7 @@ def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
     lines = path.read_text(encoding="utf-8").splitlines()
     items = pd.DataFrame([json.loads(line) for line in lines])
     if "choice" in items:
-        items = items.assign(one=1, correct=items["choice"] == items["answer"])
+        items = items.assign(choices=1, correct=items["choice"] == items["answer"])
     keys = [key for key in ("group", "document", "index") if key in items]
     group = items[keys[0]] if keys else items.index
     values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)

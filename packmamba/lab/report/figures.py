@@ -1,4 +1,9 @@
-"""Figures in the house style; all records of one corpus."""
+"""Figures in the house style; all records of one corpus.
+
+The library draws four: learning curves, paired differences, speed, and the loss by position. An arm
+has the colour of its scheme in each of them, which is that of the documentation. Experiments draw
+theirs with the same helpers: ``axes``, ``legend_below``, ``name_bars``, ``finish``.
+"""
 
 import io
 from collections.abc import Mapping, Sequence
@@ -8,7 +13,7 @@ from typing import Any, NamedTuple
 
 import matplotlib
 
-matplotlib.use("Agg")
+matplotlib.use("Agg")  # a window would need a screen
 
 import matplotlib.pyplot as plt
 import numpy as np
@@ -22,7 +27,8 @@ from packmamba.lab.report.tables import table_keys, title
 
 INK, MUTED = "#24292f", "#5c6370"
 _LEAK = {"linewidth": 1.8, "linestyle": (0, (4, 1.5))}
-# Okabe and Ito's colours.
+# Okabe and Ito's colours, which colour-blind readers can tell apart. Lines that often coincide have
+# different widths, so that each of them is seen.
 STYLES: dict[str, dict[str, Any]] = {
     "single": {"color": "#9aa0a8", "linewidth": 6.0},
     "padded": {"color": "#E69F00", "linewidth": 3.6},
@@ -38,6 +44,8 @@ DPI = 160
 
 
 class Figure(NamedTuple):
+    """Hold a drawn figure; ``name`` is the stem of its files."""
+
     name: str
     caption: str
     png: bytes
@@ -45,38 +53,44 @@ class Figure(NamedTuple):
 
 
 def house_style() -> Any:
+    """Return the context in which figures are drawn."""
     return plt.style.context(Path(__file__).with_name("house.mplstyle"))
 
 
 def style_of(name: str, rank: int = 0) -> dict[str, Any]:
+    """Return the line style of a scheme; of another arm one by its rank."""
     return STYLES.get(name, {"color": OTHERS[rank % len(OTHERS)], "linewidth": 1.8})
 
 
-def style_in(arm: Arm, arms: Arms) -> dict[str, Any]:
+def _style_in(arm: Arm, arms: Arms) -> dict[str, Any]:
     """Return the style of an arm's scheme; of its further arms another."""
-    firsts = {one.scheme: one for one in reversed(arms) if one.scheme in STYLES}.values()
-    others = [one for one in arms if one not in firsts]
+    firsts = {each.scheme: each for each in reversed(arms) if each.scheme in STYLES}.values()
+    others = [each for each in arms if each not in firsts]
     return style_of("", others.index(arm)) if arm in others else style_of(arm.scheme)
 
 
 def axes(panels: int, width: float = 10.0, height: float = 4.2) -> tuple[Canvas, list[Axes]]:
+    """Make a canvas with panels side by side; sizes are in inches."""
     fig, grid = plt.subplots(1, panels, figsize=(width, height), layout="constrained", squeeze=False)
     return fig, list(grid.flat)
 
 
 def finish(fig: Canvas, name: str, caption: str) -> Figure:
-    """Return the canvas as a figure, as large as its content."""
+    """Return the canvas as a figure, as large as its content and the same bytes each time."""
     png, pdf = io.BytesIO(), io.BytesIO()
     fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None}, bbox_inches="tight")
-    nobody = dict.fromkeys(("CreationDate", "Creator", "Producer"))
-    fig.savefig(pdf, format="pdf", metadata=nobody, bbox_inches="tight")
+    undated = dict.fromkeys(("CreationDate", "Creator", "Producer"))
+    fig.savefig(pdf, format="pdf", metadata=undated, bbox_inches="tight")
     plt.close(fig)
     return Figure(name, caption, png.getvalue(), pdf.getvalue())
 
 
 def legend_below(fig: Canvas, columns: int = 5) -> None:
-    legends = [ax.get_legend_handles_labels() for ax in fig.axes]
-    handles = {label: handle for each in legends for handle, label in zip(*each)}
+    """Draw one legend for all panels below them, in as many columns as fit."""
+    handles: dict[str, Any] = {}
+    for ax in fig.axes:
+        drawn, labels = ax.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn))
     for ncols in range(min(columns, max(1, len(handles))), 0, -1):
         legend = fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols)
         if ncols == 1 or legend.get_window_extent().width <= 0.98 * fig.bbox.width:
@@ -85,30 +99,37 @@ def legend_below(fig: Canvas, columns: int = 5) -> None:
 
 
 def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
+    """Name rows from the top down, the first at y = 0."""
     ax.set_yticks(range(len(labels)), labels if shown else [""] * len(labels))
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
 
 
-Panel = tuple[dict[str, Any], Mapping[Arm, pd.DataFrame]]
+class _Panel(NamedTuple):
+    """Hold arms' lines: tables of mean, low and high over the horizontal axis."""
+
+    title: str
+    xlabel: str
+    ylabel: str
+    lines: Mapping[Arm, pd.DataFrame]
+    xscale: str = "linear"
 
 
-def line_figure(name: str, caption: str, arms: Arms, panels: Sequence[Panel]) -> list[Figure]:
+def _line_figure(name: str, caption: str, arms: Arms, panels: Sequence[_Panel]) -> list[Figure]:
     """Draw arms' lines with intervals; no panel where no line has two points."""
-    panels = [panel for panel in panels if any(len(line) > 1 for line in panel[1].values())]
+    panels = [panel for panel in panels if any(len(line) > 1 for line in panel.lines.values())]
     if not panels:
         return []
     fig, grid = axes(len(panels), width=10.0 if len(panels) > 1 else 6.5)
-    for ax, (settings, lines) in zip(grid, panels):
-        for arm, line in lines.items():
-            style = style_in(arm, arms) | ({"marker": "o"} if len(line) == 1 else {})
+    for ax, panel in zip(grid, panels):
+        for arm, line in panel.lines.items():
+            style = _style_in(arm, arms) | ({"marker": "o"} if len(line) == 1 else {})
             ax.plot(line.index, line["mean"], label=arm.label, **style)
-            ax.fill_between(
-                line.index, line["low"], line["high"], color=style["color"], alpha=0.15, linewidth=0
-            )
-        ax.set(**settings)
+            band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
+            ax.fill_between(line.index, line["low"], line["high"], **band)
+        ax.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
         ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-        if settings.get("xscale") == "log":
+        if panel.xscale == "log":
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
             ax.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
@@ -116,17 +137,20 @@ def line_figure(name: str, caption: str, arms: Arms, panels: Sequence[Panel]) ->
     return [finish(fig, name, caption)]
 
 
-def over_seeds(points: pd.DataFrame, value: str, place: Any) -> pd.DataFrame:
-    return points.astype({value: float}).groupby(place)[value].agg(mean="mean", low="min", high="max")
+def _over_seeds(points: pd.DataFrame, place: Any) -> pd.DataFrame:
+    """Return the loss at each place: mean, least and greatest of the seeds."""
+    return points.astype({"loss": float}).groupby(place)["loss"].agg(mean="mean", low="min", high="max")
 
 
 def training_figures(records: Records) -> list[Figure]:
+    """Draw learning curves, paired differences, speed, and the loss by position."""
     arms = aggregate.arms_with_speeds(records)
     timed = [arm for arm in arms if arm.timing]
     return [*_learning_curves(arms), *_differences(arms), *_speed_bars(timed), *_loss_by_position(arms)]
 
 
 def throughput_figures(records: Records) -> list[Figure]:
+    """Draw the speed of arms that were only timed, of the latest timing."""
     timed = [] if aggregate.of_kind(records, "training") else aggregate.timed_arms(records)
     return _speed_bars([replace(arm, variant=()) for arm in timed if arm.timing == timed[0].timing])
 
@@ -135,42 +159,38 @@ def _learning_curves(arms: Arms) -> list[Figure]:
     by_tokens, by_time = {}, {}
     for arm in arms:
         points = arm.points("validation")
-        points = (
-            points[points["step"] > 0] if len(points) else points
-        )  # the loss at step 0 would squeeze the rest
         if len(points):
-            line, tokens = (over_seeds(points, "loss", "step"), points.groupby("step")["real_tokens"].mean())
+            points = points[points["step"] > 0]  # the loss at step 0 would squeeze the rest
+        if len(points):
+            line = _over_seeds(points, "step")
+            tokens = points.groupby("step")["real_tokens"].mean()
             by_tokens[arm] = line.set_axis(tokens)
             by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
-    panels = [
-        (
-            {"title": "Against data", "xlabel": "non-padding tokens", "ylabel": "validation loss (nats)"},
-            by_tokens,
-        )
-    ]
+    panels = [_Panel("Against data", "non-padding tokens", "validation loss (nats)", by_tokens)]
+    # Runs of their own may have shared a machine: only speeds of one timing compare.
     if all(arm.timing for arm in arms):
-        panels += [({"title": "Against time", "xlabel": "training time (s), at the measured speed"}, by_time)]
+        panels.append(_Panel("Against time", "training time (s), at the measured speed", "", by_time))
     caption = "Validation loss by tokens and time. Bands: range of seeds."
-    return line_figure("learning-curves", caption, arms, panels)
+    return _line_figure("learning-curves", caption, arms, panels)
 
 
 def _differences(arms: Arms) -> list[Figure]:
     metric = table_keys(arms)[0][0]
-    pairs = [one for one in aggregate.contrasts(arms, metric) if one.ruling.estimate.seeds > 1]
-    if not pairs:
+    contrasts = [each for each in aggregate.contrasts(arms, metric) if each.ruling.estimate.seeds > 1]
+    if not contrasts:
         return []
-    fig, (ax,) = axes(1, height=1.4 + 0.45 * len(pairs))
-    for y, pair in enumerate(pairs):
-        color, one = style_in(pair.arm, arms)["color"], pair.ruling.estimate
-        dots = (pair.arm[metric] - pair.other[metric]).dropna()
+    fig, (ax,) = axes(1, height=1.4 + 0.45 * len(contrasts))
+    for y, contrast in enumerate(contrasts):
+        color = _style_in(contrast.arm, arms)["color"]
+        mean, low, high = contrast.ruling.estimate[:3]
+        dots = (contrast.arm[metric] - contrast.other[metric]).dropna()
         ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
-        ax.errorbar(
-            one.mean, y, xerr=[[one.mean - one.low], [one.high - one.mean]], fmt="D", color=color, capsize=4
-        )
+        ax.errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
-    if (margin := pairs[0].arm.sweep.get("margin")) is not None:
+    margin = contrasts[0].margin
+    if margin is not None:
         ax.axvspan(-margin, margin, color=MUTED, alpha=0.12, linewidth=0)
-    name_bars(ax, [f"{pair.name} (n = {pair.ruling.estimate.seeds})" for pair in pairs])
+    name_bars(ax, [f"{each.name} (n = {each.ruling.estimate.seeds})" for each in contrasts])
     ax.set(title="Paired differences", xlabel=title(metric))
     caption = f"Paired differences in {title(metric)}: each seed (dots), mean and 95 % interval."
     return [finish(fig, "differences", caption)]
@@ -180,46 +200,47 @@ def _speed_bars(bars: Arms) -> list[Figure]:
     if not bars:
         return []
     fig, (ax,) = axes(1, height=1.3 + 0.5 * len(bars))
-    rates = [[arm[f"{what}_per_second"].mean() for what in ("real_tokens", "slots")] for arm in bars]
-    for y, (arm, (real, slots)) in enumerate(zip(bars, rates)):
-        color, faster = style_in(arm, bars)["color"], arm["speedup"].mean()
-        ax.barh(y, real, height=0.62, color=color)
-        ax.barh(y, slots - real, left=real, height=0.62, facecolor="white", edgecolor=color, hatch="////")
-        ax.text(slots, y, f" {real:,.0f}" + ("" if pd.isna(faster) else f"   {faster:.2f}x"), va="center")
+    slots = [arm["slots_per_second"].mean() for arm in bars]
+    for y, arm in enumerate(bars):
+        color = _style_in(arm, bars)["color"]
+        tokens = arm["real_tokens_per_second"].mean()
+        speedup = arm["speedup"].mean()
+        ax.barh(y, tokens, height=0.62, color=color)
+        hatched = {"facecolor": "white", "edgecolor": color, "hatch": "////"}
+        ax.barh(y, slots[y] - tokens, left=tokens, height=0.62, **hatched)
+        times = "" if pd.isna(speedup) else f"   {speedup:.2f}x"
+        ax.text(slots[y], y, f" {tokens:,.0f}{times}", va="center")
     name_bars(ax, [arm.label for arm in bars])
-    ax.set_xlim(0, 1.2 * np.max(rates))
+    ax.set_xlim(0, 1.2 * np.max(slots))
     ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    ax.set(
-        title="Speed: non-padding tokens per second, and slots lost to padding (hatched)",
-        xlabel="slots per second",
-    )
+    heading = "Speed: non-padding tokens per second, and slots lost to padding (hatched)"
+    ax.set(title=heading, xlabel="slots per second")
     caption = "Non-padding tokens/s (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
     return [finish(fig, "speed", caption)]
 
 
 def _loss_by_position(arms: Arms) -> list[Figure]:
-    axis = {"xscale": "log", "xlabel": "position in the document (tokens)"}
     losses, differences = {}, {}
     for arm in arms:
-        if len(points := arm.points("loss_by_position")):
-            line = over_seeds(points, "loss", ["start", "end"])
-            losses[arm] = line.set_axis([_middle(*place) for place in line.index])
-        if rows := aggregate.difference_by_position(arm):
-            differences[arm] = pd.DataFrame(
-                [one for *_, one in rows], [_middle(*place) for *place, _ in rows]
-            )
+        points = arm.points("loss_by_position")
+        if len(points):
+            line = _over_seeds(points, ["start", "end"])
+            losses[arm] = line.set_axis([_middle(start, end) for start, end in line.index])
+        estimates = {
+            _middle(start, end): found for start, end, found in aggregate.difference_by_position(arm)
+        }
+        if estimates:
+            differences[arm] = pd.DataFrame([*estimates.values()], [*estimates])
+    position = "position in the document (tokens)"
+    minus = f"The same, minus {aggregate.versus(arms)}"
     panels = [
-        (axis | {"title": "Validation loss by position", "ylabel": "loss (nats)"}, losses),
-        (
-            axis | {"title": f"The same, minus {aggregate.versus(arms)}", "ylabel": "difference (nats)"},
-            differences,
-        ),
+        _Panel("Validation loss by position", position, "loss (nats)", losses, "log"),
+        _Panel(minus, position, "difference (nats)", differences, "log"),
     ]
-    caption = (
-        "Validation loss by position in the document; paired differences with 95 % intervals over seeds."
-    )
-    return line_figure("loss-by-position", caption, arms, panels)
+    caption = "Validation loss by position in the document; paired differences, 95 % intervals over seeds."
+    return _line_figure("loss-by-position", caption, arms, panels)
 
 
 def _middle(start: float, end: float) -> float:
+    """Return where a range of positions is drawn, counted from 1; the last has no end."""
     return ((start + 1) * (end if end < aggregate.OPEN_END else 2 * start)) ** 0.5

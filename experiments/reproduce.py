@@ -1,0 +1,147 @@
+"""Make an experiment's records from nothing, and compare them: ``packmamba reproduce QUESTION``.
+
+An experiment's reproduce.py declares STEPS, which are benches and sweeps, HEADLINES, which are
+numbers of its tables, and what all of it TAKES. A step that was finished is not repeated, and one
+whose machine is not there is left out, so that a laptop reproduces what it can.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from packmamba.config import ConfigError, read_yaml, suggest
+from packmamba.files import write_whole
+from packmamba.lab.records import check_writable, read_records
+from packmamba.lab.report.aggregate import with_items
+from packmamba.lab.report.html import table_files, write_report
+from packmamba.lab.report.tables import Table, interval_text, make_table, write_table
+from packmamba.lab.reproduce import (
+    DONE,
+    Headline,
+    Step,
+    find,
+    finished,
+    kinds_of,
+    module,
+    require_experiments,
+    run_bench,
+)
+from packmamba.lab.sweep import load_sweep, run_sweep
+
+
+def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
+    """Make the records of an experiment or step, and compare; without a name, list costs."""
+    if not what:
+        print("\n".join(costs()))
+        return
+    keys = [override for override in overrides if not override.startswith(("scale=", "output="))]
+    options = dict(override.split("=", 1) for override in overrides if override not in keys)
+    question, _, name = what.partition("/")
+    folder = find(question)
+    declared = module(question, "reproduce")
+    known = [Path(step.file).stem for step in getattr(declared, "STEPS", ())]
+    if options.get("scale", "full") not in ("full", "small"):
+        raise ConfigError(f"scale: expected full or small, got {options['scale']}")
+    if declared is None or name not in ("", *known):
+        raise ConfigError(f"expected a step of {question}, got '{name}'{suggest(name, known)}")
+    small = options.get("scale") == "small"
+    steps = [step for step in declared.STEPS if name in ("", Path(step.file).stem) and (step.small or not small)]
+    output = Path(options.get("output", f"runs/reproduce/{question}{'-small' if small else ''}"))
+    check_writable(output, "output")
+    output.mkdir(parents=True, exist_ok=True)
+    done = finished(output) or [f"{question}/"]
+    for number, step in enumerate(steps, start=1):
+        added = [*step.overrides, *(step.small if small else ()), *keys]
+        title = " ".join([f"{question}/{step.file}", *added])
+        lacking = missing(step, "bench" in read_yaml(folder / step.file), small)
+        state = ": done before" if title in done else f": left out, as it needs {lacking}" if lacking else ""
+        print(f"[{number}/{len(steps)}] {title}{state}", flush=True)
+        if not state:
+            run_step(folder / step.file, added, output)
+            done.append(title)
+            write_whole(output / DONE, json.dumps(done, indent=1).encode())
+    if len(done) == 1:
+        raise ConfigError(f"{what}: expected a machine with what one of the steps above needs")
+    records = with_items(output, read_records(output))
+    kinds = kinds_of(folder, records)
+    table = comparison(declared.HEADLINES, folder, table_files(records, kinds), small)
+    page = write_report(output, kinds, records, opening=table)
+    print(f"{write_table(table, 'txt')}\nReport: {page}")
+
+
+def run_step(path: Path, overrides: Sequence[str], output: Path) -> None:
+    """Run a bench or sweep, whose records go to ``output``."""
+    keys = [override.replace("{output}", str(output)) for override in overrides] + [f"output={output}"]
+    if "bench" in read_yaml(path):
+        run_bench(path, keys)
+    else:
+        run_sweep(*load_sweep(path, keys))
+
+
+def missing(step: Step, is_bench: bool, small: bool) -> str:
+    """Say what a step needs that is not here: a package, of a sweep, or GPUs; empty if nothing."""
+    packages = [name for name in step.packages if importlib.util.find_spec(name) is None]
+    if packages and not is_bench:  # a bench leaves arms out
+        return f"the package {packages[0]}"
+    cards = [torch.cuda.get_device_properties(card) for card in range(torch.cuda.device_count())]
+    large_enough = [card for card in cards if card.total_memory / 2**30 >= step.gpu_gib]
+    if len(large_enough) >= step.gpus or (small and step.small_on_cpu):
+        return ""
+    return f"{step.gpus} GPU" + f" of {step.gpu_gib} GiB" * bool(step.gpu_gib)
+
+
+def costs() -> Iterator[str]:
+    """Yield a line for each experiment that has steps: what it needs, and how long it takes."""
+    for name in require_experiments():
+        declared = module(name, "reproduce")
+        steps = getattr(declared, "STEPS", ())
+        gpu = max((step.gpu_gib for step in steps if step.gpus), default=None)
+        needs = "CPU" if gpu is None else "GPU" + f" of {gpu} GiB" * bool(gpu)
+        packages = dict.fromkeys(package for step in steps for package in step.packages)
+        if steps:
+            yield f"{name:<12} {needs:<15} {getattr(declared, 'TAKES', '-'):<28} {', '.join(packages)}".rstrip()
+
+
+def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, str], small: bool) -> Table:
+    """Tabulate headline numbers: the paper's, the committed and the new."""
+    committed = {path.name: path.read_text(encoding="utf-8") for path in (folder / "tables").glob("*.csv")}
+    rows = []
+    for headline in headlines:
+        then, now = number_of(headline, committed), number_of(headline, made)
+        row: dict[str, Any] = {"headline": headline.name, "the paper": headline.paper or "-", "verdict": "-"}
+        row |= {"committed": _shown(then), "now": _shown(now)}
+        if then and now and not small:
+            row["ratio"] = now[0] / then[0] if then[0] else None
+            if then[2:]:
+                row["verdict"] = "inside" if then[1] <= now[0] <= then[2] else "outside"
+        rows.append(row)
+    return make_table(
+        "headlines",
+        "Headline numbers, committed and now",
+        "!headline | !the paper | !committed | !now | now / committed = ratio:.2f | !committed interval = verdict",
+        rows,
+        *["With scale=small no number is comparable."] * small,
+    )
+
+
+def number_of(headline: Headline, tables: Mapping[str, str]) -> list[float]:
+    """Return a headline's number, with its interval if it has one, of CSV files by name; [] without it."""
+    columns = [headline.column, f"{headline.column}_low", f"{headline.column}_high"]
+    wanted = {key: str(value) for key, value in headline.row.items()}
+    for name in (headline.table, headline.alone):
+        for row in csv.DictReader(io.StringIO(tables.get(f"{name}.csv", ""))):
+            if wanted.items() <= row.items():
+                return [float(row[column]) for column in columns if row.get(column)]
+    return []
+
+
+def _shown(number: list[float]) -> str:
+    return interval_text(number, ".4g") if number else "-"
