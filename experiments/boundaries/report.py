@@ -13,13 +13,12 @@ import numpy as np
 import pandas as pd
 
 from packmamba.lab.report import aggregate
-from packmamba.lab.report.aggregate import Record, Seeds, frame
+from packmamba.lab.report.aggregate import Record, Seeds, divergence, frame
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.lab.report.html import Kind
 from packmamba.lab.report.statistics import (
     DRAWS,
     Comparison,
-    Divergence,
     Estimate,
     Ruling,
     bootstrap,
@@ -27,6 +26,7 @@ from packmamba.lab.report.statistics import (
     estimate,
     holm,
     interval,
+    of_finite_runs,
     p_of_equivalence,
     rule,
     verdict,
@@ -123,6 +123,7 @@ class Arm:
     def _losses(self, low: float, high: float) -> tuple[pd.DataFrame, pd.Series]:
         """Sum nats (seeds, packages) at places from low up to high, and targets (packages,)."""
         here = self.places[self.places["start"].between(low, high, inclusive="left")]
+        here = of_finite_runs(here, "nats")
         sums = here.groupby(["seed", "group"])[["nats", "targets"]].sum()
         return sums["nats"].unstack("group"), sums["targets"].groupby("group").last()
 
@@ -188,9 +189,8 @@ def contrast(arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm
 
 def comparison(arm: Arm, other: Arm, low: float, high: float, **family: Any) -> Comparison:
     """Hold what decides about ``contrast``; ``family``: further fields of Comparison."""
-    counts = Divergence(len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs))
     differences, targets = paired(arm, other, low, high) or ([], None)
-    return Comparison(differences, targets, MARGIN, counts, **family)
+    return Comparison(differences, targets, MARGIN, divergence(arm, other), **family)
 
 
 def dose(arm: Arm) -> float:
@@ -415,6 +415,7 @@ def _exploratory(settings: Settings) -> Table:
                     if both and len(both[0]) > 2:
                         one = interval(both[0].sum(axis=1) / both[1].sum())
                         row: dict[str, Any] = {"setting": setting.label(), "what": what, "minus": other.name}
+                        row["lost"] = divergence(arm, other).lost(len(both[0]))
                         row |= {"places": places, "difference": contrast(arm, other, *span), "same": _same(arm, other)}
                         row["p_equivalence"] = p_of_equivalence(both[0].sum(axis=1) / both[1].sum(), None, MARGIN)
                         rows.append(row | {"p": math.nan if one is None else one.p, "leaks": family is LEAK})
@@ -434,14 +435,14 @@ def _exploratory(settings: Settings) -> Table:
 def _rule_exploratory(rows: Sequence[dict[str, Any]]) -> None:
     """Add adjusted p and verdicts; a leak is caught in its own setting and at the same places."""
     of_zero, of_equivalence = (holm({i: row[p] for i, row in enumerate(rows)}) for p in ("p", "p_equivalence"))
-    caught: dict[tuple[str, str], bool] = {}
+    caught: dict[tuple[str, str], int] = {}
     rulings = []
     for i, row in enumerate(rows):
         found, at = row["difference"], (row["setting"], row["places"])
-        claim = verdict(found, MARGIN, of_zero[i], of_equivalence[i])
+        claim = verdict(found, None if row["lost"] else MARGIN, of_zero[i], of_equivalence[i]) + row["lost"]
         rulings.append(Ruling(claim, found, of_zero[i], of_equivalence[i], verdict(found, MARGIN)))
         if row["leaks"]:
-            caught[at] = caught.get(at, False) or rulings[i].shows_harm()
+            caught[at] = max(caught.get(at, 0), rulings[i].shows_harm())
     for row, ruling in zip(rows, rulings):
         row |= ruled(ruling._replace(leak_caught=caught.get((row["setting"], row["places"]))))
 

@@ -138,9 +138,10 @@ def write_sweep(
 
 
 def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
-    """Add to training records their sweep: its entry, seeds, values tried, arms without a record."""
+    """Add to training records their sweep: its entry, seeds, values tried, arms and seeds without a record."""
     trained = [record for record in records if record["kind"] == "training"]
     recorded = {record["arm"] for record in trained}
+    runs = {(record["arm"], record["seed"]) for record in trained}
     sweeps: dict[str, dict[str, Any]] = {}
     for entry in entries:
         tuned = entry["tuned"]
@@ -150,6 +151,7 @@ def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]
         for arm, seeds in arms.items():
             before = sweeps.get(arm, {"seeds": [], "tried": []})
             merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried}
+            merged["missing"] = [seed for seed in merged["seeds"] if (arm, seed) not in runs]
             sweeps[arm] = entry | merged | {"absent": absent}
     for record in trained:
         if record["arm"] in sweeps:

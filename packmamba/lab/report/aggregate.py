@@ -138,6 +138,11 @@ class Arm:
         return set(self.runs.index[self["val_loss"].isna()])
 
     @property
+    def expected(self) -> set[int]:
+        """Seeds of its runs, and those that its sweep names and no run has."""
+        return {*self.runs.index, *self.sweep.get("missing", ())}
+
+    @property
     def label(self) -> str:
         """The name with the variant, as tables show it."""
         settings = ", ".join(f"{key}={value}" for key, value in self.variant)
@@ -316,8 +321,10 @@ def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | No
 
 
 def divergence(arm: Arm, other: Arm) -> Divergence:
-    """Count the runs of two arms, and the diverged ones among them."""
-    return Divergence(len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs))
+    """Count the runs of two arms, the diverged ones among them, and seeds that lack a run."""
+    runs = len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs)
+    seeds = arm.expected & other.expected
+    return Divergence(*runs, len(seeds), len(seeds - ({*arm.runs.index} & {*other.runs.index})))
 
 
 class Contrast(NamedTuple):

@@ -16,10 +16,11 @@ is given only to a claim that its Holm procedure rejects for, so whatever the pr
 5 % of families hold any false *different*, and at most 5 % any false *equivalent*.
 docs/statistics.md has the rates in simulations with known truth.
 
-Runs that diverged have no loss, and what is left of their arm is a selection. Its contrasts are
-*of survivors*, and never equivalent. A run that breaks down to a finite but absurd loss keeps its
-loss: nobody decides afterwards which runs count, and the wide interval that such a loss makes can
-turn *equivalent* into *open*, never *open* into *equivalent*.
+Runs that diverged have no loss, and others may have no finite value of the metric: what is left of
+their arm is a selection. Its contrasts are *of survivors*, and never equivalent; nor are contrasts
+of which a named seed has no run. A run that breaks down to a finite but absurd loss keeps its loss:
+nobody decides afterwards which runs count, and the wide interval that such a loss makes can turn
+*equivalent* into *open*, never *open* into *equivalent*.
 
 References: Fisher 1935, The Design of Experiments (the exact test); Holm 1979, Scandinavian
 Journal of Statistics 6, 65 (families); Schuirmann 1987, Journal of Pharmacokinetics and
@@ -36,6 +37,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import pandas as pd
 from numpy.typing import NDArray
 from scipy.special import chdtri, ndtri, stdtr, stdtrit
 from scipy.stats import fisher_exact
@@ -162,11 +164,18 @@ def difference_by_group(
     if any(points.empty for points in curves):
         return np.empty((0, 0)), np.empty(0)
     selected = [points.query(where) if where else points for points in curves]
-    summed = [points.groupby(["seed", "group"])[[value, weight]].sum() for points in selected]
+    finite = [of_finite_runs(points, value) for points in selected]
+    summed = [points.groupby(["seed", "group"])[[value, weight]].sum() for points in finite]
     ours, theirs = (side[value].unstack("group") for side in summed)
     differences = (ours - theirs).dropna(how="all").dropna(axis=1)
     weights = summed[0][weight].unstack("group").reindex(differences.index)[differences.columns]
     return differences.to_numpy(float), weights.to_numpy(float)[:1].ravel()
+
+
+def of_finite_runs(points: pd.DataFrame, value: str) -> pd.DataFrame:
+    """Drop all points of a seed that lacks a finite value at any of them: a sum would skip that point."""
+    lacking = points.loc[points[value].isna(), "seed"]
+    return points[~points["seed"].isin(lacking)]
 
 
 def p_of_equivalence(differences: Any, weights: Any, margin: float, draws: int = DRAWS) -> float:
@@ -194,12 +203,17 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
 
 
 class Divergence(NamedTuple):
-    """Count the runs of two arms, and how many of each diverged."""
+    """Count the runs of two arms, and how many of each diverged.
+
+    ``seeds`` are those that both arms should have; ``missing`` are those of them that lack a run.
+    """
 
     diverged: int = 0
     runs: int = 0
     other_diverged: int = 0
     other_runs: int = 0
+    seeds: int = 0
+    missing: int = 0
 
     @property
     def total(self) -> int:
@@ -209,7 +223,7 @@ class Divergence(NamedTuple):
     @property
     def p(self) -> float:
         """p that both arms diverge equally often, by Fisher's exact test, two-sided."""
-        return _fisher(*self)
+        return _fisher(*self[:4])
 
     @property
     def can_differ(self) -> bool:
@@ -220,6 +234,14 @@ class Divergence(NamedTuple):
         fewest, most = max(0, self.total - self.other_runs), min(self.total, self.runs)
         splits = (_fisher(count, self.runs, self.total - count, self.other_runs) for count in (fewest, most))
         return min(splits) <= ALPHA
+
+    def lost(self, pairs: int) -> str:
+        """Say why fewer pairs than planned have a value; empty if none is lost.
+
+        A run without a finite value of the metric did not survive, though its loss be finite.
+        """
+        of_survivors = ", of survivors" * bool(self.total or pairs < self.seeds - self.missing)
+        return of_survivors + f", {self.missing} of {self.seeds} seeds missing" * bool(self.missing)
 
     @property
     def worse(self) -> bool:
@@ -252,12 +274,17 @@ class Comparison:
     is_leak: bool = False
 
 
+# What stands beside *equivalent*, the least evidence first. That a study sees arms diverge does not
+# show that it sees a difference as small as its margin: only a difference of the metric does.
+EVIDENCE = (", leak not caught", ", leak caught by divergence alone", ", leak caught of survivors", "")
+
+
 class Ruling(NamedTuple):
     """Hold what is claimed of a contrast and what that rests on.
 
     Each p is adjusted over the family. ``by_interval`` is what the interval alone would claim.
-    ``leak_caught`` tells if the same test, in the same setting, shows a leak's harm; None without
-    an arm that leaks.
+    ``leak_caught`` tells how well the same test, in the same setting, shows a leak's harm: an index
+    of ``EVIDENCE``; None without an arm that leaks.
     """
 
     claim: str
@@ -265,7 +292,7 @@ class Ruling(NamedTuple):
     p_difference: float = math.nan
     p_equivalence: float = math.nan
     by_interval: str = ""
-    leak_caught: bool | None = None
+    leak_caught: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -273,15 +300,17 @@ class Ruling(NamedTuple):
         if self.claim != "equivalent":
             return self.claim
         few_seeds = ", few seeds" * (self.estimate.seeds < FEW_SEEDS)
-        lacks = {None: ", no leak arm", False: ", leak not caught", True: ""}
-        return f"equivalent{few_seeds}{lacks[self.leak_caught]}"
+        lacks = ", no leak arm" if self.leak_caught is None else EVIDENCE[self.leak_caught]
+        return f"equivalent{few_seeds}{lacks}"
 
-    def shows_harm(self, higher_is_better: bool = False) -> bool:
-        """Tell if the first arm is shown to be worse: by its mean, or since it diverges more."""
+    def shows_harm(self, higher_is_better: bool = False) -> int:
+        """Tell if the first arm is shown to be worse: an index of ``EVIDENCE``, 0 if it is not."""
         if "diverges" in self.claim:
-            return self.claim == "different (diverges)"
+            return int(self.claim == "different (diverges)")
         is_higher = self.estimate.mean > 0
-        return self.claim.startswith("different") and is_higher != higher_is_better
+        if not self.claim.startswith("different") or is_higher == higher_is_better:
+            return 0
+        return 2 if "of survivors" in self.claim else 3
 
 
 def rule(
@@ -299,11 +328,11 @@ def rule(
     for family in dict.fromkeys(one.family for one in comparisons.values()):
         members = {key: one for key, one in comparisons.items() if one.family == family}
         rulings |= _rule_family(members, (absent or {}).get(family, 0))
-    caught: dict[Hashable, bool] = {}
+    caught: dict[Hashable, int] = {}
     for key, one in comparisons.items():
         if one.is_leak:
             harm = rulings[key].shows_harm(higher_is_better)
-            caught[one.setting] = caught.get(one.setting, False) or harm
+            caught[one.setting] = max(caught.get(one.setting, 0), harm)
     return {
         key: rulings[key]._replace(leak_caught=caught.get(one.setting)) for key, one in comparisons.items()
     }
@@ -312,14 +341,16 @@ def rule(
 def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Ruling]:
     """Adjust both kinds of p over a family, and give each contrast its claim."""
     estimates, of_difference, of_equivalence = {}, dict[Any, float](), dict[Any, float]()
+    lost = {}
     for key, one in family.items():
         estimates[key] = estimate(one.differences, one.weights) or NOTHING
+        lost[key] = one.divergence.lost(estimates[key].seeds)
         of_difference[key, "mean"] = estimates[key].p
         if one.divergence.can_differ:
             of_difference[key, "divergence"] = one.divergence.p
         if one.margin is not None:
             p_same = p_of_equivalence(one.differences, one.weights, one.margin)
-            of_equivalence[key] = math.nan if one.divergence.total else p_same  # counts, claims nothing
+            of_equivalence[key] = math.nan if lost[key] else p_same  # counts, claims nothing
     missing: dict[Any, float] = {("absent", place): math.nan for place in range(absent)}
     p_difference = holm(of_difference | missing)
     p_equivalence = holm(of_equivalence | missing)
@@ -330,10 +361,9 @@ def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Rul
         p_same = p_equivalence.get(key, math.nan)
         if p_difference.get((key, "divergence"), math.nan) <= ALPHA:
             claim = f"different ({'diverges' if one.divergence.worse else 'the other diverges'})"
-        elif one.divergence.total:
-            claim = f"{verdict(found, None, p)}, of survivors"
         else:
-            claim = verdict(found, one.margin, p, p_same)
+            margin = None if lost[key] else one.margin
+            claim = verdict(found, margin, p, p_same) + lost[key]
         rulings[key] = Ruling(claim, found, p, p_same, verdict(found, one.margin))
     return rulings
 

@@ -424,9 +424,9 @@ def _evaluation(name: str, metrics: Sequence[str], arms: Arms) -> Table:
 
 VERDICT_NOTES = (
     "Leak not caught, no leak arm: no leak of the same setting is shown to be worse, so the "
-    "test could not have failed. Of survivors: runs diverged, and what is left is a selection, "
-    "never equivalent; diverges: more often than the other arm, by Fisher's exact test. Other "
-    "documents: never equivalent.",
+    "test could not have failed. Of survivors: runs diverged or have no finite value, and what is "
+    "left is a selection; diverges: more often than the other arm, by Fisher's exact test. Of "
+    "survivors, seeds missing, other documents: never equivalent.",
     f"Seeds for 80 % power: to be equivalent at no difference, {FEW_SEEDS} or more, at the "
     "upper 80 % confidence bound of the standard deviation; a dash: more than 100.",
 )
@@ -437,7 +437,7 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
     for contrast in contrasts:
         found = contrast.ruling.estimate
         family = sum(other.primary == contrast.primary for other in contrasts)
-        diverged = Cell(_diverged(contrast) or "-", tuple(contrast.comparison.divergence))
+        diverged = Cell(_diverged(contrast) or "-", contrast.comparison.divergence[:4])
         row: Row = {"contrast": contrast.name, "primary": "primary" if contrast.primary else "exploratory"}
         row |= {"seeds": found.seeds, "groups": found.groups if found.groups > 1 else None}
         row |= {"diverged": diverged, "seeds_needed": _seeds_needed(contrast, family)}
@@ -460,7 +460,7 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
 
 def _diverged(contrast: Contrast) -> str:
     """Say how many runs of each arm diverged, if any did."""
-    diverged, runs, other_diverged, other_runs = contrast.comparison.divergence
+    diverged, runs, other_diverged, other_runs = contrast.comparison.divergence[:4]
     return f"{diverged} of {runs} against {other_diverged} of {other_runs}" * bool(diverged + other_diverged)
 
 

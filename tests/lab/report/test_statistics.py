@@ -7,6 +7,7 @@ import pytest
 from scipy import stats
 
 from made_records import table, training
+from packmamba.lab.records import append_record, read_records, write_sweep
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.html import format_table
 from packmamba.lab.report.statistics import (
@@ -197,13 +198,20 @@ FEW = [0.001, -0.001, 0.0005, 0.0]
         (Divergence(6, 8, 0, 8), "different (diverges)"),
         (Divergence(0, 8, 6, 8), "different (the other diverges)"),
         (Divergence(3, 3, 0, 3), "open, of survivors"),  # three runs of each show nothing
+        (Divergence(0, 4, 0, 4, seeds=4), "equivalent"),
+        (Divergence(0, 5, 0, 5, seeds=5), "open, of survivors"),  # a value of a fifth is not finite
+        (Divergence(0, 4, 0, 5, seeds=5, missing=1), "open, 1 of 5 seeds missing"),
+        (Divergence(0, 5, 0, 5, seeds=6, missing=1), "open, of survivors, 1 of 6 seeds missing"),
+        (Divergence(6, 8, 0, 7, seeds=8, missing=1), "different (diverges)"),
     ],
 )
-def test_diverged_runs_make_no_verdict_easier(divergence, ruling):
+def test_lost_runs_make_no_verdict_easier(divergence, ruling):
     comparison = Comparison(FEW, margin=MARGIN, divergence=divergence)
     assert rule({"one": comparison})["one"].claim == ruling
     shifted = Comparison(np.add(FEW, 1.0), margin=MARGIN, divergence=divergence)
-    expected = ruling if "diverges" in ruling else "different, of survivors" if divergence.total else "different"
+    expected = (
+        ruling if "diverges" in ruling else ruling.replace("open", "different").replace("equivalent", "different")
+    )
     assert rule({"one": shifted})["one"].claim == expected
 
 
@@ -317,7 +325,45 @@ def test_only_where_a_leak_is_caught_equivalence_is_bare(boundary):
         assert verdicts_of(made)["packed-reset - padded"] == expected
     assert verdicts_of(helps)["packed-reset - padded"] == "equivalent, leak not caught", "it does no harm"
     broken = with_losses("packed-leak", [None] * 5)
-    assert verdicts_of(broken)["packed-reset - padded"] == "equivalent", "a leak that diverges is caught"
+    ruling = verdicts_of(broken)["packed-reset - padded"]
+    assert ruling == "equivalent, leak caught by divergence alone", "no small difference is shown to be seen"
+    worse = [loss + 0.05 + seed / 1000 for seed, loss in enumerate(losses)]
+    survivors = with_losses("packed-leak", [*worse[:4], None])
+    assert verdicts_of(survivors)["packed-reset - padded"] == "equivalent, leak caught of survivors"
+
+
+@pytest.mark.parametrize("groups", [0, 20])
+def test_a_metric_that_is_not_finite_is_no_survivor_s(groups):
+    """Also with groups of documents, whose sums would skip what is not finite."""
+    made = records()
+    for number, record in enumerate(made):
+        loss = record["metrics"]["val_loss"]
+        record["metrics"] |= {"perplexity.loss": loss}
+        record["curves"]["perplexity.by_group"] = [
+            {"group": group, "start": 0, "targets": 10, "nats": 10 * loss + math.sin(number * group) / 100}
+            for group in range(groups)
+        ]
+        record["sweep"] = record["sweep"] | {"table": {"metrics": ["perplexity.loss"]}}
+    assert verdicts_of(made)["packed-reset - padded"] == "equivalent"
+    (broken,) = (record for record in made if record["arm"] == "packed-reset" and record["seed"] == 3)
+    broken["metrics"]["perplexity.loss"] = None
+    for point in broken["curves"]["perplexity.by_group"][:1]:
+        point["nats"] = None
+    rows = {row["contrast"]: row for row in table(made, "verdicts")}
+    row = rows["packed-reset - padded"]
+    assert (row["verdict"], row["seeds"], row["diverged"]) == ("open, of survivors", "4", "0")
+
+
+def test_a_seed_that_has_no_run_stands_beside_the_verdict(tmp_path):
+    for record in records():
+        if (record["arm"], record["seed"]) != ("padded", 2):
+            append_record(tmp_path / "records.jsonl", record)
+    arms = dict.fromkeys(("padded", "packed-reset", "packed-leak"), range(5))
+    write_sweep(tmp_path, "sweep", arms, **RULE)
+    found = verdicts_of(read_records(tmp_path))
+    assert found["packed-reset - padded"] == "open, 1 of 5 seeds missing"
+    assert found["packed-leak - padded"] == "different, 1 of 5 seeds missing"
+    assert found["packed-leak - packed-reset"] == "different"
 
 
 def test_an_arm_with_diverged_runs_is_never_equivalent():
