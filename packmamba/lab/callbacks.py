@@ -1,4 +1,10 @@
-"""Callbacks of a training run."""
+"""Callbacks of a training run: what it counts, saves, averages, checks and evaluates.
+
+Lightning calls them in the order of ``fit``'s list, ``Checkpoint`` last, so that what a checkpoint
+holds is complete. What they hold between steps is saved with it: a run that goes on counts on.
+Checkpoints, evaluations and leak checks happen outside of the run's clock (``RunMetrics.paused``);
+a speed that included them would compare how often runs were saved.
+"""
 
 import logging
 import math
@@ -35,51 +41,66 @@ logger = logging.getLogger(__name__)
 
 
 class SavedCallback(Callback):
+    """Save the attributes that ``SAVED`` names with each checkpoint."""
+
     SAVED: tuple[str, ...]
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
         return {name: getattr(self, name) for name in self.SAVED}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
         vars(self).update(state_dict)
 
 
 class RunMetrics(SavedCallback):
-    """Count tokens, slots and seconds, keep curves, and stop at a loss that is not finite."""
+    """Count tokens, slots and seconds, keep curves, and stop at a loss that is not finite.
 
-    WARMUP_STEPS = 3  # of each process, not in ``timed``
-    COUNTS = {"real_tokens": "num_tokens", "slots": "num_slots", "targets": "num_targets", "documents_behind": "num_behind",
-              "tokens_behind": "tokens_behind"}  # fmt: skip
+    ``totals`` are of the whole run; ``timed`` leaves out the first steps of each process, in which
+    kernels and graphs are made. A curve is a list of points, losses in nats per target.
+    """
+
+    WARMUP_STEPS = 3
+    COUNTS = ("steps", "real_tokens", "slots", "targets", "documents_behind", "tokens_behind")
     SAVED = ("totals", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
 
     def __init__(self, log_every: int) -> None:
-        self.log_every, self.steps_here, self._clock = log_every, 0, 0.0
-        self.totals: dict[str, float] = dict.fromkeys(("steps", "seconds", *self.COUNTS), 0)
+        self.log_every = log_every
+        self.totals: dict[str, float] = dict.fromkeys((*self.COUNTS, "seconds"), 0)
         self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
-        self.train, self.validation, self.by_position = (list[dict[str, float]]() for _ in range(3))
+        self.train: list[dict[str, float]] = []
+        self.validation: list[dict[str, float]] = []
+        self.by_position: list[dict[str, float]] = []
         self.started_from: int | None = None
         self.peak_memory: int | None = None
         self.diverged: int | None = None
+        self._steps_of_process = 0
+        self._clock = 0.0
         self._unchecked_losses: list[Tensor] = []
 
     @property
     def state_key(self) -> str:
-        return "History"  # the name in checkpoints since the first
+        """Return the name in checkpoints since the first."""
+        return "History"
 
     @contextmanager
     def paused(self) -> Iterator[None]:
+        """Stop the run's clock meanwhile."""
         self._count()
         yield
         self.on_train_start()
 
     def _count(self, wait: bool = True, **amounts: float) -> None:
+        """Add amounts, and the seconds since the last look at the clock."""
         if wait and torch.cuda.is_initialized():
             torch.cuda.synchronize()
         now = time.perf_counter()
-        amounts["seconds"], self._clock = now - self._clock, now
+        amounts["seconds"] = now - self._clock
+        self._clock = now
         for key, amount in amounts.items():
             self.totals[key] += amount
-            if key in self.timed and self.steps_here > self.WARMUP_STEPS:
+            if key in self.timed and self._steps_of_process > self.WARMUP_STEPS:
                 self.timed[key] += amount
 
     def _point(self, loss: Tensor) -> dict[str, float]:
@@ -87,60 +108,76 @@ class RunMetrics(SavedCallback):
         return {"step": steps, "real_tokens": tokens, "seconds": seconds, "loss": float(loss)}
 
     def on_train_start(self, *_: Any) -> None:
+        """Start the run's clock."""
         self._clock = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, module: Any, outputs: Any, batch: StepBatch, _: int
     ) -> None:
+        """Count a step; every ``log_every`` steps log it and check its loss.
+
+        Between these, neither the loss nor the clock waits for the GPU.
+        """
         step = trainer.global_step
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
-        self.steps_here += 1
-        amounts = {name: getattr(batch, of) for name, of in self.COUNTS.items()}
-        self._count(logged or self.steps_here <= self.WARMUP_STEPS, steps=1, **amounts)
+        self._steps_of_process += 1
+        counts = (
+            1,
+            batch.num_tokens,
+            batch.num_slots,
+            batch.num_targets,
+            batch.num_behind,
+            batch.tokens_behind,
+        )
+        wait = logged or self._steps_of_process <= self.WARMUP_STEPS
+        self._count(wait, **dict(zip(self.COUNTS, counts, strict=True)))
         self._unchecked_losses.append(outputs["loss"])
         if logged:
-            self.train.append(self._point(outputs["loss"]))
-            before, point = [{"real_tokens": 0, "seconds": 0.0}, *self.train][-2:]
-            tokens, seconds = (point[name] - before[name] for name in ("real_tokens", "seconds"))
-            rates = {
-                "train/real_tokens": point["real_tokens"],
-                "train/real_tokens_per_second": tokens / seconds,
-            }
+            before = self.train[-1] if self.train else {"real_tokens": 0, "seconds": 0.0}
+            point = self._point(outputs["loss"])
+            self.train.append(point)
+            rate = (point["real_tokens"] - before["real_tokens"]) / (point["seconds"] - before["seconds"])
+            rates = {"train/real_tokens": point["real_tokens"], "train/real_tokens_per_second": rate}
             module.log_dict(rates, on_step=True, on_epoch=False)
             self.check_finite(trainer, module)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:
         """Stop if a loss since the last check is not finite, unless a loss scale skips such steps."""
-        finite = (
-            torch.isfinite(torch.stack(self._unchecked_losses)).tolist() if self._unchecked_losses else []
-        )
-        self._unchecked_losses.clear()
+        losses = self._unchecked_losses
+        finite = torch.isfinite(torch.stack(losses)).tolist() if losses else []
+        self._unchecked_losses = []
         if not all(finite) and self.diverged is None and not module.scaled:
             self.diverged = int(self.totals["steps"]) - len(finite) + 1 + finite.index(False)
             trainer.should_stop = True
 
     def on_validation_start(self, trainer: Trainer, module: Any) -> None:
+        """Stop the clock, and note the training's peak memory before validation has its own."""
         if trainer.state.fn == "fit":
             self._count()
             self.on_train_end(trainer, module)
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        """Add a point to the curve of validation losses, and keep the last losses by position."""
         results = module.alone.compute()
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
         if module.as_trained.update_called:
             point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
         # After a kill, a step may be validated again.
-        self.validation = [p for p in self.validation if p["step"] != point["step"]] + [point]
-        means, counts = results["by_position"].tolist(), results["counts"].tolist()
-        buckets = zip(POSITION_EDGES, (*POSITION_EDGES[1:], 2**31), means, counts)
-        self.by_position = [dict(zip(("start", "end", "loss", "count"), one)) for one in buckets if one[-1]]
+        self.validation = [other for other in self.validation if other["step"] != point["step"]]
+        self.validation.append(point)
+        ends = (*POSITION_EDGES[1:], 2**31)
+        columns = (POSITION_EDGES, ends, results["by_position"].tolist(), results["counts"].tolist())
+        ranges = [dict(zip(("start", "end", "loss", "count"), values)) for values in zip(*columns)]
+        self.by_position = [each for each in ranges if each["count"]]
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        """Start the clock again, and the peak of memory."""
         if module.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(module.device)
         self.on_train_start()
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        """Note the peak memory so far, in bytes."""
         if module.device.type == "cuda":
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
 
@@ -149,10 +186,12 @@ class ProgressBar(TQDMProgressBar):
     """Show losses, not the loggers' versions; end its line before an error is printed."""
 
     def get_metrics(self, trainer: Trainer, module: Any) -> dict[str, Any]:
+        """Return what the bar shows."""
         metrics = super().get_metrics(trainer, module)
         return {name: value for name, value in metrics.items() if name != "v_num"}
 
     def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        """Close the bars."""
         for bar in (self._val_progress_bar, self._train_progress_bar):
             if bar is not None:
                 bar.close()
@@ -162,6 +201,7 @@ class CheckpointFile(TorchCheckpointIO):
     """Write a checkpoint whole or not at all. Raises DiskFull."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+        """Write to a temporary file, and rename it."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         # A file of Python's: torch does not say why its own cannot be written.
@@ -170,31 +210,40 @@ class CheckpointFile(TorchCheckpointIO):
 
 
 class Stopped(UserError):
+    """A run was stopped after a step and has a checkpoint; by a signal, or (1) by ``stop``."""
+
     def __init__(self, step: int, max_steps: int, signum: int) -> None:
         super().__init__(
             f"stopped after step {step} of {max_steps}, with a checkpoint; the same command resumes it"
         )
-        self.step, self.status = step, 128 + signum if signum > 1 else 3  # 1: by ``stop``
+        self.step = step
+        self.status = 128 + signum if signum > 1 else 3
 
 
 class Checkpoint(LightningCheckpoint):
-    """Save after validation; a signal or ``stop`` ends the run with a checkpoint."""
+    """Save at a step's end, after its validation; a signal or ``stop`` ends the run with a checkpoint.
+
+    The last two stay: the newest may be damaged, as by a disk, where its write was not interrupted.
+    """
 
     def __init__(
         self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]
     ) -> None:
-        self.folder, self.options, self.metrics, self.stop = folder, config.trainer, metrics, stop
+        self.folder = folder
+        self.options = config.trainer
+        self.metrics = metrics
+        self.stop = stop
         self.stopped: Stopped | None = None
         self._signum = 0
 
     @contextmanager
     def signals(self) -> Iterator[None]:
-        handlers: dict[signal.Signals, Any] = {}
-        for signum in (
-            (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
-        ):
-            if signal.getsignal(signum) in (signal.SIG_DFL, signal.default_int_handler):
-                handlers[signum] = signal.signal(signum, self._handle)
+        """Let SIGINT and SIGTERM stop the run at the next step's end; other handlers stay."""
+        handlers: dict[int, Any] = {}
+        if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
+            for caught in (signal.SIGINT, signal.SIGTERM):
+                if signal.getsignal(caught) in (signal.SIG_DFL, signal.default_int_handler):
+                    handlers[caught] = signal.signal(caught, self._handle)
         try:
             yield
         finally:
@@ -202,23 +251,21 @@ class Checkpoint(LightningCheckpoint):
                 signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: Any) -> None:
-        if signum == self._signum == signal.SIGINT:
+        if signum == self._signum == signal.SIGINT:  # a second Ctrl-C
             raise KeyboardInterrupt
         self._signum = signum
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        """Save, unless the step is validated first."""
         if trainer.global_step % self.options.validate_every:
             self.on_validation_end(trainer, module)
 
     def on_validation_end(self, trainer: Trainer, module: Any) -> None:
+        """Save if it is time to, and stop if that is wanted."""
         if trainer.state.fn != "fit":
             return
         step = trainer.global_step
-        signum = self._signum or int(self.stop(self.metrics))
-        if trainer.world_size > 1:
-            own, signum = torch.tensor(signum, device=trainer.strategy.root_device), 0
-            if step % self.metrics.log_every == 0:
-                signum = int(trainer.strategy.reduce(own, reduce_op="max"))
+        signum = self._wanted_stop(trainer)
         last = step == trainer.max_steps
         if step % self.options.checkpoint_every and not last and not signum:
             return
@@ -231,20 +278,38 @@ class Checkpoint(LightningCheckpoint):
                 old.unlink(missing_ok=True)
         if signum and not last:
             self.stopped = Stopped(step, trainer.max_steps, signum)
-            trainer.should_stop, trainer.limit_val_batches = True, 0
+            trainer.should_stop = True
+            trainer.limit_val_batches = 0
+
+    def _wanted_stop(self, trainer: Trainer) -> int:
+        """Return the signal to stop by, 1 for ``stop``, 0 for none, the same on all ranks.
+
+        Ranks ask each other only at logged steps, since that waits for the slowest.
+        """
+        signum = self._signum or int(self.stop(self.metrics))
+        if trainer.world_size == 1:
+            return signum
+        if trainer.global_step % self.metrics.log_every:
+            return 0
+        wanted = torch.tensor(signum, device=trainer.strategy.root_device)
+        return int(trainer.strategy.reduce(wanted, reduce_op="max"))
 
 
 def step_of(path: Path) -> int:
+    """Return the step after which a checkpoint was saved."""
     return int(path.stem.removeprefix("step="))
 
 
 def checkpoints(folder: Path) -> list[Path]:
+    """Return a folder's checkpoints, the newest last."""
     return sorted(folder.glob("step=*.ckpt"), key=step_of)
 
 
 def read_checkpoint(path: Path) -> dict[str, Any]:
+    """Read a checkpoint to the CPU. Raises ConfigError if it is damaged or of another version."""
     try:
-        if (damaged := zipfile.ZipFile(path).testzip()) is not None:  # torch.load does not check CRCs
+        damaged = zipfile.ZipFile(path).testzip()  # torch.load does not check CRCs
+        if damaged is not None:
             raise ValueError(f"{damaged} is damaged")
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
@@ -273,14 +338,16 @@ class Average(SavedCallback):
     SAVED = ("taken", "mean")
 
     def __init__(self, steps: int, snapshots: int, share: float) -> None:
-        first = max(steps - int(share * steps), 1)
-        self.at = {
-            round(first + i * (steps - first) / (snapshots - 1)) for i in range(snapshots) if snapshots > 1
-        }
-        self.taken, self.mean = 0, dict[str, Tensor]()
+        self.at: set[int] = set()
+        if snapshots > 1:
+            first = max(steps - int(share * steps), 1)
+            self.at = {round(first + i * (steps - first) / (snapshots - 1)) for i in range(snapshots)}
+        self.taken = 0
+        self.mean: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
+        """Add the weights of a step in ``at`` to their mean."""
         if trainer.global_step in self.at:
             self.taken += 1
             for name, weight in module.model.named_parameters():
@@ -293,15 +360,18 @@ class LeakCheck(LightningLeakCheck):
 
     def __init__(self, config: Config, metrics: RunMetrics) -> None:
         super().__init__(every=config.trainer.leakcheck_every or 0)
-        self.config, self.metrics = config, metrics
+        self.config = config
+        self.metrics = metrics
         self.needless = why_unchecked(config.trainer)
         self.done = self.needless is not None
 
     def check_step(self, *arguments: Any) -> tuple[Found, str]:
+        """Check a step outside of the run's clock."""
         with self.metrics.paused():
             return super().check_step(*arguments)
 
     def settle(self, found: Found, line: str) -> None:
+        """Name the boundary scheme and the step of a leak."""
         if found is Found.LEAK:
             line = f"trainer.boundary={self.config.trainer.boundary}: step {self.step + 1}: {line}"
         super().settle(found, line)
@@ -313,12 +383,9 @@ class LeakCheck(LightningLeakCheck):
         """Return "checked at step N", the last one, or "unchecked: why"."""
         if self.checked_at is None:
             return f"unchecked: {self.needless or self.unchecked}"
-        options = {
-            "trainer.cuda_graphs": self.config.trainer.cuda_graphs,
-            "model.compile": self.config.model.compile,
-        }
-        used = " and ".join(name for name, is_used in options.items() if is_used)
-        without = f", computed without {used}" if used else ""
+        used = ["trainer.cuda_graphs"] * self.config.trainer.cuda_graphs
+        used += ["model.compile"] * self.config.model.compile
+        without = f", computed without {' and '.join(used)}" if used else ""
         later = self.tried_at != self.checked_at
         failed = f"; unchecked at step {self.tried_at + 1}: {self.unchecked}" if later else ""
         return f"checked at step {self.checked_at + 1}{without}{failed}"
@@ -338,25 +405,32 @@ def why_unchecked(options: TrainerConfig) -> str | None:
 
 
 def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
-    more |= {"examples": config.evaluation_examples, "options": config.evaluation_options.get(name, {})}
-    return EvalContext(config.data, key="evaluation_options", trainer=config.trainer, **more)
+    """Return what an evaluation of a run reads; ``more``: further fields of EvalContext."""
+    options = config.evaluation_options.get(name, {})
+    more |= {"key": "evaluation_options", "options": options, "examples": config.evaluation_examples}
+    return EvalContext(config.data, trainer=config.trainer, **more)
 
 
 class Evaluations(SavedCallback):
+    """Evaluate the model every ``trainer.evaluate_every`` steps; ``points`` are the metrics by step."""
+
     SAVED = ("points",)
 
     def __init__(self, config: Config, metrics: RunMetrics) -> None:
-        self.config, self.metrics = config, metrics
+        self.config = config
+        self.metrics = metrics
         self.points: list[dict[str, Any]] = []
 
     def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        step, every = trainer.global_step, self.config.trainer.evaluate_every
+        """Evaluate on rank 0, while the others wait; the last step is evaluated by ``fit``."""
+        step = trainer.global_step
+        every = self.config.trainer.evaluate_every
         if every is None or step % every or step == trainer.max_steps:
             return
         with self.metrics.paused():
             if trainer.is_global_zero:
-                text = open_source(self.config.data).vocab_size is None
-                tokenizer = load_tokenizer(self.config.data) if text else None
+                is_text = open_source(self.config.data).vocab_size is None
+                tokenizer = load_tokenizer(self.config.data) if is_text else None
                 with eager():
                     self.evaluate(trainer, module.model.eval(), tokenizer)
                 module.model.train()
@@ -365,22 +439,19 @@ class Evaluations(SavedCallback):
     def evaluate(
         self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None
     ) -> dict[str, EvalResult]:
-        step, more = (trainer.global_step, {"tokenizer": tokenizer, "max_slots": default_max_slots(model)})
-        contexts = {name: evaluation_context(self.config, name, **more) for name in self.config.evaluations}
-        results = {name: evaluate(name, model, context) for name, context in contexts.items()}
-        numbers = {
-            f"{name}.{key}": value
-            for name, result in results.items()
-            for key, value in result.metrics.items()
-        }
-        finite = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        point = {
-            "step": step,
-            "real_tokens": self.metrics.totals["real_tokens"],
-            **dict.fromkeys(numbers),
-            **finite,
-        }
+        """Run all evaluations, add their point, and log it; return their results by name."""
+        max_slots = default_max_slots(model)
+        results: dict[str, EvalResult] = {}
+        numbers: dict[str, float | None] = {}
+        for name in self.config.evaluations:
+            context = evaluation_context(self.config, name, tokenizer=tokenizer, max_slots=max_slots)
+            results[name] = evaluate(name, model, context)
+            for key, value in results[name].metrics.items():
+                numbers[f"{name}.{key}"] = value if math.isfinite(value) else None
+        step = trainer.global_step
+        point = {"step": step, "real_tokens": self.metrics.totals["real_tokens"], **numbers}
         self.points = [other for other in self.points if other["step"] != step] + [point]
+        finite = {f"evaluation/{name}": value for name, value in numbers.items() if value is not None}
         for each in trainer.loggers:
-            each.log_metrics({f"evaluation/{name}": value for name, value in finite.items()}, step - 1)
+            each.log_metrics(finite, step - 1)
         return results

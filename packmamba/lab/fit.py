@@ -30,20 +30,11 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
 
-from packmamba.config import (
-    CONFIGURATION,
-    Config,
-    ConfigError,
-    TrainerConfig,
-    import_plugins,
-    need,
-    registry,
-    to_dict,
-)
+from packmamba.config import CONFIGURATION, Config, TrainerConfig, import_plugins, need, registry, to_dict
 from packmamba.data.sources import open_source
 from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import write_tokenizer
-from packmamba.errors import UserError
+from packmamba.errors import ConfigError, UserError
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
 from packmamba.files import space_for
@@ -58,7 +49,9 @@ MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
 def fit(
-    config: Config, progress: bool = True, stop: Callable[[callbacks.RunMetrics], bool] | None = None
+    config: Config,
+    progress: bool = True,
+    stop: Callable[[callbacks.RunMetrics], bool] = lambda metrics: False,
 ) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
@@ -78,7 +71,7 @@ def fit(
                 with suppress(OSError):  # it holds other runs
                     folder.parent.rmdir()
             raise
-        except SystemExit:
+        except SystemExit:  # Lightning's, of a Ctrl-C
             raise KeyboardInterrupt from None
         finally:
             if torch.distributed.is_initialized():
@@ -122,9 +115,9 @@ def _keep_freed_memory() -> None:
 
 
 def _configure_compiler(deterministic: bool) -> None:
+    """Compile each block for each shape of a batch, and where bits matter from nothing."""
     torch.compiler.reset()  # earlier shapes decide how sums are split
     dynamo: Any = torch._dynamo.config
-    # Blocks compile one by one, for each shape of a batch.
     dynamo.recompile_limit = MAX_COMPILED_SHAPES
     dynamo.accumulated_recompile_limit = 4 * MAX_COMPILED_SHAPES
     dynamo.fail_on_recompile_limit_hit = True  # else the rest runs uncompiled
@@ -135,19 +128,15 @@ def _configure_compiler(deterministic: bool) -> None:
 class _Run:
     """Hold a run's parts: what is read, what trains it, and where its results go."""
 
-    def __init__(
-        self, config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool] | None
-    ) -> None:
+    def __init__(self, config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool]) -> None:
         """Check everything that needs no documents; make the trainer."""
         self.begun = time.perf_counter()
-        records.provenance()
+        records.provenance()  # of the code that is about to run, whatever changes meanwhile
         import_plugins(config.plugins)
         check_run(config)
         check_accelerator(config)
         self.config = config
-        self.options = config.trainer
         self.progress = progress
-        self.stop = stop
         self.folder = run_id.run_folder(config)
         self.record_path = run_id.record_path(config)
         records.check_writable(self.folder, "runs_dir")
@@ -156,26 +145,18 @@ class _Run:
         self.saved = self.folder / "checkpoints"
         steps = [callbacks.step_of(path) for path in callbacks.checkpoints(self.saved)]
         self.reached = max(steps, default=0)
-        self.lock = run_id.RunLock(self.folder)
-        self._make_callbacks()
+        options = config.trainer
+        self.metrics = callbacks.RunMetrics(options.log_every)
+        self.average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
+        self.evaluations = callbacks.Evaluations(config, self.metrics)
+        self.leakcheck = callbacks.LeakCheck(config, self.metrics)
+        self.checkpoint = callbacks.Checkpoint(self.saved, config, self.metrics, stop)
         ours = [self.metrics, self.average, self.evaluations, self.leakcheck, self.checkpoint]
         self.trainer = make_trainer(config, self.folder, ours, progress, self.reached)
 
-    def _make_callbacks(self) -> None:
-        options = self.options
-        self.metrics = callbacks.RunMetrics(options.log_every)
-        self.average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
-        self.evaluations = callbacks.Evaluations(self.config, self.metrics)
-        self.leakcheck = callbacks.LeakCheck(self.config, self.metrics)
-        self.checkpoint = callbacks.Checkpoint(self.saved, self.config, self.metrics, self._should_stop)
-
-    def _should_stop(self, metrics: callbacks.RunMetrics) -> bool:
-        self.lock.check()
-        return self.stop is not None and self.stop(metrics)
-
     def record(self) -> dict[str, Any]:
         """Return the run's record, which it trains for unless there is one."""
-        with self.lock if self.trainer.is_global_zero else nullcontext():
+        with run_id.RunLock(self.folder) if self.trainer.is_global_zero else nullcontext():
             found = run_id.find_record(self.config)
             if found is not None:
                 self._check_same_documents(found)
@@ -193,14 +174,13 @@ class _Run:
 
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
-        options = self.options
-        can_reach = self.reached <= options.max_steps
+        max_steps = self.config.trainer.max_steps
         expected = f"at least {self.reached} of {self.folder}"
-        need(can_reach, "trainer.max_steps", expected, options.max_steps)
+        need(self.reached <= max_steps, "trainer.max_steps", expected, max_steps)
         lightning.seed_everything(self.config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(self.config, self.data.vocab_size)
         check_run(self.config, len(module.model.lm_head.weight))
-        if options.init_from is not None and not self.reached:
+        if self.config.trainer.init_from is not None and not self.reached:
             self.metrics.started_from = load_initial_weights(module.model, self.config)
         if self.trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -239,13 +219,14 @@ class _Run:
         held_out = self.data.corpora.validation.num_documents
         validated = min(held_out, self.config.data.validation_documents or held_out)
         parameters = sum(parameter.numel() for parameter in module.model.parameters())
-        epochs = self.options.max_steps * self.config.data.tokens_per_step / train.num_tokens
+        max_steps = self.config.trainer.max_steps
+        epochs = max_steps * self.config.data.tokens_per_step / train.num_tokens
         from_step = f", from step {callbacks.step_of(resume)}" if resume else ""
         print(
             f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; "
             f"validation on {validated} of {held_out} held out; "
             f"{parameters:,} parameters; backend {self.backend}; "
-            f"{self.options.max_steps} steps, {epochs:.2g} epochs; run {self.folder}{from_step}",
+            f"{max_steps} steps, {epochs:.2g} epochs; run {self.folder}{from_step}",
             flush=True,
         )
 
@@ -261,18 +242,15 @@ class _Run:
         state = self.trainer.strategy.lightning_module_state_dict()
         if not self.trainer.is_global_zero:
             return record
-        self.lock.check()
         if self.metrics.diverged is None:
             self._write_model(module, state)
             if self.config.evaluations:
                 self._evaluate(record)
         else:
-            step = self.metrics.diverged
-            callbacks.logger.warning("The loss was not finite at step %d.", step)
-        if self.options.evaluate_every is not None:
+            callbacks.logger.warning("The loss was not finite at step %d.", self.metrics.diverged)
+        if self.config.trainer.evaluate_every is not None:
             record["curves"]["evaluations"] = self.evaluations.points
         record["wall_seconds"] = time.perf_counter() - self.begun
-        self.lock.check()
         records.append_record(self.record_path, record)
         for old in callbacks.checkpoints(self.saved)[:-1]:
             old.unlink()
@@ -280,10 +258,8 @@ class _Run:
 
     def _write_model(self, module: PackedLitModule, state: dict[str, Any]) -> None:
         """Write the weights and, of text, the tokenizer: the folder is a model."""
-        prefix = "model."
-        weights = {
-            name.removeprefix(prefix): weight for name, weight in state.items() if name.startswith(prefix)
-        }
+        names = [name for name in state if name.startswith("model.")]
+        weights = {name.removeprefix("model."): state[name] for name in names}
         write_pretrained(self.folder, dict(module.model.config), weights)
         data = self.config.data
         is_text = open_source(data).vocab_size is None
@@ -375,28 +351,25 @@ def _leave_signals_to_us(trainer: lightning.Trainer) -> None:
 
 
 def make_strategy(options: TrainerConfig) -> Strategy | str:
+    """Return how devices share a run: FSDP2, or DDP; ``auto`` for one device."""
     devices = options.devices * options.num_nodes
     if options.strategy == "fsdp2":
         return ModelParallelStrategy(devices, 1, save_distributed_checkpoint=False)
     if options.strategy == "auto" and devices == 1:
         return "auto"
-    torch._dynamo.config.optimize_ddp = False
+    torch._dynamo.config.optimize_ddp = False  # blocks compile one by one anyway
     return DDPStrategy(gradient_as_bucket_view=True)
 
 
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     """Instantiate a class path, or ``class_path`` and ``init_args``, with ``defaults`` that it takes."""
-    if isinstance(spec, str):
-        path = spec
-        arguments = {}
-    else:
-        path = spec["class_path"]
-        arguments = dict(spec.get("init_args", {}))
+    described: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
+    path = described["class_path"]
     try:
         made = registry(":".join(path.rsplit(".", 1)))
         parameters = inspect.signature(made).parameters
         taken = {name: value for name, value in defaults.items() if name in parameters}
-        return made(**taken | arguments)
+        return made(**taken | dict(described.get("init_args", {})))
     except (ImportError, AttributeError, TypeError, ValueError) as error:
         raise ConfigError(f"{key}: expected a class path, got {path}: {error}") from None
 
@@ -407,6 +380,7 @@ class TokenAxis(TensorBoardLogger):
     tokens = 0
 
     def log_metrics(self, metrics: Any, step: int | None = None) -> None:
+        """Log at the number of tokens that was logged last."""
         self.tokens = int(metrics.get("train/real_tokens", self.tokens))
         super().log_metrics(metrics, self.tokens)
 
@@ -462,12 +436,7 @@ def training_record(
     """Make a run's record from what its callbacks counted."""
     totals = metrics.totals
     last = metrics.validation[-1]
-    curves = {
-        "train": metrics.train,
-        "validation": metrics.validation,
-        "loss_by_position": metrics.by_position,
-    }
-    timed = metrics.timed if metrics.timed["seconds"] else totals
+    timed = metrics.timed if metrics.timed["seconds"] else totals  # short runs are all warm-up
     values = {
         **{name: totals[name] for name in ("steps", "real_tokens", "targets")},
         **{f"val_{name}": last.get(name) for name in ("loss", "loss_start", "loss_as_trained")},
@@ -481,20 +450,17 @@ def training_record(
         "peak_memory_bytes": metrics.peak_memory,
         **module.boundary.measures(),
     }
-    only_some_runs = {
-        "diverged_at_step": metrics.diverged,
-        "started_from_checksum": metrics.started_from,
-        "val_loss_last_weights": last.get("loss_last_weights"),
+    if metrics.diverged is not None:
+        values["diverged_at_step"] = metrics.diverged
+    if metrics.started_from is not None:
+        values["started_from_checksum"] = metrics.started_from
+    if "loss_last_weights" in last:
+        values["val_loss_last_weights"] = last["loss_last_weights"]
+    curves = {
+        "train": metrics.train,
+        "validation": metrics.validation,
+        "loss_by_position": metrics.by_position,
     }
-    values |= {name: value for name, value in only_some_runs.items() if value is not None}
-    return records.make_record(
-        kind="training",
-        experiment=run_id.name_of(config.output) if config.output else run_id.run_id(config),
-        arm=config.name,
-        config=run_id.recorded_config(config),
-        seed=config.seed,
-        corpus_hash=corpus_hash,
-        metrics=values,
-        wall_seconds=0.0,
-        curves=curves,
-    )
+    experiment = run_id.name_of(config.output) if config.output else run_id.run_id(config)
+    identity = ("training", experiment, config.name, run_id.recorded_config(config), config.seed, corpus_hash)
+    return records.make_record(*identity, metrics=values, wall_seconds=0.0, curves=curves)

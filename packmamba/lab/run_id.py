@@ -1,4 +1,9 @@
-"""Identify runs by a hash of configuration keys; find records; lock folders."""
+"""Identify runs by a hash of configuration keys; find records; lock folders.
+
+Two runs are the same run if every key that decides a result is the same: then the second finds the
+first's record, or goes on from its checkpoint. Keys at their defaults are not hashed, so a new key
+leaves the ids of earlier runs as they are.
+"""
 
 import hashlib
 import json
@@ -17,25 +22,16 @@ from packmamba.lab.records import LATER_KEYS, has_records, read_records
 SCHEMA_VERSION = 2  # raise it when a key's default changes
 SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
 # Keys that records leave out, and others that decide no result.
-UNRECORDED = (
-    "runs_dir",
-    "output",
-    "data.cache_dir",
-    "data.num_proc",
-    "trainer.leakcheck_every",
-    "trainer.loggers",
-)
-EXCLUDED = (
+UNRECORDED = "runs_dir output data.cache_dir data.num_proc trainer.leakcheck_every trainer.loggers".split()
+EXCLUDED = [
     *UNRECORDED,
-    "data.num_workers",
-    "trainer.log_every",
-    "trainer.checkpoint_every",
-    "trainer.threads",
-)
+    *"data.num_workers trainer.log_every trainer.checkpoint_every trainer.threads".split(),
+]
 LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost
 
 
 def flatten(values: Any) -> dict[str, Any]:
+    """Map ``{"data": {"path": x}, "seed": 0}`` to ``{"data.path": x, "seed": 0}``; options stay mappings."""
     sections = {name: values[name] for name in SECTIONS if isinstance(values.get(name), dict)}
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {name: value for name, value in values.items() if name not in sections} | flat
@@ -70,20 +66,24 @@ def id_of(arm: str, values: dict[str, Any]) -> str:
 
 
 def run_id(config: Config) -> str:
+    """Return a run's id: its arm, seed and hash."""
     return id_of(config.name, recorded_config(config))
 
 
 def run_folder(config: Config) -> Path:
+    """Return the folder of a run's checkpoints, weights and logs."""
     return Path(config.runs_dir) / run_id(config)
 
 
 def record_path(config: Config) -> Path:
-    return (
-        run_folder(config) / "record.json" if config.output is None else Path(config.output) / "records.jsonl"
-    )
+    """Return the file of a run's record: its own, or that of its sweep."""
+    if config.output is None:
+        return run_folder(config) / "record.json"
+    return Path(config.output) / "records.jsonl"
 
 
 def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any]]:
+    """Read a folder's records of a kind, if it has any."""
     records = read_records(folder) if has_records(folder) else []
     return [record for record in records if record["kind"] == kind]
 
@@ -96,14 +96,16 @@ def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
         for folder in {folder for folder, *_ in wanted}
         for record in records_of(folder)
     }
-    return [records.get(one) for one in wanted]
+    return [records.get(identity) for identity in wanted]
 
 
 def find_record(config: Config) -> dict[str, Any] | None:
+    """Read a run's record, None if it is not finished."""
     return find_records([config])[0]
 
 
 def name_of(output: str) -> str:
+    """Name a sweep or bench by its folder, as its records' experiment."""
     return os.path.basename(os.path.abspath(output)) or "root"
 
 
@@ -112,10 +114,14 @@ class Locked(ConfigError):
 
 
 class RunLock:
-    """Lock a folder to one process, reentrantly; a killed one's is free after ``LEASE_SECONDS`` elsewhere."""
+    """Lock a folder to one process, reentrantly, also among machines that share a file system.
+
+    Where a process was killed on another machine, its lock is free after ``LEASE_SECONDS``.
+    """
 
     def __init__(self, folder: Path, wait: float = 0.0) -> None:
-        self.folder, self.wait = folder, wait  # seconds
+        self.folder = folder
+        self.wait = wait  # seconds
         shared: Any = {"thread_local": False, "is_singleton": True}
         self._lease = SoftFileLease(folder / ".lock", lease_duration=LEASE_SECONDS, **shared)
 
@@ -129,8 +135,3 @@ class RunLock:
 
     def __exit__(self, *_: object) -> None:
         self._lease.release()
-
-    def check(self) -> None:
-        """Raise Locked if another process took the folder while this one hung."""
-        if self._lease.compromise is not None:
-            raise Locked(f"{self.folder} was taken by another process while this one hung")

@@ -1,4 +1,9 @@
-"""From folders of records to tables, figures and one self-contained HTML page."""
+"""From folders of records to tables, figures and one self-contained HTML page.
+
+Records of one corpus are a section: losses of different documents do not compare. A kind of records
+has functions that make its tables and figures. ``KINDS`` has the library's; an experiment's report
+brings others, or replaces these.
+"""
 
 import base64
 import itertools
@@ -13,18 +18,10 @@ import jinja2
 from packmamba.errors import COMMAND, ConfigError
 from packmamba.files import write_whole
 from packmamba.lab.records import read_records
+from packmamba.lab.report import tables as library
 from packmamba.lab.report.aggregate import Record, Records, flatten, of_kind, with_items
 from packmamba.lab.report.figures import DPI, Figure, house_style, throughput_figures, training_figures
-from packmamba.lab.report.tables import (
-    Finding,
-    Table,
-    evaluation_label,
-    evaluation_tables,
-    findings,
-    throughput_tables,
-    training_tables,
-    write_table,
-)
+from packmamba.lab.report.tables import Finding, Table, write_table
 
 
 @dataclass(frozen=True)
@@ -42,9 +39,9 @@ class Kind:
 
 
 KINDS: dict[str, Kind] = {
-    "training": Kind(training_tables, training_figures),
-    "throughput": Kind(throughput_tables, throughput_figures),
-    "evaluation": Kind(evaluation_tables, label=evaluation_label),
+    "training": Kind(library.training_tables, training_figures),
+    "throughput": Kind(library.throughput_tables, throughput_figures),
+    "evaluation": Kind(library.evaluation_tables, label=library.evaluation_label),
 }
 Kinds = Mapping[str, Kind] | None
 
@@ -61,44 +58,66 @@ class Section:
 
 
 def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds = None) -> list[Section]:
-    """Make tables and figures by corpus; ``kinds``: further kinds of records."""
-    known, corpus = {**KINDS, **(kinds or {})}, itemgetter("corpus_hash")
-    groups = [[*group] for _, group in itertools.groupby(sorted(records, key=corpus), corpus)]
-    if unknown := [record["kind"] for group in groups for record in group if record["kind"] not in known]:
-        raise ConfigError(f"kind: expected one of {', '.join(known)}, got {unknown[0]}")
-    sections = [Section(corpus(group[0]), group, findings(group)) for group in groups]
+    """Make tables and figures by corpus; ``kinds``: further kinds of records.
+
+    Raises ConfigError for records of an unknown kind.
+    """
+    known = {**KINDS, **(kinds or {})}
+    corpus = itemgetter("corpus_hash")
+    sections = []
+    for name, group in itertools.groupby(sorted(records, key=corpus), corpus):
+        of_corpus = [*group]
+        for record in of_corpus:
+            if record["kind"] not in known:
+                raise ConfigError(f"kind: expected one of {', '.join(known)}, got {record['kind']}")
+        sections.append(Section(name, of_corpus, library.findings(of_corpus)))
     for name, kind in known.items():
-        having = [section for section in sections if of_kind(section.records, name)]
-        labels = [re.sub(r"[^\w.-]+", "-", kind.label(section.records)) for section in having]
-        for i, section in enumerate(having):
-            again = labels[: i + 1].count(labels[i])
-            label = f"-{labels[i]}{f'-{again}' * (again > 1)}" * (len(having) > 1)
-            note = [f"Corpus {section.corpus}, one of {len(having)}."] * (len(having) > 1)
-            others = [other.records for other in having if other is not section]
-            more = {"others": others} if kind.over_corpora else {}
-            for table in kind.tables(section.records, **more):
-                stem = table.name.removesuffix(label) + label
-                section.tables.append(replace(table, name=stem, notes=[*table.notes, *note]))
-            with house_style():
-                drawn = kind.figures(section.records) if figures else []
-            section.figures += [one._replace(name=one.name.removesuffix(label) + label) for one in drawn]
+        _add_kind(kind, [section for section in sections if of_kind(section.records, name)], figures)
     return sections
 
 
+def _add_kind(kind: Kind, sections: list[Section], figures: bool) -> None:
+    """Add a kind's tables and figures to sections; of several, names tell the corpus."""
+    labels: list[str] = []
+    for section in sections:
+        suffix = ""
+        notes = []
+        if len(sections) > 1:
+            label = re.sub(r"[^\w.-]+", "-", kind.label(section.records))
+            labels.append(label)
+            again = labels.count(label)  # two corpora may have one label
+            suffix = f"-{label}-{again}" if again > 1 else f"-{label}"
+            notes = [f"Corpus {section.corpus}, one of {len(sections)}."]
+        others = [other.records for other in sections if other is not section]
+        more = {"others": others} if kind.over_corpora else {}
+        for table in kind.tables(section.records, **more):
+            name = table.name.removesuffix(suffix) + suffix
+            section.tables.append(replace(table, name=name, notes=table.notes + notes))
+        if figures:
+            with house_style():
+                for figure in kind.figures(section.records):
+                    section.figures.append(figure._replace(name=figure.name.removesuffix(suffix) + suffix))
+
+
 def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
+    """Return the headline and verdicts of each corpus, and what was found, for a terminal."""
     parts = []
     for section in build_sections(records, figures=False, kinds=kinds):
-        headlines = [
-            table for i, table in enumerate(section.tables) if not i or table.name.startswith("verdicts")
-        ]
-        parts += [write_table(table, "txt") for table in headlines]
+        for table in section.tables:
+            if table is section.tables[0] or table.name.startswith("verdicts"):
+                parts.append(write_table(table, "txt"))
         parts.append("\n".join(f"- {finding}" for finding in section.findings))
     return "\n".join(filter(None, parts))
 
 
 def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str]:
-    tables = [table for section in build_sections(records, False, kinds) for table in section.tables]
-    return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in ("md", "csv")}
+    """Return the text of each table's files by name."""
+    sections = build_sections(records, figures=False, kinds=kinds)
+    return _table_files([table for section in sections for table in section.tables], ("md", "csv"))
+
+
+def _table_files(tables: Iterable[Table], forms: Iterable[str]) -> dict[str, str]:
+    return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in forms}
 
 
 def write_report(
@@ -108,37 +127,23 @@ def write_report(
     latex: bool = False,
     opening: Table | None = None,
 ) -> Path:
-    """Write tables/, figures/ and report.html; return its path."""
+    """Write tables/, figures/ and report.html; return its path.
+
+    ``records`` are the folder's unless given; ``opening`` is a table above all others; ``latex``
+    adds LaTeX tables and PDF figures. Files of an earlier report are removed.
+    """
     folder = Path(folder)
-    sections = build_sections(
-        with_items(folder, read_records(folder)) if records is None else records, kinds=kinds
-    )
-    tables = [*([opening] if opening else []), *(table for section in sections for table in section.tables)]
-    files: dict[str, bytes] = {}
-    for table in tables:
-        forms = ("md", "csv", *["tex"] * latex)
-        files |= {f"tables/{table.name}.{form}": write_table(table, form).encode() for form in forms}
+    if records is None:
+        records = with_items(folder, read_records(folder))
+    sections = build_sections(records, kinds=kinds)
+    tables = [table for section in sections for table in section.tables]
+    texts = _table_files([opening, *tables] if opening else tables, ("md", "csv", *["tex"] * latex))
+    files = {f"tables/{name}": text.encode() for name, text in texts.items()}
     for figure in (figure for section in sections for figure in section.figures):
-        files |= {
-            f"figures/{figure.name}.{form}": getattr(figure, form) for form in ("png", *["pdf"] * latex)
-        }
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
-    rows = [record for section in sections for record in section.records]
-    configs = [flatten(record["config"]) for record in rows]
-    page = environment.get_template("page.html").render(
-        sections=sections,
-        opening=opening,
-        command=COMMAND,
-        base64=base64.b64encode,
-        density=DPI / 96,
-        records=rows,
-        keys={
-            key: [one[key] for one in configs if key in one]
-            for key in dict.fromkeys(itertools.chain(*configs))
-        },
-    )
-    files["report.html"] = page.encode()
+        files[f"figures/{figure.name}.png"] = figure.png
+        if latex:
+            files[f"figures/{figure.name}.pdf"] = figure.pdf
+    files["report.html"] = _page(sections, opening).encode()
     for name in ("tables", "figures"):
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
@@ -147,3 +152,17 @@ def write_report(
         if path.relative_to(folder).as_posix() not in files:
             path.unlink(missing_ok=True)
     return folder / "report.html"
+
+
+def _page(sections: list[Section], opening: Table | None) -> str:
+    """Fill page.html, whose figures are part of it: it can be sent and makes no requests."""
+    records = [record for section in sections for record in section.records]
+    keys: dict[str, list[object]] = {}
+    for record in records:
+        for key, value in flatten(record["config"]).items():
+            keys.setdefault(key, []).append(value)
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    environment = jinja2.Environment(loader=loader, autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment.globals.update(command=COMMAND, base64=base64.b64encode, density=DPI / 96)
+    template = environment.get_template("page.html")
+    return template.render(sections=sections, opening=opening, records=records, keys=keys)
