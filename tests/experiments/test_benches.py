@@ -380,6 +380,7 @@ def test_tasks_of_untrained_models(tmp_path):
     assert len(tables("tasks", read_records(tmp_path))["untrained"].rows) == 2
 
 
+@pytest.mark.slow
 def test_hugging_face_s_trainer(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -418,6 +419,7 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
         integration.run(config, tmp_path / "r.jsonl", progress=False)
 
 
+@pytest.mark.slow
 def test_hugging_face_s_trainer_of_other_models(tmp_path):
     """Arms that do not run keep an error in their place."""
     pytest.importorskip("transformers")

@@ -12,6 +12,7 @@ from experiments.corpus import text
 from packmamba.config import DataConfig
 from packmamba.data.token_store import load_corpora
 
+pytestmark = pytest.mark.slow
 SAMPLE = Path(text.__file__).with_name("text-sample.jsonl.gz")
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 

@@ -8,6 +8,7 @@ import pytest
 
 from experiments.pages import BLOCK, FOLDER, ROOT, filled, specs
 
+pytestmark = pytest.mark.slow
 INTERVAL = re.compile(r"[+-]?\d[\d.]*x? \[[^\[\]()]+\](?!\()")
 PAGES = [page for page in specs() if page != "figures"]
 

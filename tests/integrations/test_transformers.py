@@ -268,7 +268,7 @@ def test_enabled_classes_make_patched_models(tmp_path):
         assert type(plain).__module__.startswith("transformers.")
 
 
-@every_family
+@every_family_slowly
 def test_required_boundaries(family):
     """Without them an error names them; what a cache asks for goes on."""
     packed, tokens = patch(build(family), require_boundaries=True), random_tokens()[:1]

@@ -20,6 +20,7 @@ from hugging_face import (  # noqa: E402
     build,
     error,
     every_family,
+    every_family_slowly,
     plain_torch,  # noqa: F401
     refused,
 )
@@ -46,7 +47,7 @@ def random_tokens(rows=ROWS, seed=1):
     return torch.randint(1, VOCAB, (len(rows), 14), generator=torch.Generator().manual_seed(seed))
 
 
-@every_family
+@every_family_slowly
 @pytest.mark.parametrize(
     "options", [{}, {"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str
 )

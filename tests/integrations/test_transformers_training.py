@@ -20,6 +20,7 @@ from hugging_face import (  # noqa: E402
     check_same,
     error,
     every_family,
+    every_family_slowly,
     loss_and_gradients,
     places,
     plain_torch,  # noqa: F401
@@ -117,7 +118,7 @@ def single_losses(model, batches, learning_rate=0.01):
     return losses
 
 
-@every_family
+@every_family_slowly
 def test_trainer_with_flattened_batches(family, tmp_path):
     pytest.importorskip("accelerate")
     model, packed = both(family)

@@ -82,9 +82,10 @@ def test_boundary_schemes_train_what_they_say(tmp_path):
         keys = [
             *keys,
             "data.source=synthetic",
+            "data.num_documents=100",
             "data.row_length=128",
             "data.tokens_per_step=512",
-            "trainer.max_steps=8",
+            "trainer.max_steps=4",
         ]
         keys += ["model.mixer=mamba2", "model.d_model=32", "model.n_layer=1", "model.mixer_options={headdim: 16}"]
         keys += ["data.validation_documents=4", "trainer.loggers=[]", f"runs_dir={tmp_path}", "optimizer.lr=0.02"]

@@ -20,7 +20,9 @@ BATCHES = [([[3, 1, 5]], 9), ([[9]], 9), ([[1, 64], [65]], 65), ([[2, 5], [7], [
 
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)
 every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-every_mode = pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+every_mode = pytest.mark.parametrize(
+    "strict", [pytest.param(False, id="non-strict"), pytest.param(True, id="strict", marks=pytest.mark.slow)]
+)
 
 
 def model_of(mixer):

@@ -118,16 +118,13 @@ def test_float32_convolution_parameters_beside_any_activations(backend, dtype):
 
 
 @every_operator
-@pytest.mark.parametrize("implementation", ["loops", "reference"])
-def test_gradcheck_of_every_input(operator, implementation):
+def test_gradcheck_of_every_input(operator):
+    """Of the loops, whose gradients the backends are held to in float64."""
     case = random_case(operator, SMALL, torch.float64, channels=2, d_state=2)
     names = list(case.tensors)
 
     def function(*tensors):
-        arguments = dict(zip(names, tensors))
-        if implementation == "loops":
-            return case.loops(arguments)
-        return getattr(ops, operator)(**arguments, **case.options, layout=case.layout, backend="reference")
+        return case.loops(dict(zip(names, tensors)))
 
     assert torch.autograd.gradcheck(function, [case.tensors[name].detach().requires_grad_() for name in names])
 
@@ -139,7 +136,7 @@ with_and_without_states = pytest.mark.parametrize("states", [False, True], ids=[
 @every_operator
 @every_backend
 @with_and_without_states
-@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), pytest.param(float("-inf"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
 def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, states, poison, layout):
     case = random_case(operator, layout, torch.float32, device_of(backend), states=states)
