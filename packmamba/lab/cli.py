@@ -1,4 +1,10 @@
-"""Commands of ``packmamba`` and ``python run.py``. Each imports what it needs."""
+"""Commands of ``packmamba`` and ``python run.py``.
+
+A command is a function of its words, whose first line of documentation is its help. What it needs
+it imports itself: help and errors come at once, and seconds later whatever needs Lightning. An error
+is one line on stderr with an exit status: 1 where something was found or failed, 2 for a wrong
+request, 3 where the same command goes on, 130 after Ctrl-C.
+"""
 
 import dataclasses
 import glob
@@ -12,6 +18,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
@@ -45,12 +52,16 @@ HASHED = ("dtype", "examples", "seed", "limit", "include_path")
 
 @dataclasses.dataclass
 class LoadConfig:
+    """Declare the keys of commands that load a model."""
+
     device: str = key("auto", DEVICE)
     dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
 
 
 @dataclasses.dataclass
 class EvalConfig(LoadConfig):
+    """Declare the keys of ``eval``."""
+
     tasks: list[str] = key(["perplexity"], "Evaluations, or lm-evaluation-harness tasks.")
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     examples: int = key(200, "Examples of each task.", low=1)
@@ -65,6 +76,8 @@ class EvalConfig(LoadConfig):
 
 @dataclasses.dataclass
 class GenerateConfig(LoadConfig):
+    """Declare the keys of ``generate``."""
+
     max_new_tokens: int = key(64, "Maximum tokens to generate.", low=1)
     temperature: float = key(0.0, "Sampling temperature; 0: greedy.", low=0)
     top_p: float = key(1.0, "Probability of nucleus sampling.", above=0, high=1)
@@ -73,8 +86,10 @@ class GenerateConfig(LoadConfig):
 
 @dataclasses.dataclass
 class LeakcheckConfig(LoadConfig):
+    """Declare the keys of ``leakcheck``."""
+
     boundaries: str = key(
-        "position_ids", "Boundary arguments of a Hugging Face model, joined by +, or attention_mask."
+        "position_ids", "Boundary arguments (Hugging Face), joined by +, or attention_mask."
     )
     patch: bool = key(False, "Patch the Hugging Face model first.")
     lengths: Optional[list[int]] = key(None, "Documents' lengths; null: awkward ones.", low=1)
@@ -84,6 +99,8 @@ class LeakcheckConfig(LoadConfig):
 
 @dataclasses.dataclass
 class ReportConfig:
+    """Declare the keys of ``report``."""
+
     baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
     output: Optional[str] = key(None, "Folder for several folders' report; null: only print.")
     latex: bool = key(False, "Also write LaTeX tables and PDF figures.")
@@ -100,12 +117,11 @@ def train(words: list[str]) -> None:
     from packmamba.lab.run_id import record_path, run_folder
 
     record = fit(config)
-    table = format_table([record])
     checked = record.get("leakcheck", "unchecked: a record of an earlier version")
-    rank_zero_only(print)(
-        f"\n{table}\n\nRun: {run_folder(config)}\nRecord: {record_path(config)}\nLeakcheck: {checked}"
-    )
-    if (step := record["metrics"].get("diverged_at_step")) is not None:
+    places = f"Run: {run_folder(config)}\nRecord: {record_path(config)}"
+    rank_zero_only(print)(f"\n{format_table([record])}\n\n{places}\nLeakcheck: {checked}")
+    step = record["metrics"].get("diverged_at_step")
+    if step is not None:
         raise Unfinished(f"the loss diverged at step {step}; reduce optimizer.lr")
 
 
@@ -291,9 +307,9 @@ def export(words: list[str]) -> None:
     (folder, *target), _ = split(words, f"{RUN}, and a new folder", 1, 2)
     from packmamba.evaluation.load import load_model
 
-    path = Path(*target or [folder, "huggingface"])
-    used = path.exists() and any(path.iterdir() if path.is_dir() else [path])
-    need(not used, str(path), "a new or empty folder", "one in use")
+    path = Path(target[0]) if target else Path(folder, "huggingface")
+    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
+    need(is_free, str(path), "a new or empty folder", "one in use")
     model = load_model(folder, "cpu")
     try:
         with space_for(path):
@@ -305,6 +321,7 @@ def export(words: list[str]) -> None:
 
 
 def _export(model: Any, path: Path) -> None:
+    """Write weights, tokenizer, chat template and model card."""
     from packmamba.data.tokenizer import write_template, write_tokenizer
     from packmamba.evaluation.load import model_card
     from packmamba.lab.run_id import find_record, records_of
@@ -341,23 +358,26 @@ def leakcheck(words: list[str]) -> int:
 
             from packmamba.integrations.transformers import patch
 
-            theirs: Any = AutoModelForCausalLM.from_pretrained(
-                folder, local_files_only=True, dtype=config.dtype
-            )
-            theirs = patch(theirs) if config.patch else theirs
-            result = check(theirs.to(config.device).eval(), config.boundaries, lengths=config.lengths)
+            loading: Any = {"local_files_only": True, "dtype": config.dtype}
+            published_model: Any = AutoModelForCausalLM.from_pretrained(folder, **loading)
+            if config.patch:
+                published_model = patch(published_model)
+            model = published_model.to(config.device).eval()
+            result = check(model, config.boundaries, lengths=config.lengths)
         else:
-            model = load_model(folder, config.device, config.dtype)
-            trainer, own = model.config.trainer, model.model
-            plain = not model.trained or trainer.boundary == "reset"
-            call = own if plain else lambda *given: trainer.scheme().logits(own, *given)
-            result = check(call, vocab_size=len(own.lm_head.weight), lengths=config.lengths)
-            if not plain:
+            loaded = load_model(folder, config.device, config.dtype)
+            trainer = loaded.config.trainer
+            as_trained = loaded.trained and trainer.boundary != "reset"
+            call: Any = partial(trainer.scheme().logits, loaded.model) if as_trained else loaded.model
+            result = check(call, vocab_size=len(loaded.model.lm_head.weight), lengths=config.lengths)
+            if as_trained:
                 result.boundaries = f"trainer.boundary={trainer.boundary}, as in training"
     except (ValueError, TypeError, OSError) as error:
         raise ConfigError(str(error)) from None
     print(result)
-    return 0 if result.ok else 2 if result.raises is not None else 1
+    if result.ok:
+        return 0
+    return 1 if result.raises is None else 2
 
 
 def report(words: list[str]) -> None:
@@ -374,22 +394,22 @@ def report(words: list[str]) -> None:
     for name in folders:
         folder: Any = Path(name) if Path(name).is_dir() else experiments().get(name)
         if folder is None:
-            raise ConfigError(
-                f"expected a folder or an experiment, got '{name}'{suggest(name, experiments())}"
-            )
+            hint = suggest(name, experiments())
+            raise ConfigError(f"expected a folder or an experiment, got '{name}'{hint}")
         run = folder / CONFIGURATION
         loaded: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
         need(None not in loaded, folder, "a finished run", "one without a record")
         records += with_items(folder, loaded)
     kinds = kinds_of(folder, records)
-    own = records[0].get("sweep", {}).get("baseline")
-    if len(folders) > 1 or config.baseline not in (None, own):
-        arms = {r["arm"]: sorted({o["seed"] for o in records if o["arm"] == r["arm"]}) for r in records}
-        need(
-            config.baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{config.baseline}'"
-        )
+    baseline = config.baseline
+    if len(folders) > 1 or baseline not in (None, records[0].get("sweep", {}).get("baseline")):
+        seeds: dict[str, set[int]] = {}
         for record in records:
-            record["sweep"] = {"baseline": config.baseline, "apart": True, "seeds": arms[record["arm"]]}
+            seeds.setdefault(record["arm"], set()).add(record["seed"])
+        need(baseline in (None, *seeds), "baseline", f"one of {', '.join(seeds)}", f"'{baseline}'")
+        for record in records:
+            arm_seeds = sorted(seeds[record["arm"]])
+            record["sweep"] = {"baseline": baseline, "apart": True, "seeds": arm_seeds}
     print(f"\n{format_table(records, kinds)}")
     if len(folders) == 1 or config.output is not None:
         page = write_report(config.output or folder, kinds, records, config.latex)
@@ -425,23 +445,19 @@ def kernels(words: list[str]) -> None:
         if row["problem"] is None:
             print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
             build.build(row["kind"])
-    print(
-        f"packmamba {__version__}, Python {sys.version.split()[0]}, torch {torch.__version__}, {os.cpu_count()} CPUs"
-    )
+    python = sys.version.split()[0]
+    print(f"packmamba {__version__}, Python {python}, torch {torch.__version__}, {os.cpu_count()} CPUs")
     for i in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(i)
-        print(
-            f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}"
-        )
+        capability = f"compute capability {card.major}.{card.minor}"
+        print(f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, {capability}")
     for row in build.info():
-        state = (
-            f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
-        )
-        print(f"{row['kind']} kernels: {row['problem'] or state}")
-        if row["kind"] == "cpu" or torch.cuda.is_available():
-            print(
-                f"On {row['kind']}, ops.backend=auto runs {backend_name('auto', torch.device(row['kind']))}"
-            )
+        kind = row["kind"]
+        when = "built" if row["built"] else "built on first use"
+        state = f"{when} for {row['target']} by {row['compiler']}"
+        print(f"{kind} kernels: {row['problem'] or state}")
+        if kind == "cpu" or torch.cuda.is_available():
+            print(f"On {kind}, ops.backend=auto runs {backend_name('auto', torch.device(kind))}")
     for name, backend in BACKENDS.items():
         if backend.missing:
             print(f"Backend {name} needs {' and '.join(backend.missing)}")
@@ -465,8 +481,9 @@ COMMANDS: dict[str, tuple[Callable, str, type | str | None]] = {
 def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[str], list[str]]:
     """Split words into arguments, runs' names completed, and overrides."""
     arguments = [newest(word) for word in words if "=" not in word]
-    if dashed := [word for word in words if word.startswith("--")]:
-        raise UserError(f"expected key=value, got {dashed[0]}; keys have no dashes")
+    for word in words:
+        if word.startswith("--"):
+            raise UserError(f"expected key=value, got {word}; keys have no dashes")
     if not least <= len(arguments) <= most:
         raise UserError(f"expected {expected}, and key=value, got {' '.join(arguments) or 'none'}")
     return arguments, [word for word in words if "=" in word]
@@ -474,25 +491,31 @@ def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[
 
 def newest(name: str) -> str:
     """Return the newest run of a name, such as runs/mine-seed0-1f2e3d4c5b of runs/mine."""
-    runs = [] if os.path.exists(name) else glob.glob(f"{glob.escape(name)}-seed*-*/{CONFIGURATION}")
+    if os.path.exists(name):
+        return name
+    runs = glob.glob(f"{glob.escape(name)}-seed*-*/{CONFIGURATION}")
     return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else name
 
 
 def print_help(command: str, prog: str) -> None:
+    """Print a command's usage, and its keys by section with default and help."""
     function, usage, schema = COMMANDS[command]
     print(f"usage: {prog} {command} {usage}\n\n{function.__doc__}")
-    config: Any = (
-        load(registry(schema), CONFIGS / "demo.yaml") if command == "demo" else schema and registry(schema)()
-    )
-    own = "the first keys to set"
-    groups: dict[str, list[str]] = {own: [], "general": []}
-    for prefix, section in sections_of(config) if config else ():
-        for field in [field for field in dataclasses.fields(section) if "help" in field.metadata]:
+    if schema is None:
+        return
+    keys = registry(schema)
+    config: Any = load(keys, CONFIGS / "demo.yaml") if command == "demo" else keys()
+    groups: dict[str, list[str]] = {"the first keys to set": [], "general": []}
+    for prefix, section in sections_of(config):
+        for field in dataclasses.fields(section):
+            if "help" not in field.metadata:
+                continue
             choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
-            line = f"{prefix}{field.name}={shown(getattr(section, field.name))}  {field.metadata['help']}{values}"
-            first = schema is Config and prefix + field.name in FIRST
-            heading = own if first else prefix.rstrip(".") or "general"
+            default = shown(getattr(section, field.name))
+            line = f"{prefix}{field.name}={default}  {field.metadata['help']}{values}"
+            is_first = schema is Config and prefix + field.name in FIRST
+            heading = "the first keys to set" if is_first else prefix.rstrip(".") or "general"
             wrapped = textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
             groups.setdefault(heading, []).append(wrapped)
     for heading, lines in groups.items():
@@ -536,6 +559,6 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise
-        message, status = (f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2)
+        message, status = f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return status

@@ -1,4 +1,9 @@
-"""Train a sweep's runs: here, in a process for each device slot, or as SLURM's jobs."""
+"""Train a sweep's runs: here, in a process for each device slot, or as SLURM's jobs.
+
+A run that fails ends with a status and a sentence; it takes no other with it. A slot is a GPU, or a
+share of the cores, and has one worker process for run after run, since a process that imports
+PyTorch costs seconds. Only a failed run's worker is replaced: what it left on the GPU goes with it.
+"""
 
 import importlib.util
 import multiprocessing
@@ -29,7 +34,9 @@ THREADS = 4  # at most, of a run on a GPU or under jobs=auto
 
 
 class Status(NamedTuple):
-    state: str  # done, stopped, locked (by another process), or failed
+    """Say what became of a run: done, stopped, locked (by another process), or failed; and why."""
+
+    state: str
     why: str = ""
 
 
@@ -40,12 +47,13 @@ Report = Callable[..., None]
 def train(
     config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0
 ) -> Status:
-    """Train a run, which ``stop`` may stop after each step."""
+    """Train a run, which ``stop`` may stop after each step; ``wait`` seconds for its lock.
+
+    Raises KeyboardInterrupt where a signal stopped it, and no other exception.
+    """
     try:
         with RunLock(run_folder(config), wait):
             metrics = fit(config, progress, lambda _: stop())["metrics"]
-        loss, step = metrics["val_loss"], metrics.get("diverged_at_step")
-        return Status("done", f"validation loss {loss:.4f}" if step is None else f"diverged at step {step}")
     except Locked as error:
         return Status("locked", str(error))
     except Stopped as stopped:
@@ -57,17 +65,23 @@ def train(
     except Exception as error:
         traceback.print_exc()
         return Status("failed", " ".join(f"{type(error).__name__}: {error}".split())[:300])
+    if "diverged_at_step" in metrics:
+        return Status("done", f"diverged at step {metrics['diverged_at_step']}")
+    return Status("done", f"validation loss {metrics['val_loss']:.4f}")
 
 
 def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
+    """Train runs one after another in this process."""
     for config in configs:
         report(config)
         report(config, train(config, progress))
 
 
 class Slot(NamedTuple):
+    """Hold where a worker's runs train; ``gpu`` is their CUDA_VISIBLE_DEVICES, empty on a CPU."""
+
     name: str
-    gpu: str  # CUDA_VISIBLE_DEVICES of its runs
+    gpu: str
     threads: int
 
 
@@ -86,12 +100,14 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
 def run_in_slots(
     configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")
 ) -> None:
-    """Train runs in order, each in the next free slot, and stop ``STOP_SECONDS`` before a deadline of ``time.monotonic``."""
-    context, queue, last = (
-        multiprocessing.get_context(START_METHOD),
-        deque(configs),
-        deadline - STOP_SECONDS,
-    )
+    """Train runs in order, each in the next free slot.
+
+    They stop ``STOP_SECONDS`` before the deadline, which is of ``time.monotonic``, and where this
+    process gets SIGINT or SIGTERM, with a checkpoint.
+    """
+    context = multiprocessing.get_context(START_METHOD)
+    queue = deque(configs)
+    last = deadline - STOP_SECONDS
     stop = context.Event()
 
     def work(slot: Slot) -> None:
@@ -126,13 +142,14 @@ def run_in_slots(
         for child in multiprocessing.active_children():
             child.kill()
     for future in running:
-        future.result()
+        future.result()  # raises what a thread raised
 
 
-_stop: Any = None
+_stop: Any = None  # a worker's event, which its parent sets
 
 
 def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
+    """Prepare a worker process for its slot; it ends when its parent does."""
     global _stop
     _stop = stop
     os.setsid()  # Ctrl-C is the parent's
@@ -151,33 +168,40 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
 
 
 def _train_in_worker(config: Config, last: float) -> Status:
-    (folder := run_folder(config)).mkdir(parents=True, exist_ok=True)
+    """Train a run whose output goes to ``output.txt`` in its folder."""
+    folder = run_folder(config)
+    folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    return train(config, False, lambda: _stop.is_set() or time.monotonic() > last)
+    return train(config, progress=False, stop=lambda: _stop.is_set() or time.monotonic() > last)
 
 
 class Job:
+    """Train a run as a job; SLURM, out of time, starts it again and it goes on."""
+
     def __call__(self, config: Config) -> Status:
-        return train(config, False, wait=1.25 * LEASE_SECONDS)  # for a killed job's lock
+        """Train; wait for the lock of the job that was killed."""
+        return train(config, progress=False, wait=1.25 * LEASE_SECONDS)
 
     def checkpoint(self, config: Config) -> Any:
+        """Return what submitit is to submit again."""
         from submitit.helpers import DelayedSubmission
 
         return DelayedSubmission(self, config)
 
 
 def check_slurm() -> None:
-    if importlib.util.find_spec("submitit") is None or (
-        CLUSTER == "slurm" and shutil.which("sbatch") is None
-    ):
+    """Raise ConfigError without submitit or sbatch."""
+    has_sbatch = CLUSTER != "slurm" or shutil.which("sbatch") is not None
+    if importlib.util.find_spec("submitit") is None or not has_sbatch:
         raise ConfigError("launcher: slurm needs sbatch, and pip install 'packmamba[slurm]'")
 
 
 def run_as_jobs(
     configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report
 ) -> None:
+    """Train runs as an array of at most ``jobs`` jobs at a time, and wait for them."""
     from submitit import AutoExecutor
 
     os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
@@ -188,11 +212,9 @@ def run_as_jobs(
         executor.update_parameters(**{f"slurm_{name}": value for name, value in parameters.items()})
     except (NameError, ValueError) as error:
         raise ConfigError(f"slurm: {error}") from None
-    submitted: list[tuple[Config, Any]] = list(zip(configs, executor.map_array(Job(), configs)))
-    print(
-        f"submitted {len(submitted)} jobs: {submitted[0][1].job_id} to {submitted[-1][1].job_id}", flush=True
-    )
-    for config, job in submitted:
+    submitted: list[Any] = executor.map_array(Job(), configs)
+    print(f"submitted {len(submitted)} jobs: {submitted[0].job_id} to {submitted[-1].job_id}", flush=True)
+    for config, job in zip(configs, submitted):
         try:
             status = job.result()
         except Exception as error:
