@@ -288,7 +288,9 @@ def test_required_boundaries(family):
     packed(tokens)
 
 
-@pytest.mark.parametrize("family", ["Mamba", "Jamba", "Mamba2", pytest.param("FalconH1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "family", ["Mamba", "Mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Jamba", "FalconH1"))]
+)
 def test_half_precision_and_autocast(family):
     model, packed = both(family)
     tokens = random_tokens()

@@ -48,7 +48,7 @@ def test_gradient_checkpointing(family, reentrant):
 
 
 @pytest.mark.parametrize(
-    "family", ["Mamba", "Mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Jamba", "FalconH1"))]
+    "family", ["Mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mamba", "Jamba", "FalconH1"))]
 )
 def test_compiled_is_eager(family):
     """One compilation serves batches of other documents."""

@@ -27,7 +27,7 @@ def arguments_of(case):
 
 @every_operator
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "optional"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_opcheck(operator, optional, dtype):
     case = random_case(
         operator, AWKWARD["splits"], dtype, optional=optional, states=optional, parameter_dtype=torch.float32

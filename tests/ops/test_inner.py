@@ -76,7 +76,9 @@ def test_recomputing_changes_no_bit(config, recompute, given, how):
 
 
 @pytest.mark.parametrize("recompute", block.RECOMPUTE)
-@pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
+@pytest.mark.parametrize(
+    "given", [pytest.param(False, id="fresh"), pytest.param(True, id="states", marks=pytest.mark.slow)]
+)
 def test_compiled_blocks_are_eager_ones(recompute, given, fresh_compiler):
     tokens = random_tokens()
     model, fast = build(n_layer=3), build(n_layer=3, recompute=recompute)
