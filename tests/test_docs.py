@@ -62,7 +62,7 @@ def run(words, folder):
     if command in ("train", "sweep"):
         arguments += TINY_RUN[2 * (command == "train" and own_source) :]
     if command == "sweep":
-        arguments += ["grid.seed=[0,1]"] + ["tune.seeds=[100]"] * ("my_tuned_sweep.yaml" in arguments)
+        arguments += ["grid.seed=[0]"] + ["tune.seeds=[100]"] * ("my_tuned_sweep.yaml" in arguments)
         arguments += ["throughput_rounds=1"] * ("throughput_rounds=15" in arguments)
     elif command == "bench":
         arguments += ["num_documents=100", "seeds=[0]", "row_lengths=[2048]"]
@@ -119,7 +119,7 @@ def page_and_marks(page):
     return pytest.param(page, id=page.name, marks=marks)
 
 
-@pytest.mark.parametrize("page", map(page_and_marks, PAGES))
+@pytest.mark.parametrize("page", [page_and_marks(page) for page in PAGES])
 def test_every_code_block_of_a_page_runs(page, folder):
     output = folder / "page.txt"
     assert statuses(fork(run_page, page, folder, output=output)) == [0], output.read_text()[-3000:]
