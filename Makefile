@@ -42,14 +42,14 @@ test-newest:
 
 test-gpu:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
-	@PACKMAMBA_TEST_GPU=1 "$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal
+	@PACKMAMBA_TEST_GPU=1 "$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m gpu
 
 # The interpreter is not instrumented: the sanitizers' libraries are preloaded, and leaks, which are its own, are ignored.
 test-asan:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
-	"$(PYTHON)" -m pytest -q -n $(WORKERS) tests/ops/test_parity.py tests/ops/test_cpu_kernels.py -k "not reference"
+	"$(PYTHON)" -m pytest -q -n $(WORKERS) tests/ops/test_parity.py tests/ops/test_cpu_kernels.py -m "not gpu" -k "not reference"
 	PACKMAMBA_SANITIZE=address,undefined ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$(g++ -print-file-name=libasan.so):$$(g++ -print-file-name=libubsan.so):$$(g++ -print-file-name=libstdc++.so)" \
 	"$(PYTHON)" tests/fuzz.py cpu 2000

@@ -67,7 +67,10 @@ def test_documents_of_steps_are_as_recorded(name, tmp_path):
     assert steps(tmp_path, name) == GOLDEN["steps"][name]
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("greedy", "leak", "carry"))) for name in LOSSES],
+)
 def test_losses_are_as_recorded(name, tmp_path):
     assert losses(tmp_path, name) == pytest.approx(GOLDEN["losses"][name], rel=1e-12, abs=0)
 

@@ -27,7 +27,12 @@ def test_environment_has_the_dependencies_of_pyproject():
     assert sorted(pip) == sorted([*project["dependencies"], *train, "-e .[dev,integrations]"])
 
 
-@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
+def path_and_marks(path):
+    name = str(path.relative_to(ROOT))
+    return pytest.param(path, id=name, marks=[pytest.mark.slow] * name.startswith("experiments"))
+
+
+@pytest.mark.parametrize("path", [path_and_marks(path) for path in CONFIGS])
 def test_every_configuration_loads(path):
     keys = OmegaConf.to_container(OmegaConf.load(path))
     if path.parent.name == "model":

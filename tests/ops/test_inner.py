@@ -106,6 +106,7 @@ def test_one_compilation_serves_all_blocks_and_layouts(fresh_compiler):
     assert len(graphs) <= 4
 
 
+@pytest.mark.slow
 def test_inductor(fresh_compiler):
     """The compiler itself, once: block, loss and both backwards."""
     tokens, targets, mask = random_tokens(), random_tokens(seed=4), LAYOUT.documents >= 0

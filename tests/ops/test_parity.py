@@ -102,6 +102,7 @@ def test_random_layouts(operator, backend, data):
     assert_parity(case, backend, dtype)
 
 
+@pytest.mark.slow
 @every_operator
 @every_backend
 def test_long_documents(operator, backend):
