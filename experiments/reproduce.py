@@ -13,7 +13,7 @@ import io
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,20 +21,33 @@ from packmamba.config import ConfigError, read_yaml, suggest
 from packmamba.files import write_whole
 from packmamba.lab.records import check_writable, read_records
 from packmamba.lab.report.aggregate import with_items
-from packmamba.lab.report.html import table_files, write_report
+from packmamba.lab.report.html import build_sections, files_of_tables, tables_of, write_sections
 from packmamba.lab.report.tables import Table, interval_text, make_table, write_table
-from packmamba.lab.reproduce import (
-    DONE,
-    Headline,
-    Step,
-    find,
-    finished,
-    kinds_of,
-    module,
-    require_experiments,
-    run_bench,
-)
+from packmamba.lab.reproduce import DONE, find, finished, kinds_of, module, require_experiments, run_bench
 from packmamba.lab.sweep import load_sweep, run_sweep
+
+
+class Step(NamedTuple):
+    """Run a bench or sweep; ``{output}`` in an override is the folder of all steps."""
+
+    file: str
+    overrides: tuple[str, ...] = ()
+    small: tuple[str, ...] = ()  # with scale=small; steps without are left out
+    gpus: int = 0
+    gpu_gib: int = 0
+    packages: tuple[str, ...] = ()
+    small_on_cpu: bool = False
+
+
+class Headline(NamedTuple):
+    """Name a number of tables/``table``.csv; ``alone``: the table of records of one corpus."""
+
+    name: str
+    table: str
+    row: Mapping[str, Any]
+    column: str
+    paper: str = ""
+    alone: str = ""
 
 
 def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
@@ -71,9 +84,9 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
     if len(done) == 1:
         raise ConfigError(f"{what}: expected a machine with what one of the steps above needs")
     records = with_items(output, read_records(output))
-    kinds = kinds_of(folder, records)
-    table = comparison(declared.HEADLINES, folder, table_files(records, kinds), small)
-    page = write_report(output, kinds, records, opening=table)
+    sections = build_sections(records, kinds=kinds_of(folder, records))
+    table = comparison(declared.HEADLINES, folder, files_of_tables(tables_of(sections)), small)
+    page = write_sections(output, sections, opening=table)
     print(f"{write_table(table, 'txt')}\nReport: {page}")
 
 

@@ -1,7 +1,7 @@
 """Sweeps that make this question's records, and its headline numbers."""
 
 from experiments.common import steps_of, suffixed
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 SMALL = (
     *("data.source=stdlib", "data.path=null", "data.unit=null", "data.validation_documents=150", "data.num_workers=0"),

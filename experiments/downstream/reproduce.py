@@ -1,7 +1,7 @@
 """Sweeps that make this question's records, and its headline numbers."""
 
 from experiments.common import steps_of
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 TASKS = ("mqar", "selective_copying", "induction", "contradiction")
 EQUAL_TIME = ("mqar", "contradiction")

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 TAKES = "14 minutes"
 NEEDS: dict[str, Any] = {"gpus": 1, "gpu_gib": 70, "packages": ("transformers", "accelerate", "mamba_ssm")}

@@ -1,6 +1,6 @@
 """List the steps that make the records, and the README's headline numbers."""
 
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 TAKES = "16 minutes on one core"
 STEPS = [Step("leakcheck.yaml", small=("only=[llama,mamba,jamba]",), packages=("transformers", "trl"))]

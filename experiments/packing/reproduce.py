@@ -1,6 +1,6 @@
 """List the steps that make the records, and the README's headline numbers."""
 
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 TAKES = "minutes on one core"
 STEPS = [Step("packing.yaml", small=("num_documents=50000", "seeds=[0]", "rounds=2"))]

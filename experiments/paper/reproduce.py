@@ -1,6 +1,6 @@
 """Steps that make the records, and the numbers beside the paper's."""
 
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 _TINY = "overrides=[model.d_model=64,model.n_layer=2,model.vocab_size=256]"
 _SMALL: tuple[str, ...] = ("models=[130m]", "dtypes=[float32]", _TINY, "length_model=130m", "lengths=[57,256]")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from experiments.common import steps_of, suffixed
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 TINY = (
     *("data.source=stdlib", "data.path=null", "data.unit=null", "data.cut_documents=256", "data.tokens_per_step=2048"),

@@ -1,6 +1,6 @@
 """List the steps that make the records, and the README's headline numbers."""
 
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 TAKES = "an hour on two cores"
 STEPS = [

@@ -1,6 +1,6 @@
 """List the steps that make the records, and the README's headline numbers."""
 
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 TAKES = "minutes"
 STEPS = [Step("scoring.yaml", small=("rounds=2", "prompts=[1,16]"), gpus=1, gpu_gib=70, packages=("transformers",))]

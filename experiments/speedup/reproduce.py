@@ -1,6 +1,6 @@
 """List the steps that make the records, and the README's headline numbers."""
 
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 PEERS = ("mamba_ssm", "causal_conv1d")
 _SMALL = ("documents=1024", "rounds=2")

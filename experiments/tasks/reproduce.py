@@ -1,6 +1,6 @@
 """The sweep and the bench that make this question's records, and its headline numbers."""
 
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 SHORT = "{trainer.max_steps: 3, trainer.validate_every: 3, data.num_documents: 300}"
 ARMS = ("induction", "mqar", "parity", "packed-reset", "packed-leak", "packed-reset-begin", "packed-leak-begin")

@@ -2,8 +2,8 @@
 
 from collections.abc import Iterable
 
+from experiments.reproduce import Headline, Step
 from experiments.text.report import PRIMARY as REPORTED
-from packmamba.lab.reproduce import Headline, Step
 
 SAMPLE = "experiments/corpus/text-sample.jsonl.gz"
 HELD_OUT = f"{{path: {SAMPLE}, split: validation}}"

@@ -1,6 +1,6 @@
 """List the steps that make the records, and the page's headline numbers."""
 
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 TAKES = "half an hour on one core"
 STEPS = [Step("verdicts.yaml", small=("trials=100", "group_trials=20", "seeds=[3,8]"))]

@@ -1,4 +1,9 @@
-"""Time optimizer steps of several arms in turns."""
+"""Time optimizer steps of several arms in turns.
+
+A sweep's runs train apart, at other times or on other cards, so their speeds do not compare. Here
+one process holds all arms and takes a step of each in turn: what disturbs the machine meets all
+arms alike. Arms that read the same documents must first agree on their loss, or nothing is timed.
+"""
 
 import operator
 import time
@@ -18,6 +23,7 @@ from packmamba.training.datamodule import PackedDataModule, StepDataset
 from packmamba.training.lit_module import PackedLitModule
 
 WARM_UP = 1  # rounds that are dropped, after each arm's first step
+TOLERANCE = 1e-4  # relative, between losses of the same documents in one precision
 
 
 class Arm:
@@ -26,11 +32,9 @@ class Arm:
     def __init__(self, config: Config) -> None:
         data = PackedDataModule.from_config(config, progress=False)
         lightning.seed_everything(config.seed, verbose=False)
-        self.config, self.corpus_hash, self.steps = (
-            config,
-            data.corpora.corpus_hash,
-            StepDataset(data.schedule()),
-        )
+        self.config = config
+        self.corpus_hash = data.corpora.corpus_hash
+        self.steps = StepDataset(data.schedule())
         precision: Any = config.trainer.precision
         self.fabric = lightning.Fabric(accelerator=config.trainer.accelerator, precision=precision, devices=1)
         self.module = PackedLitModule.from_config(config, data.vocab_size).to(self.fabric.device)
@@ -39,10 +43,10 @@ class Arm:
     def step(self, number: int) -> tuple[float, int, int]:
         """Take a step, from 0; return seconds, tokens and slots."""
         step = self.steps[number].to(self.fabric.device)
-        seconds = timing.seconds(lambda: self.take(step, number), self.fabric.device)
+        seconds = timing.seconds(lambda: self._take(step, number), self.fabric.device)
         return seconds, step.num_tokens, step.num_slots
 
-    def take(self, step: StepBatch, number: int) -> None:
+    def _take(self, step: StepBatch, number: int) -> None:
         with self.fabric.autocast():
             self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
 
@@ -50,7 +54,10 @@ class Arm:
 def measure_throughput(
     configs: list[Config], rounds: int, output: str, progress: bool = True
 ) -> Iterator[Any]:
-    """Yield a record per configuration, whose steps alternate. Raises RuntimeError where losses of the same documents differ."""
+    """Yield a record per configuration, whose steps alternate.
+
+    Raises RuntimeError where losses of the same documents differ.
+    """
     with configured_runtime(max(configs, key=lambda config: config.model.compile)):
         arms = {config.name: Arm(config) for config in configs}
         losses: dict[str, float] = {}
@@ -58,34 +65,42 @@ def measure_throughput(
         def gate(name: str) -> None:
             arm = arms[name]
             arm.step(0)
-            loss = float(arm.loss)
-            if arm.config.data.batching == "matched" and not arm.module.boundary.as_trained:
-                expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), loss)
-                if abs(loss - expected) > 1e-4 * expected:
-                    raise RuntimeError(
-                        f"arms disagree on the loss of the same documents: {expected}, {loss} {name}"
-                    )
+            _check_loss(arm, losses)
             if arm.config.trainer.cuda_graphs and not arm.module.boundary.stateful:
-                for turn in range(
-                    WARM_UP + rounds
-                ):  # each shape's graph is captured before anything is timed
+                for turn in range(WARM_UP + rounds):  # captures each shape's graph before anything is timed
                     arm.step(turn + 1)
 
-        run, begun = uuid.uuid4().hex, time.perf_counter()
+        run = uuid.uuid4().hex
+        begun = time.perf_counter()
         calls = {name: lambda turn, arm=arm: arm.step(turn + 1) for name, arm in arms.items()}
         bar = "interleaved steps" if progress else None
         samples = timing.take_turns(calls, rounds, warm_up=WARM_UP, gate=gate, bar=bar)
         wall_seconds = time.perf_counter() - begun
         for name, arm in arms.items():
-            seconds, tokens, slots = zip(*samples[name])
-            metrics = {
-                "seconds_per_step_median": timing.median(seconds),
-                "seconds_per_step_spread": timing.spread(seconds),
-                "real_tokens_per_second": timing.median(map(operator.truediv, tokens, seconds)),
-                "slots_per_second": timing.median(map(operator.truediv, slots, seconds)),
-                "padding_fraction": 1 - sum(tokens) / sum(slots),
-                "rounds": rounds,
-                "parameters": sum(parameter.numel() for parameter in arm.module.parameters()),
-            }
+            metrics = _metrics(samples[name]) | {"rounds": rounds}
+            metrics["parameters"] = sum(parameter.numel() for parameter in arm.module.parameters())
             identity = (name_of(output), name, recorded_config(arm.config) | {"run": run}, arm.config.seed)
             yield make_record("throughput", *identity, arm.corpus_hash, metrics, wall_seconds)
+
+
+def _check_loss(arm: Arm, losses: dict[str, float]) -> None:
+    """Compare an arm's first loss with that of arms with its model and documents. Raises RuntimeError."""
+    if arm.config.data.batching != "matched" or arm.module.boundary.as_trained:
+        return
+    loss = float(arm.loss)
+    expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), loss)
+    if abs(loss - expected) > TOLERANCE * expected:
+        found = f"{expected}, {loss} {arm.config.name}"
+        raise RuntimeError(f"arms disagree on the loss of the same documents: {found}")
+
+
+def _metrics(samples: list[tuple[float, int, int]]) -> dict[str, float]:
+    """Return medians over rounds of an arm's seconds and of its tokens and slots per second."""
+    seconds, tokens, slots = zip(*samples)
+    return {
+        "seconds_per_step_median": timing.median(seconds),
+        "seconds_per_step_spread": timing.spread(seconds),
+        "real_tokens_per_second": timing.median(map(operator.truediv, tokens, seconds)),
+        "slots_per_second": timing.median(map(operator.truediv, slots, seconds)),
+        "padding_fraction": 1 - sum(tokens) / sum(slots),
+    }

@@ -386,7 +386,7 @@ def report(words: list[str]) -> None:
     config = load(ReportConfig, None, overrides)
     from packmamba.lab.records import read_records
     from packmamba.lab.report.aggregate import with_items
-    from packmamba.lab.report.html import format_table, write_report
+    from packmamba.lab.report.html import build_sections, format_sections, write_sections
     from packmamba.lab.reproduce import experiments, kinds_of
     from packmamba.lab.run_id import find_record
 
@@ -410,9 +410,11 @@ def report(words: list[str]) -> None:
         for record in records:
             arm_seeds = sorted(seeds[record["arm"]])
             record["sweep"] = {"baseline": baseline, "apart": True, "seeds": arm_seeds}
-    print(f"\n{format_table(records, kinds)}")
-    if len(folders) == 1 or config.output is not None:
-        page = write_report(config.output or folder, kinds, records, config.latex)
+    is_written = len(folders) == 1 or config.output is not None
+    sections = build_sections(records, figures=is_written, kinds=kinds)
+    print(f"\n{format_sections(sections)}")
+    if is_written:
+        page = write_sections(config.output or folder, sections, config.latex)
         print(f"\nReport, with figures: {page}")
 
 

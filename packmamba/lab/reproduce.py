@@ -29,29 +29,6 @@ class Bench(NamedTuple):
     output: Path = Path()
 
 
-class Step(NamedTuple):
-    """Run a bench or sweep; ``{output}`` in an override is the folder of all steps."""
-
-    file: str
-    overrides: tuple[str, ...] = ()
-    small: tuple[str, ...] = ()  # with scale=small; steps without are left out
-    gpus: int = 0
-    gpu_gib: int = 0
-    packages: tuple[str, ...] = ()
-    small_on_cpu: bool = False
-
-
-class Headline(NamedTuple):
-    """Name a number of tables/``table``.csv; ``alone``: the table of records of one corpus."""
-
-    name: str
-    table: str
-    row: Mapping[str, Any]
-    column: str
-    paper: str = ""
-    alone: str = ""
-
-
 def experiments() -> dict[str, Path]:
     """Return folders of experiments by name: the checkout's and the current folder's, or none."""
     roots = [root / "experiments" for root in (Path(__file__).resolve().parents[2], Path.cwd())]

@@ -1,4 +1,8 @@
-"""Interleaved timing behind a correctness gate; medians and interquartile ranges."""
+"""Interleaved timing behind a correctness gate; medians and interquartile ranges.
+
+Timings of arms that are run one after another differ by what else the machine did meanwhile, by
+clocks and heat. In turns all arms meet the same; the median leaves out what met one call.
+"""
 
 import gc
 import statistics
@@ -29,10 +33,15 @@ def take_turns(
     left_out: Callable[[str], Any] | None = None,
     bar: str | None = None,
 ) -> dict[str, list[Any]]:
-    """Call the arms in turns (A B C A B C ...) with the round's number; return each arm's results of timed rounds.
+    """Call arms in turns (A B C A B C ...) with the round's number; return results of timed rounds.
 
-    ``at_most``: timed rounds of arms that take fewer. ``gate``: called first with each arm's name; raises if it is wrong.
-    ``left_out``: called with the name of an arm that runs out of GPU memory; None: raise.
+    Args:
+        arms: what is called, by name.
+        rounds: timed rounds, after ``warm_up`` others, in which kernels are compiled and tuned.
+        at_most: timed rounds of arms that take fewer, since they are slow.
+        gate: called first with each arm's name; raises if the arm computes what is wrong.
+        left_out: called with the name of an arm that runs out of GPU memory; None: raise.
+        bar: a progress bar's title; None: none.
     """
     for name in arms:
         gate(name)
@@ -68,6 +77,7 @@ def seconds(call: Callable[[], Any], device: torch.device | str = "cpu") -> floa
 
 
 def free_memory() -> None:
+    """Return what nothing refers to, also PyTorch's cache, to the GPU."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

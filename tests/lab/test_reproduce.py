@@ -9,10 +9,10 @@ import torch
 
 import experiments.reproduce as engine
 import run
+from experiments.reproduce import Headline, Step
 from packmamba.config import ConfigError
 from packmamba.lab import reproduce
 from packmamba.lab.records import has_records, read_records
-from packmamba.lab.reproduce import Headline, Step
 from processes import ROOT
 
 BENCH = """
@@ -49,7 +49,7 @@ def tables(records):
 KINDS = {"answers": Kind(tables)}
 """
 REPRODUCE = """
-from packmamba.lab.reproduce import Headline, Step
+from experiments.reproduce import Headline, Step
 
 TAKES = "5 minutes"
 STEPS = [Step("toy.yaml", ("answer=2",), small=("answer=3",)), Step("toy.yaml", ("answer=5",), gpus=1)]

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
-from packmamba.errors import ConfigError
 from packmamba.lab.report import statistics
 from packmamba.lab.report.statistics import (
     Comparison,
@@ -69,7 +68,7 @@ def natural(text: str) -> list[tuple[int, str]]:
 
 
 def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
-    """Return a row for each record of a kind, by time.
+    """Return a row for each record of a kind, by time, so that a repeated run's latest comes last.
 
     Columns are the record's keys, ``config.<key>``, ``curves.<name>``, and metrics as floats.
     """
@@ -77,6 +76,7 @@ def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
     for record in of_kind(records, kind):
         nested = flatten({key: record[key] for key in ("config", "curves")})
         rows.append({**record, **nested})
+    # Apart, since a column of None and numbers would hold objects, which have no mean.
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
     others = pd.DataFrame(rows, dtype=object)
     joined = pd.concat([others.where(others.notna(), None), metrics], axis=1)
@@ -238,6 +238,7 @@ def arms_with_speeds(records: Records) -> list[Arm]:
         for each in reversed(timed):
             if each.name == arm.name and all(each.says(key) == value for key, value in arm.variant):
                 speeds = dict(each.runs.iloc[0][SPEEDS])
+        # Over another arm than the baseline a speedup would not be what its column says.
         if arm.baseline.name not in [each.name for each in timed]:
             speeds["speedup"] = math.nan
         arm.runs = arm.runs.assign(**speeds)
@@ -287,6 +288,7 @@ def _baseline(arm: Arm, arms: Arms) -> Arm:
     named = arm.sweep.get("baseline") or ""
     peers = [peer for peer in arms if peer.setting == arm.setting or arm.sweep.get("apart")]
     candidates = [peer for peer in peers if peer.label == named]
+    # A sweep names arms without the point of its grid.
     candidates += [peer for peer in peers if peer.title == parts_of(named)[0]]
     for scheme in BASELINES:
         candidates += [peer for peer in peers if peer.scheme == scheme]
@@ -401,23 +403,6 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
 def higher_is_better(metric: str) -> bool:
     """Tell if a metric is a share of right answers or a gain, and no loss."""
     return any(word in metric for word in HIGHER_IS_BETTER)
-
-
-def pilot_margin(
-    arms: Arms, leak: str = "packed-leak", intact: str = "packed-reset", metric: str = "val_loss"
-) -> float:
-    """Return a margin from a pilot's arms: half of the lower bound of the leak's harm.
-
-    ``leak`` and ``intact`` are names of arms, ``arms`` those of ``training_arms``. Raises
-    ConfigError as ``margin_from_pilot`` does.
-    """
-    by_name = {arm.name: arm for arm in arms}
-    for key, name in (("leak", leak), ("intact", intact)):
-        if name not in by_name:
-            raise ConfigError(f"{key}: expected one of {', '.join(by_name)}, got {name}")
-    values, weights = paired(by_name[leak], by_name[intact], metric)
-    harm = estimate(-values if higher_is_better(metric) else values, weights) or statistics.NOTHING
-    return statistics.margin_from_pilot(harm)
 
 
 def same_documents(arm: Arm, other: Arm) -> bool:

@@ -100,9 +100,14 @@ def _add_kind(kind: Kind, sections: list[Section], figures: bool) -> None:
 
 
 def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
+    """Return ``format_sections`` of records."""
+    return format_sections(build_sections(records, figures=False, kinds=kinds))
+
+
+def format_sections(sections: Iterable[Section]) -> str:
     """Return the headline and verdicts of each corpus, and what was found, for a terminal."""
     parts = []
-    for section in build_sections(records, figures=False, kinds=kinds):
+    for section in sections:
         for table in section.tables:
             if table is section.tables[0] or table.name.startswith("verdicts"):
                 parts.append(write_table(table, "txt"))
@@ -112,32 +117,39 @@ def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
 
 def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str]:
     """Return the text of each table's files by name."""
-    sections = build_sections(records, figures=False, kinds=kinds)
-    return _table_files([table for section in sections for table in section.tables], ("md", "csv"))
+    return files_of_tables(tables_of(build_sections(records, figures=False, kinds=kinds)))
 
 
-def _table_files(tables: Iterable[Table], forms: Iterable[str]) -> dict[str, str]:
+def tables_of(sections: Iterable[Section]) -> list[Table]:
+    """Return the tables of all sections."""
+    return [table for section in sections for table in section.tables]
+
+
+def files_of_tables(tables: Iterable[Table], forms: Iterable[str] = ("md", "csv")) -> dict[str, str]:
+    """Return the text of each table's file of each form by name."""
     return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in forms}
 
 
 def write_report(
-    folder: str | Path,
-    kinds: Kinds = None,
-    records: Records | None = None,
-    latex: bool = False,
-    opening: Table | None = None,
+    folder: str | Path, kinds: Kinds = None, records: Records | None = None, latex: bool = False
+) -> Path:
+    """Make and write the report of records, the folder's unless given, as ``write_sections`` does."""
+    if records is None:
+        records = with_items(folder, read_records(folder))
+    return write_sections(folder, build_sections(records, kinds=kinds), latex)
+
+
+def write_sections(
+    folder: str | Path, sections: list[Section], latex: bool = False, opening: Table | None = None
 ) -> Path:
     """Write tables/, figures/ and report.html; return its path.
 
-    ``records`` are the folder's unless given; ``opening`` is a table above all others; ``latex``
-    adds LaTeX tables and PDF figures. Files of an earlier report are removed.
+    ``opening`` is a table above all others; ``latex`` adds LaTeX tables and PDF figures. Files of
+    an earlier report are removed.
     """
     folder = Path(folder)
-    if records is None:
-        records = with_items(folder, read_records(folder))
-    sections = build_sections(records, kinds=kinds)
-    tables = [table for section in sections for table in section.tables]
-    texts = _table_files([opening, *tables] if opening else tables, ("md", "csv", *["tex"] * latex))
+    tables = [opening] if opening else []
+    texts = files_of_tables(tables + tables_of(sections), ("md", "csv", *["tex"] * latex))
     files = {f"tables/{name}": text.encode() for name, text in texts.items()}
     for figure in (figure for section in sections for figure in section.figures):
         files[f"figures/{figure.name}.png"] = figure.png

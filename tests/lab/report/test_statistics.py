@@ -158,10 +158,6 @@ def test_a_margin_from_a_pilot_is_half_of_the_harm_s_lower_bound():
     assert margin_from_pilot(harm) == harm.low / 2 < harm.mean / 2
     with pytest.raises(ValueError, match="^harm: "):
         margin_from_pilot(interval([0.010, -0.012, 0.009, 0.013]))
-    pilot = [*records()[5:]]
-    assert aggregate.pilot_margin(aggregate.training_arms(pilot)) == pytest.approx(0.0235, abs=1e-3)
-    with pytest.raises(ValueError, match="^leak: "):
-        aggregate.pilot_margin(aggregate.training_arms(pilot[:5]))
     assert "a margin for a later sweep" in format_table([record | {"sweep": {}} for record in records()])
 
 
