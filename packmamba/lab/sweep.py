@@ -1,5 +1,7 @@
 """Train every run of a grid of arms, keys and seeds.
 
+    file -> check -> corpora -> timing in turns -> trials -> tuned runs -> records
+
 A sweep is a file: what all runs share, the arms that are compared, a grid of further values, perhaps
 keys that each arm tunes on seeds of their own. It is checked whole before the first run. A run is
 identified by its configuration, so that the same command skips what has a record and resumes the
@@ -149,6 +151,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
             of_sweep.append(_grid_as_mapping(override))
     sweep = load(SweepConfig, path, of_sweep, "sweep")
     sweep.check()
+    # An arm that an override leaves out is still a baseline, or a side of a contrast, by its name.
     without_selection = [text for text in of_sweep if not text.startswith("arms=[")]
     sweep.check_contrasts(load(SweepConfig, path, without_selection, "sweep").arms)
     sweep.name = sweep.name or Path(path).stem
@@ -161,10 +164,10 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     _check_places(sweep, overridden)
     configs = []
     for keys in _runs(sweep):
-        layers = copy.deepcopy([*base, (_layer(keys), str(path)), *last])
+        layers = copy.deepcopy([*base, (_layer(keys), str(path)), *last])  # resolving changes them
         configs.append(resolve(Config, layers))
-    for config in _one_per_seed(configs):
-        check_run(config)
+    for config in {repr(replace(config, seed=0)): config for config in configs}.values():
+        check_run(config)  # a check takes a moment, and a seed decides none
         devices = config.trainer.devices * config.trainer.num_nodes
         need(devices == 1, "trainer.devices", "1 in a sweep", devices)
     sweep.check_metrics(configs[0].evaluations)
@@ -175,11 +178,6 @@ def _grid_as_mapping(override: str) -> str:
     """Rewrite grid.optimizer.lr=[1], whose key has dots, as grid={optimizer.lr: [1]}."""
     dotted = r"((?:tune\.)?grid)\.([\w.-]+)=(.*)"
     return re.sub(dotted, r"\1={\2: \3}", override, flags=re.DOTALL)
-
-
-def _one_per_seed(configs: list[Config]) -> Iterable[Config]:
-    """Return a run of each configuration that differs in more than its seed."""
-    return {repr(replace(config, seed=0)): config for config in configs}.values()
 
 
 def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
@@ -234,6 +232,7 @@ def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
 
 
 def _layer(keys: dict[str, Any]) -> DictConfig:
+    """Return a layer of a configuration from keys with dots."""
     layer = OmegaConf.create()
     for name, value in keys.items():
         OmegaConf.update(layer, name, value)
@@ -252,6 +251,7 @@ def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
 
 
 def _with(config: Config, **keys: Any) -> Config:
+    """Return a run's configuration with other values."""
     return resolve(Config, [(to_dict(config), CONFIGURATION), (_layer(keys), "tune.grid")])
 
 
@@ -267,7 +267,7 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
             return None
         metrics = [record["metrics"] for record in records]
         if any("diverged_at_step" in run_metrics for run_metrics in metrics):
-            continue
+            continue  # the mean of the seeds that are left would be that of a selection
         values: list[Any] = [run_metrics.get(tune.metric) for run_metrics in metrics]
         choices = f"one of {', '.join(metrics[0])}"
         need(None not in values, "tune.metric", choices, f"'{tune.metric}': null")
@@ -361,6 +361,7 @@ class _Progress:
 
 def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) -> None:
     """Train runs without a record, last those that start from others' weights."""
+    # Every run of the first wave may start at any time, so what a run starts from is in an earlier one.
     names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
     first = []
     dependent = []
@@ -410,7 +411,7 @@ def _check_corpora(runs: list[Config], progress: bool) -> None:
     """Tokenize the corpora, and refuse to go on beside records of other documents."""
     records = find_records(runs)
     if None not in records:
-        return
+        return  # a finished sweep is reported without its documents
     hashes: dict[str, str] = {}
     for run, record in zip(runs, records):
         documents = repr(run.data)
