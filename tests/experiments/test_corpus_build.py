@@ -14,6 +14,8 @@ from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources.packages import read_manifest
 from packmamba.data.token_store import load_corpora
 
+pytestmark = pytest.mark.slow
+
 
 def runs_of_five(text):
     """The set that ``shingles`` hashes, by a regular expression."""

@@ -50,7 +50,7 @@ def test_packed_is_the_original_document_by_document(family, config):
     check_same(packed, model, logits, tokens, ROWS, 1e-5)
 
 
-@every_family
+@every_family_slowly
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_a_document_s_first_token_is_no_target(family, name):
     """Labels of every token give the loss of the documents alone, of which transformers never asks the first."""
@@ -89,7 +89,7 @@ def test_a_granite_of_attention_alone():
     assert torch.equal(found, expected)
 
 
-@every_family
+@every_family_slowly
 @pytest.mark.parametrize("training", [True, False])
 def test_padding_on_either_side(family, training):
     model, packed = (m.train(training) for m in both(family, use_bias=training))
@@ -124,7 +124,7 @@ def collated(lengths, **options):
     return collator([{"input_ids": tokens[end - n : end]} for n, end in zip(lengths, ends)])
 
 
-@every_family
+@every_family_slowly
 def test_every_way_to_say_where_documents_start(family):
     _, packed = both(family)
     everything = {"return_seq_idx": True, "return_flash_attn_kwargs": True}
@@ -231,7 +231,7 @@ def test_leakcheck_passes_it_alone(family, boundaries):
     assert found.ok, str(found)
 
 
-@every_family
+@every_family_slowly
 def test_weights_and_names_stay(family, tmp_path):
     model, packed = both(family)
     assert list(packed.state_dict()) == list(model.state_dict())

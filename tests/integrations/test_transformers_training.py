@@ -36,7 +36,7 @@ def random_tokens(seed=1, rows=6):
     return torch.randint(1, VOCAB, (rows, 14), generator=torch.Generator().manual_seed(seed))
 
 
-@every_family
+@every_family_slowly
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_gradient_checkpointing(family, reentrant):
     model, packed = both(family)
