@@ -133,6 +133,7 @@ class RunMetrics(SavedCallback):
         self._count(wait, **dict(zip(self.COUNTS, counts, strict=True)))
         self._unchecked_losses.append(outputs["loss"])
         if logged:
+            # The rate is of the steps since the last logged one, so that it shows a slow stretch.
             before = self.train[-1] if self.train else {"real_tokens": 0, "seconds": 0.0}
             point = self._point(outputs["loss"])
             self.train.append(point)
@@ -146,6 +147,7 @@ class RunMetrics(SavedCallback):
         losses = self._unchecked_losses
         finite = torch.isfinite(torch.stack(losses)).tolist() if losses else []
         self._unchecked_losses = []
+        # The step is the first that was not finite, though others were taken since.
         if not all(finite) and self.diverged is None and not module.scaled:
             self.diverged = int(self.totals["steps"]) - len(finite) + 1 + finite.index(False)
             trainer.should_stop = True
@@ -162,7 +164,7 @@ class RunMetrics(SavedCallback):
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
         if module.as_trained.update_called:
             point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
-        # After a kill, a step may be validated again.
+        # A run that was killed after a validation does it again.
         self.validation = [other for other in self.validation if other["step"] != point["step"]]
         self.validation.append(point)
         ends = (*POSITION_EDGES[1:], 2**31)
@@ -272,14 +274,14 @@ class Checkpoint(LightningCheckpoint):
         with self.metrics.paused():
             self.metrics.check_finite(trainer, module)
             if self.metrics.diverged is not None:
-                return
+                return  # weights that are not finite are nothing to go on from
             trainer.save_checkpoint(self.folder / f"step={step}.ckpt")
             for old in checkpoints(self.folder)[:-2]:
                 old.unlink(missing_ok=True)
         if signum and not last:
             self.stopped = Stopped(step, trainer.max_steps, signum)
             trainer.should_stop = True
-            trainer.limit_val_batches = 0
+            trainer.limit_val_batches = 0  # else Lightning validates once more before it ends
 
     def _wanted_stop(self, trainer: Trainer) -> int:
         """Return the signal to stop by, 1 for ``stop``, 0 for none, the same on all ranks.
@@ -352,7 +354,7 @@ class Average(SavedCallback):
             self.taken += 1
             for name, weight in module.model.named_parameters():
                 mean = self.mean[name].to(weight.device) if name in self.mean else weight.detach().clone()
-                self.mean[name] = mean + (weight - mean) / self.taken
+                self.mean[name] = mean + (weight - mean) / self.taken  # needs no sum that grows
 
 
 class LeakCheck(LightningLeakCheck):
@@ -431,7 +433,7 @@ class Evaluations(SavedCallback):
             if trainer.is_global_zero:
                 is_text = open_source(self.config.data).vocab_size is None
                 tokenizer = load_tokenizer(self.config.data) if is_text else None
-                with eager():
+                with eager():  # else each of its shapes would be compiled first
                     self.evaluate(trainer, module.model.eval(), tokenizer)
                 module.model.train()
             trainer.strategy.barrier()

@@ -135,7 +135,7 @@ def sweep(words: list[str]) -> None:
     config, runs = load_sweep(file, overrides)
     try:
         run_sweep(config, runs, begun=begun)
-    finally:
+    finally:  # also of a sweep that stopped: what it has is reported
         if has_records(config.output) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             report([config.output])
 
@@ -548,7 +548,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         status = COMMANDS[command][0](words) or 0
         sys.stdout.flush()
         return status
-    except BrokenPipeError:
+    except BrokenPipeError:  # a reader such as head has ended: no error, and nothing more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ModuleNotFoundError as error:
@@ -560,7 +560,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         message, status = str(shown_error), getattr(shown_error, "status", 2)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
-            raise
+            raise  # a fault of the program, whose traceback is wanted
         message, status = f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return status

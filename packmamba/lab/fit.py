@@ -65,13 +65,14 @@ def fit(
             with space_for(folder):
                 return _Run(config, progress, stop).record()
         except UserError as error:
+            # A request that was wrong leaves no folder that looks like a run which can be resumed.
             has_begun = bool(callbacks.checkpoints(folder / "checkpoints"))
             if is_new and not has_begun and not isinstance(error, run_id.Locked):
                 shutil.rmtree(folder, ignore_errors=True)
                 with suppress(OSError):  # it holds other runs
                     folder.parent.rmdir()
             raise
-        except SystemExit:  # Lightning's, of a Ctrl-C
+        except SystemExit:  # as Lightning ends a process after Ctrl-C
             raise KeyboardInterrupt from None
         finally:
             if torch.distributed.is_initialized():
@@ -91,11 +92,13 @@ def configured_runtime(config: Config) -> Iterator[None]:
     if torch.cuda.is_initialized():
         torch.cuda.reset_peak_memory_stats()
     on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
+    # Sums of several threads are cut as the number of cores, which differs between machines, says.
     default_threads = 1 if trainer.deterministic and on_cpu else threads_before
     torch.set_num_threads(trainer.threads or default_threads)
     try:
         if trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            # Filling what is written anyway takes time and changes no bit.
             torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
             torch.use_deterministic_algorithms(True)
         if config.model.compile:
@@ -143,6 +146,7 @@ class _Run:
         records.check_writable(self.record_path.parent, "output")
         self.data = PackedDataModule.from_config(config, progress=progress)
         self.saved = self.folder / "checkpoints"
+        # Of what is there, not of what loads: reading a checkpoint takes a while.
         steps = [callbacks.step_of(path) for path in callbacks.checkpoints(self.saved)]
         self.reached = max(steps, default=0)
         options = config.trainer
@@ -202,12 +206,14 @@ class _Run:
             self.trainer.fit(module, self.data, ckpt_path=resume, weights_only=True)
         if self.checkpoint.stopped is not None:
             raise self.checkpoint.stopped
+        # The last step is validated, whatever validate_every is.
         metrics = self.metrics
         if not metrics.validation or metrics.validation[-1]["step"] != self.trainer.global_step:
             self.trainer.validate(module, self.data, verbose=False)
         last = metrics.validation[-1]
         if metrics.diverged is None and not math.isfinite(last["loss"]):
             metrics.diverged = self.trainer.global_step
+        # The mean of weights is what the run is judged by; the last weights' loss is kept beside it.
         if self.average.at and metrics.diverged is None:
             module.model.load_state_dict(self.average.mean, strict=False)
             self.trainer.validate(module, self.data, verbose=False)
@@ -252,6 +258,7 @@ class _Run:
             record["curves"]["evaluations"] = self.evaluations.points
         record["wall_seconds"] = time.perf_counter() - self.begun
         records.append_record(self.record_path, record)
+        # The run is finished: of its checkpoints the last stays, for a run with more steps.
         for old in callbacks.checkpoints(self.saved)[:-1]:
             old.unlink()
         return record

@@ -88,6 +88,7 @@ class Slot(NamedTuple):
 def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     """Return slots on the visible GPUs, in turn, or on cores."""
     count = torch.cuda.device_count() if on_gpu else 0
+    # Names of GPUs are those of the variable, so that a worker can be given one of them.
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     number = (count or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
@@ -120,7 +121,7 @@ def run_in_slots(
                 status = pool.submit(_train_in_worker, config, last).result()
             except BrokenProcessPool:
                 status = Status("stopped" if stop.is_set() else "failed", "its process was killed")
-            if status.state == "failed":
+            if status.state == "failed":  # a fresh process: what the run holds on the GPU must go
                 pool.shutdown(wait=False)
                 pool = None
             report(config, status, slot.name)
@@ -204,6 +205,7 @@ def run_as_jobs(
     """Train runs as an array of at most ``jobs`` jobs at a time, and wait for them."""
     from submitit import AutoExecutor
 
+    # A checkout need not be installed on the cluster's nodes.
     os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     parameters: dict[str, Any] = {"time": 240, "gpus_per_node": 1, "cpus_per_task": THREADS}
     parameters |= {"array_parallelism": len(configs) if jobs == "auto" else jobs, **slurm}

@@ -58,6 +58,7 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     line = json.dumps(plain, allow_nan=False, sort_keys=True).encode() + b"\n"
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
+    # A line without its end was being written when its process was killed.
     with space_for(path), FileLock(f"{path}.lock"):
         written = path.read_bytes() if path.exists() else b""
         write_whole(path, written[: written.rfind(b"\n") + 1] + line)

@@ -55,10 +55,13 @@ LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": Fa
 def id_of(arm: str, values: dict[str, Any]) -> str:
     """Return a run's id from its record's configuration, that of its schedule's end if it is to be continued."""
     keys = DEFAULTS | LATER | flatten(values)
+    # A run with more steps of the same schedule goes on where the shorter one ended: its id is the same.
+    # The mean of snapshots is over the run's last steps, so with it another number is another run.
     if keys["trainer.average_snapshots"] == 1:
         steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
         constant = keys["optimizer.final_lr_fraction"] == 1
         keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
+    # Where bits matter the number of threads decides them.
     excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED
     hashed = {k: v for k, v in keys.items() if k in DEFAULTS and k not in excluded and v != DEFAULTS[k]}
     digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, hashed], sort_keys=True).encode()).hexdigest()

@@ -180,6 +180,7 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     if "diverged_at_step" in runs:
         losses = [column for column in runs if column.startswith("val_loss")]
         runs.loc[runs["diverged_at_step"].notna(), losses] = math.nan
+    # Runs of one name that differ in a key, as after a change of the sweep's file, are different arms.
     keys = _varied_keys(runs)
     variants = [tuple((key, run[f"config.{key}"]) for key in keys) for _, run in runs.iterrows()]
     runs["variant"] = variants
@@ -422,6 +423,7 @@ def same_documents(arm: Arm, other: Arm) -> bool:
 
 def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
     """Return (start, end, the arm's loss minus its baseline's) by range of positions."""
+    # Positions are of the document, so a leak shows at the first and a longer memory at the last.
     curves = [side.points("loss_by_position") for side in (arm, arm.baseline)]
     if arm.baseline is arm or any(points.empty for points in curves):
         return []
@@ -472,7 +474,7 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     weights = summed[0][0]["weight"]
     alike = all(side["weight"].equals(weights) for pair in summed for side in pair)
     if weights.empty or not alike:
-        return None
+        return None  # models of other tokenizers, or evaluated on other documents
     sums = [mine["value"] - theirs["value"] for mine, theirs in summed]
     return statistics.bootstrap(sums, weights) if len(sums) > 1 else statistics.over_items(sums[0], weights)
 
@@ -483,6 +485,7 @@ def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
     items = pd.DataFrame([json.loads(line) for line in lines])
     if "choice" in items:
         items = items.assign(choices=1, correct=items["choice"] == items["answer"])
+    # Items of one document are not independent, nor are documents of one package.
     keys = [key for key in ("group", "document", "index") if key in items]
     group = items[keys[0]] if keys else items.index
     values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)

@@ -65,6 +65,7 @@ def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds
     known = {**KINDS, **(kinds or {})}
     corpus = itemgetter("corpus_hash")
     sections = []
+    # Sorted by corpus alone: within one, records stay in the order in which they came.
     for name, group in itertools.groupby(sorted(records, key=corpus), corpus):
         of_corpus = [*group]
         for record in of_corpus:
@@ -160,6 +161,7 @@ def write_sections(
         (folder / name).mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         write_whole(folder / name, content)
+    # A table that is no more would be read as one of these records.
     for path in [*folder.glob("tables/*"), *folder.glob("figures/*")]:
         if path.relative_to(folder).as_posix() not in files:
             path.unlink(missing_ok=True)

@@ -74,10 +74,12 @@ def write_table(table: Table, form: str) -> str:
         rest = pd.DataFrame([row[1:] for row in cells], index, titles[1:])
         return "\n".join([table.title, "", rest.to_string() if cells else "", "", *table.notes, ""])
     if form == "md":
+        # Numbers to the right, so that digits of a column stand below each other.
         rules = ["---:" if column.numeric else "---" for column in table.columns]
         lines = [titles, rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
         rows = ["| " + " | ".join(line) + " |" for line in lines]
         return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes), ""])
+    # Of tex: pandas escapes and rules; a minus is typeset as one, and a wide table is scaled to the column.
     aligned = "".join("r" if column.numeric else "l" for column in table.columns)
     frame = pd.DataFrame(cells, columns=titles)
     latex = frame.to_latex(index=False, escape=True, column_format=aligned)
@@ -175,6 +177,7 @@ def gibibytes(count: Any) -> Cell:
 def mean_sd(values: pd.Series) -> Cell:
     """Format mean and standard deviation; not that of one value, or of equal counts."""
     mean, sd = values.mean(), values.std()
+    # Whole numbers from 10 on are counts, such as steps: decimals would claim what is not there.
     counts = mean >= 10 and bool((values.dropna() % 1 == 0).all())
     digits = ",.0f" if counts else ".4f"
     spread = "" if pd.isna(sd) or counts and not sd else f" ± {sd:{digits}}"
@@ -245,7 +248,9 @@ TITLES = {
     "seconds_per_step_median": "seconds/step, median",
     "seconds_per_step_spread": "interquartile range",
 }
+# Metrics of evaluations that come last, since they say what the others are of.
 COUNTS = ("chance", "answers", "examples", "documents", "targets", "reads_intruding")
+# Of every metric that is not here a table shows mean and standard deviation over seeds.
 FORMATS = {
     **dict.fromkeys(("real_tokens", "real_tokens_per_second", "slots_per_second", "rounds"), ",.0f"),
     **dict.fromkeys(COUNTS, ",.0f"),
@@ -331,6 +336,7 @@ def training_tables(records: Records) -> list[Table]:
     tables = [_training(arms, contrasts)]
     if _is_ruled(arms):
         tables.append(_verdicts(contrasts, metric))
+    # A verdict means little if its rule was chosen after its result was seen.
     if any("late" in arm.sweep for arm in arms):
         for table in tables:
             table.notes.append("Margin or primaries came after runs.")
@@ -380,6 +386,7 @@ def _further_keys(arms: Arms) -> list[str]:
 def _pilot_notes(arms: Arms, contrasts: Sequence[Contrast]) -> list[str]:
     """Say which margin a sweep without one gives a later sweep: half of its leak's least harm."""
     notes = []
+    # The harm of a metric whose higher values are better would have the other sign.
     is_pilot = not _is_ruled(arms) and not aggregate.higher_is_better(table_keys(arms)[0][0])
     for contrast in contrasts if is_pilot else ():
         if contrast.arm.leaks and contrast.same_documents and contrast.ruling.estimate.low > 0:
@@ -468,7 +475,7 @@ def _seeds_needed(contrast: Contrast, family: int) -> int | None:
     """Return the seeds for 80 % power, where the contrast might be called equivalent."""
     comparison = contrast.comparison
     if comparison.margin is None or contrast.arm.leaks:
-        return None
+        return None  # nobody hopes that a leak is equivalent
     return seeds_for(comparison.differences, comparison.weights, comparison.margin, family)
 
 
@@ -593,7 +600,7 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
         models.append(Arm(str(arm), (), latest))
     by_name = {model.name: model for model in models}
     first = next((by_name[arm] for arm in aggregate.BASELINES if arm in by_name), models[0])
-    models.sort(key=lambda model: model is not first)
+    models.sort(key=lambda model: model is not first)  # stable: the others stay as they came
     metrics = main_first(list(first.runs.select_dtypes(float)))
     measured = [_metric_column(metric, []) for metric in metrics]
     columns = [*make_columns("!arm | runs:d"), *measured]
@@ -602,7 +609,7 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
         rows.append({"arm": model.label, "runs": len(model.runs)} | _metric_values(model, measured))
         found = None if model is first else aggregate.item_difference(model, first, metrics[0])
         if found:
-            rows[-1]["difference"] = found._replace(seeds=found.groups)
+            rows[-1]["difference"] = found._replace(seeds=found.groups)  # its pairs are groups of items
             notes = [
                 "Differences are paired by item, with intervals over items (groups of documents), and over seeds."
             ]
