@@ -7,12 +7,14 @@ request, 3 where the same command goes on, 130 after Ctrl-C.
 """
 
 import dataclasses
+import fnmatch
 import glob
 import hashlib
 import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -27,6 +29,8 @@ from packmamba.errors import Unfinished, UserError, missing_package
 from packmamba.files import full_disk, space_for, write_whole
 
 try:
+    from tqdm import tqdm
+
     from packmamba.config import (
         CONFIGS,
         CONFIGURATION,
@@ -156,21 +160,16 @@ def evaluate(words: list[str]) -> None:
     run = read_config(folder)
     layers = [({"data": dataclasses.asdict(run.data)}, folder), *read_layers(None, overrides)]
     config = resolve(EvalConfig, layers)
+    need(config.tasks, "tasks", f"one or more of {', '.join(EVALUATIONS)}", "none")
     for name, keys in config.options.items():
         mine = name in config.tasks and type(keys) is dict
         need(mine, f"options.{name}", f"keys of one of {', '.join(config.tasks)}", keys)
     output = Path(config.output or Path(folder, "evaluation"))
     check_writable(output, "output")
-    contexts = {
-        name: EvalContext(
-            config.data,
-            examples=config.examples,
-            seed=config.seed,
-            options=config.options.get(name, {}),
-            trainer=run.trainer,
-        )
-        for name in config.tasks
-    }
+    shared: dict[str, Any] = {"examples": config.examples, "seed": config.seed, "trainer": run.trainer}
+    contexts = {}
+    for name in config.tasks:
+        contexts[name] = EvalContext(config.data, options=config.options.get(name, {}), **shared)
     built_in = [name for name in config.tasks if name in EVALUATIONS]
     for name in built_in:
         check(name, contexts[name])
@@ -208,17 +207,10 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
         begun = time.perf_counter()
         result = run(name, model, context)
         write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
-        record = make_record(
-            "evaluation",
-            model.name,
-            model.name,
-            {"id": digest, "evaluation": settings, "model": model.model.config},
-            model.config.seed,
-            result.corpus_hash,
-            result.metrics,
-            time.perf_counter() - begun,
-            result.curves,
-        )
+        recorded = {"id": digest, "evaluation": settings, "model": model.model.config}
+        identity = (model.name, model.name, recorded, model.config.seed)
+        measured = (result.metrics, time.perf_counter() - begun, result.curves)
+        record = make_record("evaluation", *identity, result.corpus_hash, *measured)
         append_record(output / "records.jsonl", record)
         done = [record]
     print(f"\n{format_table(done)}")
@@ -231,15 +223,19 @@ def _evaluate_built_in(name: str, model: Any, context: Any) -> Any:
 
 
 def _mentioned(name: str, include_path: str | None) -> bool:
-    """Check if a file of the harness' tasks mentions a name: reading all is faster than an import."""
+    """Check if a file of the harness' tasks has a name as a word: reading all is faster than an import."""
     spec = importlib.util.find_spec("lm_eval")
     if spec is None:
         return False
-    folders = [Path(str(spec.origin)).parent / "tasks"]
-    if include_path is not None:
-        folders.append(Path(include_path))
-    files = (path for folder in folders for path in folder.rglob("*") if path.is_file())
-    return any(name.encode() in path.read_bytes() for path in files)
+    word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
+    for tasks in (Path(str(spec.origin)).parent / "tasks", include_path or ""):
+        for folder, _, files in os.walk(tasks):
+            for file in fnmatch.filter(files, "*.y*ml"):
+                with open(os.path.join(folder, file), "rb", buffering=0) as opened:
+                    text = opened.read()
+                if name.encode() in text and word.search(text):
+                    return True
+    return False
 
 
 def _harness(names: list[str], config: EvalConfig) -> dict[str, Callable]:
@@ -267,9 +263,8 @@ def _harness(names: list[str], config: EvalConfig) -> dict[str, Callable]:
     def run(name: str, model: Any, context: Any) -> EvalResult:
         adapter = PackMambaLM(model.model, str(model.folder), context.max_slots)
         results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
-        metrics = {
-            k.partition(",")[0]: v for k, v in results["results"][name].items() if isinstance(v, (int, float))
-        }
+        found = results["results"][name].items()
+        metrics = {k.partition(",")[0]: v for k, v in found if isinstance(v, (int, float))}
         items = [
             {"doc_id": one["doc_id"], "responses": one["filtered_resps"]}
             | {m: one[m] for m in one["metrics"]}
@@ -562,5 +557,7 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise  # a fault of the program, whose traceback is wanted
         message, status = f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2
+    for bar in [*getattr(tqdm, "_instances", ())]:  # drawn still: the error would stand on its line
+        bar.close()
     print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
     return status

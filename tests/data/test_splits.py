@@ -77,6 +77,7 @@ def test_a_long_held_out_end_is_several_documents(tmp_path, monkeypatch):
         ({"a.txt": b""}, {}, "data.path", "a.txt"),
         ({"a.txt": b"", "b.txt": b""}, {}, "data.path", "2 empty"),
         ({"a.bin": b"\x89PNG\xff"}, {}, "data.path", "a.bin"),
+        ({"a.bin": b"valid UTF-8, \0 yet no text"}, {}, "data.path", "a.bin"),
         ({"a.txt": b"abc"}, {}, "data.validation_fraction", "3 in "),
         ({"a.txt": b"abcde"}, {"test_fraction": 0.1}, "data.validation_fraction", "5 in "),
         ({"a.txt": b"abc", "b.txt": b"abd"}, {"test_fraction": 0.1}, "data.validation_fraction", "2 documents"),
@@ -193,6 +194,7 @@ def test_named_test_documents_are_the_test_split_and_change_no_hash(tmp_path):
     [
         ({"test_path": "nowhere"}, "data.test_path"),
         ({"test_path": "empty"}, "data.test_path"),
+        ({"test_path": "texts/"}, "data.test_path"),  # the documents trained on
         ({"test_path": "texts", "test_fraction": 0.1}, "data.test_fraction"),
         ({"test_fraction": 0.8}, "data.validation_fraction"),
         ({"source": "splits", "validation_fraction": 0.05, "test_fraction": 0.1}, "data.test_fraction"),

@@ -7,10 +7,12 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from tqdm import tqdm
 
 import run
 from packmamba import MambaLM
 from packmamba.config import load_config
+from packmamba.errors import UserError
 from packmamba.lab import cli
 from packmamba.lab.records import read_records
 from packmamba.lab.sweep import load_sweep
@@ -152,6 +154,12 @@ def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
     folder = str(tmp_path)
     wrong = {
         ("eval", folder, "tasks=[perplexty]"): "tasks: ",
+        ("eval", folder, "tasks=[mqarr]"): "did you mean 'mqar'?",
+        ("eval", folder, "tasks=[arc_eas]"): "tasks: ",  # the beginning of a harness task's name
+        ("eval", folder, "tasks=[]"): "tasks: ",
+        ("train", "data.sourse=text"): "unknown key 'data.sourse'",
+        ("train", "data.source=texts"): "data.source: ",
+        ("train", "trainer.boundary=resett"): "trainer.boundary: ",
         ("eval", folder, "taskz=[parity]"): "unknown key 'taskz'",
         ("eval", folder, "tasks=[parity]", "options.parity.lenth=3"): "options.parity: ",
         ("eval", folder, "tasks=[parity]", "device=nowhere"): "device: ",
@@ -164,13 +172,25 @@ def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
         ("leakcheck", folder, "lenghts=[3]"): "unknown key 'lenghts'",
         ("leakcheck", f"{folder}/nowhere"): "nowhere: ",
     }
-    slow = {"lightning", "lm_eval", "transformers", "datasets", "pandas", "scipy", "matplotlib"}
-    code = f"import sys; from packmamba import cli; print(*[cli.main([*words]) for words in {[*wrong]}])"
+    slow = {"lightning", "torchmetrics", "lm_eval", "transformers", "datasets", "pandas", "scipy", "matplotlib"}
+    code = f"import sys; from packmamba.lab import cli; print(*[cli.main([*words]) for words in {[*wrong]}])"
     code += f"; print({slow} & sys.modules.keys())"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     for line, message in zip(done.stderr.splitlines(), wrong.values(), strict=True):
         assert message in line
-    assert done.stdout == "2 " * (len(wrong) - 1) + "2\nset()\n"
+    assert done.stdout.endswith("2 " * (len(wrong) - 1) + "2\nset()\n")
+
+
+def test_an_error_does_not_stand_on_the_line_of_a_bar(monkeypatch, capsys):
+    bars = []
+
+    def fail(words):
+        bars.append(tqdm([1, 2], file=sys.stderr))
+        raise UserError("wrong")
+
+    monkeypatch.setitem(cli.COMMANDS, "kernels", (fail, "", None))
+    assert cli.main(["kernels"]) == 2
+    assert capsys.readouterr().err.endswith("\npackmamba: error: wrong\n")
 
 
 def test_interrupted_and_unread(monkeypatch, capsys):
@@ -183,7 +203,7 @@ def test_interrupted_and_unread(monkeypatch, capsys):
     ):
         monkeypatch.setitem(cli.COMMANDS, "kernels", (Mock(side_effect=raised), "", None))
         assert cli.main(["kernels"]) == status and message in capsys.readouterr().err
-    code = "from packmamba import cli; cli.main(['train', '--help'])"
+    code = "from packmamba.lab import cli; cli.main(['train', '--help'])"
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **pipes) as process:
         process.stdout.close()

@@ -2,8 +2,9 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.sources import builtin, files, packages, splits
 from packmamba.data.sources.source import Source
 
@@ -35,6 +36,14 @@ def open_source(data: DataConfig) -> Source:
             raise ConfigError(
                 f"data.{key}: data.source={data.source} reads no path, got '{path}'; set data.source"
             )
+    if data.test_path is not None and data.path is not None:
+        same = Path(data.test_path).resolve() == Path(data.path).resolve()
+        need(
+            not same,
+            "data.test_path",
+            "other documents than data.path's",
+            f"'{data.path}' for both; name others",
+        )
     source = _open(data)
     if data.test_path is not None:
         source = splits.test_from_path(source, _open_test_path(data))

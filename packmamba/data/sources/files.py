@@ -47,12 +47,14 @@ def open_text(data: DataConfig) -> Source:
 
     def documents(names: Iterable[str]) -> Iterator[Document]:
         for name in names:
+            file = root / name
             try:
-                yield Document(name in validation, (root / name).read_bytes().decode("utf-8-sig"))
+                text = file.read_bytes().decode("utf-8-sig")
             except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"data.path: expected UTF-8, got {root / name} ({error}); move it"
-                ) from None
+                raise ConfigError(f"data.path: expected UTF-8, got {file} ({error}); move it") from None
+            place = text.find("\0")  # git and grep call such a file binary
+            need(place < 0, "data.path", "text", f"{file} (a NUL character at {place}); move it")
+            yield Document(name in validation, text)
 
     return Source(
         [str(root.resolve()), hash_files(root, files)],
