@@ -47,7 +47,8 @@ class Block(nn.Module):
             layouts_and_state: conv_layout, ssm_layout, state, return_state, as of ``Mixer.mix``.
         """
         arguments = (normed, self.norm.weight, *layouts_and_state)
-        if self.recompute and torch.is_grad_enabled():
+        # A strict torch.export cannot run checkpoint.
+        if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_exporting():
             mixed, state = checkpoint(
                 self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False
             )

@@ -76,6 +76,15 @@ def test_a_program_takes_any_number_of_documents(mixer, strict):
             assert torch.equal(result, model(tokens, layout=layout))
 
 
+@every_mixer
+def test_a_model_that_recomputes_its_blocks_is_exported_with_gradients(mixer):
+    model = MambaLM(vocab_size=20, d_model=16, n_layer=1, recompute="block", **MIXERS[mixer])
+    tokens = tokens_of(2, 16)
+    run = export(model, (tokens,), strict=True).module()
+    result = run(tokens)
+    assert result.requires_grad and torch.equal(result, model(tokens))
+
+
 @every_layer
 def test_an_exported_layer_never_reads_padding(make):
     layer = make(16)
