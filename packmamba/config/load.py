@@ -29,6 +29,7 @@ from packmamba.config.schema import (
     BOUNDARIES,
     MIXER_KEYS,
     MIXERS,
+    NOT_OF_CHECKPOINTS,
     OPTIMIZERS,
     RENAMED_KEYS,
     RENAMED_VALUES,
@@ -127,6 +128,8 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     if asks_for_16_states and config.model.mixer != "mamba1":
         expected = "another number than 16, which stands for the mixer's default"
         raise ConfigError(f"model.d_state: expected {expected}, got 16")
+    for name in sorted(OmegaConf.missing_keys(config)):
+        raise ConfigError(f"{name}: expected a value, got ???; set {name}=...")
     try:
         return validate(OmegaConf.to_object(config))  # type: ignore[return-value]
     except OmegaConfBaseException as error:  # an interpolation ${...}
@@ -311,6 +314,9 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "trainer.cuda_graphs": (_allows_cuda_graphs(config), graphs),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in MIXER_KEYS},
     }
+    if config.model.pretrained is not None:
+        decided = vars(config.model).keys() - {*NOT_OF_CHECKPOINTS}
+        used |= {f"model.{name}": (False, "model.pretrained is null") for name in sorted(decided)}
     defaults = Config()
     for name, (is_used, where) in used.items():
         default = attrgetter(name)(defaults)

@@ -12,6 +12,7 @@ LENGTH_DISTRIBUTIONS = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 MIXERS = "packmamba.nn.mixers:MIXERS"
 OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
+NOT_OF_CHECKPOINTS = ("pretrained", "compile", "recompute")  # keys of the section model
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 NAMED = ("csv", "tensorboard", "tensorboard_tokens", "wandb")
@@ -87,10 +88,16 @@ class DataConfig:
     unit: Optional[str] = key(
         None, "Documents of packages.", null="files", choices=("files", "functions", "mixture")
     )
-    text_key: str = key("text", "Field or column of the document (jsonl, parquet, huggingface).")
+    text_key: str = key(
+        "text", "Field or column of the document (jsonl, parquet, huggingface); without it prompts are read."
+    )
+    loss_on: str = key("completion", "Of prompts: answers, or all tokens.", choices=("completion", "all"))
+    chat_template: Optional[str] = key(
+        None, "Template of messages: chatml, or a Jinja file.", null="the tokenizer's"
+    )
     subset: Optional[str] = key(None, "Configuration of the dataset (huggingface).")
     split: str = key("train", "Split, such as train[:10%] (huggingface).")
-    tokenizer: str = key("bytes", "bytes, or the path of a tokenizer.json.")
+    tokenizer: str = key("bytes", "bytes; or a tokenizer.json, a folder or Hub name with one.")
     begin_token: Optional[str] = key("<s>", "Token before every document.", null="none")
     end_token: Optional[str] = key("</s>", "Token after every document.", null="none")
     validation_fraction: float = key(
@@ -141,6 +148,9 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
+    pretrained: Optional[str] = key(
+        None, "Checkpoint to go on from: a folder or Hub name; it decides the model's other keys."
+    )
     vocab_size: Optional[int] = key(None, "Rows of the embedding.", null="the corpus's vocabulary", low=1)
     d_model: int = key(128, "Width of the residual stream.", low=1)
     n_layer: int = key(2, "Blocks.", low=1)

@@ -141,14 +141,13 @@ def _tokenize(
     try:
         train, validation, test = (_SplitWriter(work / split, tokenizer) for split in SPLITS)
         documents = bar(source.read(), f"Tokenising {data.source}")
-        for chunk, encoded in _encoded(documents, tokenizer, data):
-            pairs = [(document, ids) for document, ids in zip(chunk, encoded) if len(ids)]
-            train.add([pair for pair in pairs if not pair[0].held_out])
-            validation.add([pair for pair in pairs if pair[0].held_out])
+        for chunk in _encoded(documents, tokenizer, data):
+            train.add([pair for pair in chunk if not pair[0].held_out])
+            validation.add([pair for pair in chunk if pair[0].held_out])
         if source.read_test is not None:
             documents = bar(source.read_test(), f"Tokenising {data.source}, test")
-            for chunk, encoded in _encoded(documents, tokenizer, data):
-                test.add([(one, ids) for one, ids in zip(chunk, encoded) if len(ids)])
+            for chunk in _encoded(documents, tokenizer, data):
+                test.add(chunk)
         _check_counts(data, train, validation, test)
         ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
         splits = {"train": train.meta(), "validation": validation.meta()}
@@ -184,14 +183,21 @@ def _hash(header: list[Any], *writers: "_SplitWriter") -> str:
     return hashlib.blake2b(json.dumps([*header, *hashes]).encode(), digest_size=16).hexdigest()
 
 
+class Encoded(NamedTuple):
+    """Hold a document's tokens, without begin and end, and which of them are trained on (None: all)."""
+
+    ids: np.ndarray
+    answered: np.ndarray | None = None
+
+
 class _SplitWriter:
+    """Append documents to a split's files, and hash what is written."""
+
     def __init__(self, path: Path, tokenizer: Tokenizer) -> None:
-        self.path, dtype, around = (
-            path,
-            token_dtype(tokenizer.vocab_size),
-            (tokenizer.begin_id, tokenizer.end_id),
-        )
-        self.begin, self.end = (np.array([] if i is None else [i], dtype) for i in around)
+        self.path = path
+        dtype = token_dtype(tokenizer.vocab_size)
+        self.begin = np.array([] if tokenizer.begin_id is None else [tokenizer.begin_id], dtype)
+        self.end = np.array([] if tokenizer.end_id is None else [tokenizer.end_id], dtype)
         self.counts = Counter({"documents": 0, "tokens": 0})
         self.hashes: dict[str, Any] = {}
         self.groups: dict[str, int] = {}
@@ -200,20 +206,21 @@ class _SplitWriter:
         """Return the split's part of ``META``."""
         return {**self.counts, **({"groups": [*self.groups]} if self.groups else {})}
 
-    def add(self, documents: list[tuple[Document, np.ndarray]]) -> None:
+    def add(self, documents: list[tuple[Document, Encoded]]) -> None:
+        """Write documents, between begin and end tokens; all have targets, answers and groups, or none has."""
         if not documents:
             return
-        first, parts = (
-            documents[0][0],
-            [np.concatenate([self.begin, ids, self.end]) for _, ids in documents],
-        )
+        parts = [np.concatenate([self.begin, encoded.ids, self.end]) for _, encoded in documents]
         lengths = np.array(list(map(len, parts)), "<i4")
         self.counts.update(documents=len(documents), tokens=int(lengths.sum()))
         columns = {"tokens": np.concatenate(parts), "lengths": lengths}
-        if first.targets is not None:
-            columns["targets"] = np.concatenate([one.targets for one, _ in documents]).astype("<i4")
+        targets = [
+            self._targets(document, encoded, tokens) for (document, encoded), tokens in zip(documents, parts)
+        ]
+        if targets[0] is not None:
+            columns["targets"] = np.concatenate(targets).astype("<i4")
             self.counts["answers"] += int((columns["targets"] >= 0).sum())
-        if first.group is not None:
+        if documents[0][0].group is not None:
             numbers = [self.groups.setdefault(str(one.group), len(self.groups)) for one, _ in documents]
             columns["groups"] = np.array(numbers, "<i4")
         for name, column in columns.items():
@@ -221,17 +228,58 @@ class _SplitWriter:
                 file.write(column.data)
             self.hashes.setdefault(name, hashlib.blake2b(digest_size=16)).update(column.data)
 
+    def _targets(self, document: Document, encoded: Encoded, tokens: np.ndarray) -> Any:
+        """Return what each token predicts, -1 for nothing; None: the next token, everywhere.
+
+        The end token is trained on where the document ends with an answer: it says that the
+        answer is over.
+        """
+        if encoded.answered is None:
+            return document.targets
+        ends_with_answer = encoded.answered[-1:].repeat(len(self.end))
+        answered = np.concatenate([np.zeros(len(self.begin), bool), encoded.answered, ends_with_answer])
+        return np.append(np.where(answered[1:], tokens[1:].astype("<i4"), -1), -1)
+
 
 def _encoded(
     documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
-) -> Iterator[tuple[list[Document], list[np.ndarray]]]:
+) -> Iterator[list[tuple[Document, Encoded]]]:
+    """Yield chunks of documents with their tokens; documents without any are left out."""
     # The package tokenizers encodes without Python's lock.
     threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
     chunks = _chunks(documents)
     with ThreadPoolExecutor(threads) as pool:
         while some := [*itertools.islice(chunks, 2 * threads)]:
-            texts = ([document.content for document in chunk] for chunk in some)
-            yield from zip(some, pool.map(tokenizer.encode_batch, texts))
+            for chunk, encoded in zip(some, pool.map(functools.partial(_encode, tokenizer), some)):
+                yield [pair for pair in zip(chunk, encoded) if len(pair[1].ids)]
+
+
+def _encode(tokenizer: Tokenizer, documents: list[Document]) -> list[Encoded]:
+    """Encode documents: an answer and what lies between answers apart, as when a model continues a prompt."""
+    cut = [_cut_at_answers(document) for document in documents]
+    ids = iter(tokenizer.encode_batch([text for parts in cut for text, _ in parts]))
+    encoded = []
+    for document, parts in zip(documents, cut):
+        ids_of_parts = [next(ids) for _ in parts]
+        if document.answers is None:
+            encoded.append(Encoded(ids_of_parts[0]))
+            continue
+        is_answer = [part_is_answer for _, part_is_answer in parts]
+        answered = np.repeat(is_answer, [len(ids_of_part) for ids_of_part in ids_of_parts])
+        encoded.append(Encoded(np.concatenate(ids_of_parts), answered))
+    return encoded
+
+
+def _cut_at_answers(document: Document) -> list[tuple[Any, bool]]:
+    """Cut a document's content in parts, each with whether it is an answer."""
+    if document.answers is None:
+        return [(document.content, True)]
+    parts = []
+    end = 0
+    for first, last in document.answers:
+        parts += [(document.content[end:first], False), (document.content[first:last], True)]
+        end = last
+    return [*parts, (document.content[end:], False)]
 
 
 def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:

@@ -1,8 +1,10 @@
 """Tokenizers: UTF-8 bytes or a `tokenizers` JSON file, and the files that hold one beside a model."""
 
+import functools
 import hashlib
 import json
 import os
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,8 +41,36 @@ def token_dtype(vocab_size: int) -> np.dtype:
 
 
 def load_tokenizer(data: DataConfig) -> Tokenizer:
+    """Load ``data.tokenizer`` with its begin and end tokens. Raises ConfigError."""
     tokens = data.begin_token, data.end_token
-    return ByteTokenizer(*tokens) if data.tokenizer == "bytes" else FileTokenizer(data.tokenizer, *tokens)
+    if data.tokenizer == "bytes":
+        return ByteTokenizer(*tokens)
+    return FileTokenizer(tokenizer_file(data.tokenizer), *tokens)
+
+
+def tokenizer_file(name: str) -> Path:
+    """Return the tokenizer.json which a file, a folder or a Hub's name means. Raises ConfigError."""
+    path = Path(name)
+    if path.is_dir() and (path / TOKENIZER).is_file():
+        return path / TOKENIZER
+    if path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.parent.exists():
+        return path
+    return _download(name) / TOKENIZER
+
+
+@functools.cache
+def _download(name: str) -> Path:
+    """Download a tokenizer from the Hub, with its chat template."""
+    try:
+        import huggingface_hub
+
+        files = [TOKENIZER, OPTIONS, "chat_template.jinja"]
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
+    except Exception as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"data.tokenizer: expected bytes, a JSON file, a folder or a Hub's name, got '{name}' ({reason})"
+        ) from None
 
 
 def _named(*tokens: str | None) -> list[str]:
@@ -83,7 +113,7 @@ class FileTokenizer(Tokenizer):
             ) from None
         except Exception as error:  # the package raises plain Exception
             raise ConfigError(
-                f"data.tokenizer: expected bytes or a JSON file, got '{path}' ({error})"
+                f"data.tokenizer: expected bytes, or a JSON file or a folder with one, got '{path}' ({error})"
             ) from None
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer.no_truncation()
@@ -92,7 +122,11 @@ class FileTokenizer(Tokenizer):
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)  # ids may have gaps
         for key, token in (("begin_token", begin_token), ("end_token", end_token)):
             if token is not None and token not in vocabulary:
-                raise ConfigError(f"data.{key}: expected null or a token of {path}, got '{token}'")
+                special = [
+                    t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special
+                ]
+                named = f", such as {', '.join(special[:5])}" if special else ""
+                raise ConfigError(f"data.{key}: expected null or a token of {path}{named}, got '{token}'")
         self.begin_id, self.end_id = (None if t is None else vocabulary[t] for t in (begin_token, end_token))
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()} {begin_token!r} {end_token!r}"
 
@@ -122,7 +156,9 @@ def write_tokenizer(
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = (
-        _byte_level(begin_token, end_token) if tokenizer == "bytes" else Path(tokenizer).read_text("utf-8")
+        _byte_level(begin_token, end_token)
+        if tokenizer == "bytes"
+        else tokenizer_file(tokenizer).read_text("utf-8")
     )
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     options |= {BYTES: tokenizer == "bytes", "bos_token": begin_token, "eos_token": end_token}

@@ -184,8 +184,11 @@ class _Run:
         lightning.seed_everything(self.config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(self.config, self.data.vocab_size)
         check_run(self.config, len(module.model.lm_head.weight))
-        if self.config.trainer.init_from is not None and not self.reached:
-            self.metrics.started_from = load_initial_weights(module.model, self.config)
+        starts_from = self.config.trainer.init_from or self.config.model.pretrained
+        if starts_from is not None and not self.reached:
+            if self.config.trainer.init_from is not None:
+                load_initial_weights(module.model, self.config)
+            self.metrics.started_from = weights_checksum(module.model)
         if self.trainer.is_global_zero:
             self.folder.mkdir(parents=True, exist_ok=True)
             text = OmegaConf.to_yaml(to_dict(self.config))
@@ -407,8 +410,8 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
     return instantiate(spec, "trainer.loggers", save_dir=folder)
 
 
-def load_initial_weights(model: MambaLM, config: Config) -> int:
-    """Load the weights of ``trainer.init_from``; return their checksum. Raises ConfigError."""
+def load_initial_weights(model: MambaLM, config: Config) -> None:
+    """Load the weights of ``trainer.init_from``. Raises ConfigError."""
     source = str(config.trainer.init_from)
     path = Path(source)
     if not path.is_dir():
@@ -418,9 +421,13 @@ def load_initial_weights(model: MambaLM, config: Config) -> int:
         load_weights(model, weights, path, "this run's keys of model")
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {error}") from None
+
+
+def weights_checksum(model: MambaLM) -> int:
+    """Return a checksum of a model's weights."""
     checksum = 0
-    for name in sorted(weights):
-        data = weights[name].contiguous().view(torch.uint8).numpy().tobytes()
+    for _, weight in sorted(model.state_dict().items()):
+        data = weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
         checksum = zlib.crc32(data, checksum)
     return checksum
 

@@ -326,7 +326,10 @@ def check_model_arguments(arguments: dict[str, Any]) -> None:
 
 
 def make_model(config: Config, vocab_size: int) -> MambaLM:
+    """Make the configured model with new weights, or load ``model.pretrained``. Raises ConfigError."""
     model = config.model
+    if model.pretrained is not None:
+        return _load_pretrained(config, vocab_size)
     rows = vocab_size if model.vocab_size is None else model.vocab_size
     need(rows >= vocab_size, "model.vocab_size", f"at least the corpus's {vocab_size}", rows)
     options = {
@@ -337,3 +340,16 @@ def make_model(config: Config, vocab_size: int) -> MambaLM:
     except (ValueError, TypeError) as error:
         section = "ops" if str(error).startswith("backend") else "model"
         raise ConfigError(f"{section}.{error}") from None
+
+
+def _load_pretrained(config: Config, vocab_size: int) -> MambaLM:
+    options = {"recompute": config.model.recompute, "backend": config.ops.backend}
+    try:
+        model = MambaLM.from_pretrained(str(config.model.pretrained), **options)
+    except (FileNotFoundError, ValueError) as error:
+        section = "ops." if str(error).startswith("backend") else "model.pretrained: "
+        raise ConfigError(f"{section}{error}") from None
+    rows = len(model.lm_head.weight)
+    got = f"{rows}; set data.tokenizer to the checkpoint's"
+    need(rows >= vocab_size, "model.pretrained", f"an embedding of the corpus's {vocab_size} ids", got)
+    return model

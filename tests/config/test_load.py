@@ -27,6 +27,10 @@ def test_a_model_is_named_by_its_size():
 def test_shipped_configurations_are_valid(file):
     if "arms:" in file.read_text():
         load_sweep(file)
+    elif "pretrained: ???" in file.read_text():
+        with pytest.raises(ConfigError, match="^model.pretrained: expected a value"):
+            load_config(file)
+        assert load_config(file, ["model.pretrained=my/model"]).data.tokenizer == "my/model"
     elif file.parent.name != "model":
         load_config(file)
     else:

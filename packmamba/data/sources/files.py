@@ -2,20 +2,19 @@
 
 import functools
 import gzip
-import importlib
 import io
 import itertools
 import json
 import struct
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, need
-from packmamba.data.sources.source import Document, Source, find_files, hash_files, list_files
+from packmamba.data.sources.records import PROMPT_KEYS, chat_template, of_one_kind, read_documents
+from packmamba.data.sources.source import Document, Source, extra, find_files, hash_files, list_files
 from packmamba.data.sources.splits import least_length, refuse_splits, split_by_content, split_names
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -64,8 +63,8 @@ def open_text(data: DataConfig) -> Source:
 
 
 def open_jsonl(data: DataConfig) -> Source:
-    """Open the field ``data.text_key`` of each line that is not blank."""
-    return _records(data, lambda path, key: (text for (text,) in _lines(path, key)), JSON_LINES)
+    """Open a document in each line that is not blank: text, prompt and completion, or messages."""
+    return _records(data, lambda path: _lines(path, data.text_key), JSON_LINES)
 
 
 def open_splits(data: DataConfig) -> Source:
@@ -75,64 +74,54 @@ def open_splits(data: DataConfig) -> Source:
 
     def documents(splits: Collection[str]) -> Iterator[Document]:
         for name in files:
-            texts, fields = itertools.tee(_lines(root / name, data.text_key, "split", "group"))
-            contents = texts_of(str(root / name), data.text_key, (one[0] for one in texts))
-            for text, (_, split, group) in zip(contents, fields):
-                if text and split not in ("train", "validation", "test"):
+            place = str(root / name)
+            records, fields = itertools.tee(_lines(root / name, data.text_key))
+            for document, record in zip(read_documents(place, data, records), fields):
+                split = record.get("split")
+                if document.content and split not in ("train", "validation", "test"):
                     raise ConfigError(
-                        f"data.path: {root / name}: expected a split train, validation or test, got {split!r}"
+                        f"data.path: {place}: expected a split train, validation or test, got {split!r}"
                     )
-                if text and split in splits:
-                    yield Document(split != "train", text, group=str(group))
+                if document.content and split in splits:
+                    yield document._replace(held_out=split != "train", group=str(record.get("group")))
 
     return Source(
-        [str(root.resolve()), data.text_key, hash_files(root, files), "test"],
-        read=lambda: documents(("train", "validation")),
-        read_test=lambda: documents(("test",)),
+        [str(root.resolve()), data.text_key, hash_files(root, files), "test", *_kind(data)],
+        read=lambda: of_one_kind(documents(("train", "validation"))),
+        read_test=lambda: of_one_kind(documents(("test",))),
         names_splits=True,
     )
 
 
 def open_parquet(data: DataConfig) -> Source:
-    """Open the column ``data.text_key``, each row a document."""
-    return _records(data, _rows, (".parquet",))
+    """Open a document in each row: the column ``data.text_key``, prompt and completion, or messages."""
+    return _records(data, lambda path: _rows(path, data), (".parquet",))
 
 
-def _records(
-    data: DataConfig, values: Callable[[Path, str], Iterator[Any]], suffixes: tuple[str, ...]
-) -> Source:
+def _records(data: DataConfig, records: Callable[[Path], Iterator[Any]], suffixes: tuple[str, ...]) -> Source:
     root, files = find_files(data, suffixes)
 
-    def contents() -> Iterator[str]:
+    def documents() -> Iterator[Document]:
         for name in files:
-            yield from texts_of(str(root / name), data.text_key, values(root / name, data.text_key))
+            yield from read_documents(str(root / name), data, records(root / name))
 
-    read = split_by_content(contents, data.validation_fraction)
-    return Source([str(root.resolve()), data.text_key, "error", hash_files(root, files)], read)
-
-
-def texts_of(place: str, key: str, values: Iterator[Any]) -> Iterator[str]:
-    """Yield texts. Raises ConfigError naming place and number of a value that is none."""
-    number = 1
-    try:
-        for text in values:
-            if not isinstance(text, str):
-                raise ValueError(f"expected text in the field '{key}' (data.text_key), got {text!r:.60}")
-            text.encode()  # half a surrogate pair is no text
-            yield text
-            number += 1
-    except Exception as error:  # packages that read files raise all kinds
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"data.path: {place}:{number}: {reason}") from None
+    read = split_by_content(lambda: of_one_kind(documents()), data.validation_fraction)
+    fingerprint = [str(root.resolve()), data.text_key, "error", hash_files(root, files), *_kind(data)]
+    return Source(fingerprint, read)
 
 
-def _lines(path: Path, *keys: str) -> Iterator[tuple[Any, ...]]:
-    """Yield the fields of each line, None where there is none; the first is empty in a blank line."""
+def _kind(data: DataConfig) -> list[Any]:
+    """Return what else decides documents of records, where it is not as by default."""
+    chosen = [data.loss_on] if data.loss_on != DataConfig.loss_on else []
+    return chosen if data.chat_template is None else [*chosen, *chat_template(data)]
+
+
+def _lines(path: Path, text_key: str) -> Iterator[Any]:
+    """Yield the record of each line; of a blank one an empty text."""
     with _open(path) as lines:
         for line in lines:
             line = line.removeprefix(b"\xef\xbb\xbf").strip()
-            record = json.loads(line) if line else {keys[0]: ""}
-            yield tuple(record.get(key) if isinstance(record, dict) else None for key in keys)
+            yield json.loads(line) if line else {text_key: ""}
 
 
 def _open(path: Path) -> Any:
@@ -142,16 +131,19 @@ def _open(path: Path) -> Any:
     return io.BufferedReader(unpacked.stream_reader(open(path, "rb"), read_across_frames=True))
 
 
-def _rows(path: Path, key: str) -> Iterator[Any]:
-    for batch in extra("pyarrow.parquet").ParquetFile(path).iter_batches(ROWS, columns=[key]):
-        yield from batch.column(key).to_pylist()
+def _rows(path: Path, data: DataConfig) -> Iterator[Any]:
+    file = extra("pyarrow.parquet").ParquetFile(path)
+    for batch in file.iter_batches(ROWS, columns=_columns(file.schema_arrow.names, data)):
+        yield from batch.to_pylist()
 
 
-def extra(package: str) -> ModuleType:
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        raise ConfigError(f"data.source: needs {package}; pip install 'packmamba[integrations]'") from None
+def _columns(names: list[str], data: DataConfig) -> list[str]:
+    """Return the columns that hold documents. Raises ValueError without one."""
+    columns = [name for name in (data.text_key, *PROMPT_KEYS) if name in names]
+    if not columns:
+        wanted = f"{data.text_key} (data.text_key), messages, or prompt and completion"
+        raise ValueError(f"expected a column {wanted}, got {', '.join(names)}")
+    return columns
 
 
 def open_megatron(data: DataConfig) -> Source:
@@ -185,13 +177,13 @@ def open_megatron(data: DataConfig) -> Source:
         return int(tokens.max()) + 1
 
     read = split_by_content(
-        lambda: (tokens[a:b] for a, b in zip(bounds, bounds[1:])), data.validation_fraction
+        lambda: (Document(False, tokens[a:b]) for a, b in zip(bounds, bounds[1:])), data.validation_fraction
     )
     return Source([str(Path(data.path).resolve()), fingerprint], read, vocabulary)
 
 
 def open_huggingface(data: DataConfig) -> Source:
-    """Open the column ``data.text_key`` of a data set, on the Hub (perhaps ``name@revision``) or on disk."""
+    """Open the rows of a data set as ``open_parquet`` does, on the Hub (perhaps ``name@revision``) or on disk."""
     if not data.path:
         raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
     name, path = data.path, Path(data.path)
@@ -209,12 +201,14 @@ def open_huggingface(data: DataConfig) -> Source:
     def rows() -> Iterator[Any]:
         loaded = load()
         table = loaded[data.split] if isinstance(loaded, dict) else loaded
-        for batch in table.select_columns([data.text_key]).with_format("arrow").iter(ROWS):
-            yield from batch.column(0).to_pylist()
+        columns = _columns(table.column_names, data)
+        for batch in table.select_columns(columns).with_format("arrow").iter(ROWS):
+            yield from batch.to_pylist()
 
-    read = split_by_content(lambda: texts_of(name, data.text_key, rows()), data.validation_fraction)
+    read = split_by_content(lambda: of_one_kind(read_documents(name, data, rows())), data.validation_fraction)
     place = str(path.resolve()) if path.exists() else name
-    return Source([place, data.subset, data.split, data.text_key, "error", version], read)
+    fingerprint = [place, data.subset, data.split, data.text_key, "error", version, *_kind(data)]
+    return Source(fingerprint, read)
 
 
 @functools.lru_cache

@@ -2,11 +2,13 @@
 
 import glob
 import hashlib
+import importlib
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from packmamba.config import ConfigError, DataConfig
@@ -15,12 +17,13 @@ SEED = 0  # of the splits, synthetic documents, examples
 
 
 class Document(NamedTuple):
-    """Hold a document; those of a source all have targets or none, and groups or none."""
+    """Hold a document; those of a source all have targets or none, answers or none, groups or none."""
 
     held_out: bool
     content: Any  # str, or (length,) ids where the source has a vocab_size
     targets: Any = None  # (length,), after each token, -1 for none; None: the next token
     group: str | None = None
+    answers: tuple[tuple[int, int], ...] | None = None  # a text's ranges that are trained on; None: all of it
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,15 @@ class Source:
     vocab_size: int | Callable[[], int] | None = None
     read_test: Callable[[], Iterator[Document]] | None = None
     names_splits: bool = False
+
+
+def extra(package: str) -> ModuleType:
+    """Import a package of the extra ``integrations``. Raises ConfigError without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise ConfigError(f"data.source: needs {name}; pip install 'packmamba[integrations]'") from None
 
 
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:

@@ -53,18 +53,19 @@ def held_out_counts(available: int, data: DataConfig) -> tuple[int, int]:
     return validation, test
 
 
-def split_by_content(contents: Callable[[], Iterable[Any]], fraction: float) -> Read:
+def split_by_content(documents: Callable[[], Iterable[Document]], fraction: float) -> Read:
     """Hold documents out by a hash of their content, so that equal ones are in one split; at least one."""
 
     def read() -> Iterator[Document]:
         smallest = 1.0
-        for content in contents():  # usually about 1 / fraction of them
-            smallest = min(smallest, _share(content)) if len(content) else smallest
+        for document in documents():  # usually about 1 / fraction of them
+            if len(document.content):
+                smallest = min(smallest, _share(document.content))
             if smallest < fraction:
                 break
         limit = max(fraction, float(np.nextafter(smallest, 2)))
-        for content in contents():
-            yield Document(_share(content) < limit, content)
+        for document in documents():
+            yield document._replace(held_out=_share(document.content) < limit)
 
     return read
 
@@ -156,7 +157,7 @@ def cut_single_document(source: Source, data: DataConfig) -> Source:
         """Return training and validation documents, and test documents; None unless single."""
         filled = (document for document in source.read() if len(document.content))
         first_two = list(itertools.islice(filled, 2))
-        if len(first_two) != 1 or first_two[0].targets is not None:
+        if len(first_two) != 1 or first_two[0].targets is not None or first_two[0].answers is not None:
             return None
         document, content = first_two[0], first_two[0].content
         first_test = len(content) - _part_length(content, data.test_fraction)

@@ -1,0 +1,165 @@
+"""From a record to a document: a text, a prompt with its completion, or a conversation.
+
+A record is a line of JSON or a row of a table. What of it is trained on is decided here, once, as
+ranges of characters (``Document.answers``); the tokenizer then turns ranges into targets, so that
+packing, batches and losses know nothing of prompts. Prompt and completion are tokenized apart, as
+they are when a model continues a prompt.
+
+    {"text": ...}                          every token
+    {"prompt": ..., "completion": ...}     the completion, and the token after the document
+    {"messages": [{"role", "content"}]}    what the assistant says, in the chat template's words
+
+Prompt and completion may be lists of messages, too. With ``data.loss_on=all`` every token counts.
+"""
+
+import functools
+import json
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from packmamba.config import ConfigError, DataConfig
+from packmamba.data.sources.source import Document, extra
+from packmamba.data.tokenizer import OPTIONS, tokenizer_file
+
+Range = tuple[int, int]
+PROMPT_KEYS = ("prompt", "completion", "messages")
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""The template ``chatml``, of OpenAI's chat markup language."""
+
+
+def read_documents(place: str, data: DataConfig, records: Iterator[Any]) -> Iterator[Document]:
+    """Yield a document, not held out, for each record.
+
+    Raises ConfigError naming place and number of a record that is none.
+    """
+    number = 1
+    try:
+        for record in records:
+            document = read_document(record, data)
+            document.content.encode()  # half a surrogate pair is no text
+            yield document
+            number += 1
+    except Exception as error:  # packages that read files raise all kinds
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ConfigError(f"data.path: {place}:{number}: {reason}") from None
+
+
+def read_document(record: Any, data: DataConfig) -> Document:
+    """Make a document of a record's fields. Raises ValueError."""
+    fields = record if isinstance(record, dict) else {}
+    if data.text_key in fields or not fields.keys() & set(PROMPT_KEYS):
+        text = fields.get(data.text_key)
+        if not isinstance(text, str):
+            raise ValueError(
+                f"expected text in the field '{data.text_key}' (data.text_key), got {text!r:.60}"
+            )
+        return Document(False, text)
+    if "messages" in fields:
+        text, answers = _conversation(fields["messages"], data)
+    else:
+        text, answers = _prompt_and_completion(fields.get("prompt"), fields.get("completion"), data)
+    return Document(False, text, answers=None if data.loss_on == "all" else answers)
+
+
+def of_one_kind(documents: Iterable[Document]) -> Iterator[Document]:
+    """Pass documents on. Raises ConfigError where some have answers and others are plain text."""
+    first: Document | None = None
+    for document in documents:
+        first = first or (document if document.content else None)
+        if first and document.content and (document.answers is None) != (first.answers is None):
+            raise ConfigError(
+                "data.path: expected prompts in all documents or in none, got both; write a text without "
+                'a prompt as {"prompt": "", "completion": ...}, or set data.loss_on=all'
+            )
+        yield document
+
+
+def _prompt_and_completion(prompt: Any, completion: Any, data: DataConfig) -> tuple[str, tuple[Range, ...]]:
+    if isinstance(prompt, list) and isinstance(completion, list):
+        start = _render(prompt, data, add_generation_prompt=True)
+        text = _render([*prompt, *completion], data)
+        return text, (_continuation(start, text),)
+    for name, part in (("prompt", prompt), ("completion", completion)):
+        if not isinstance(part, str):
+            raise ValueError(f"expected text or messages in the field '{name}', got {part!r:.60}")
+    return prompt + completion, ((len(prompt), len(prompt) + len(completion)),)
+
+
+def _conversation(messages: Any, data: DataConfig) -> tuple[str, tuple[Range, ...]]:
+    """Return a conversation's text, and the ranges of what the assistant says."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"expected messages with role and content, got {messages!r:.60}")
+    text = _render(messages, data)
+    answers = []
+    for number, message in enumerate(messages):
+        if message.get("role") == "assistant" and data.loss_on == "completion":
+            start = _render(messages[:number], data, add_generation_prompt=True)
+            until = _render(messages[: number + 1], data)
+            _continuation(until, text)
+            answers.append(_continuation(start, until))
+    return text, tuple(answers)
+
+
+def _continuation(start: str, text: str) -> Range:
+    """Return the range of ``text`` after ``start``. Raises ValueError if it begins otherwise."""
+    if not text.startswith(start):
+        raise ValueError(
+            "expected a chat template in which a conversation begins with its earlier messages, got one that "
+            "rewrites them, so answers cannot be told apart; set data.chat_template or data.loss_on=all"
+        )
+    return len(start), len(text)
+
+
+def _render(messages: list[Any], data: DataConfig, add_generation_prompt: bool = False) -> str:
+    """Write messages in the words of the chat template."""
+    if not messages and not add_generation_prompt:
+        return ""
+    template, tokens = chat_template(data)
+    rendered, _ = extra("transformers.utils.chat_template_utils").render_jinja_template(
+        conversations=[messages],
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt,
+        **tokens,
+    )
+    return rendered[0]
+
+
+def chat_template(data: DataConfig) -> tuple[str, dict[str, Any]]:
+    """Return the chat template and the special tokens that it may name. Raises ConfigError."""
+    return _chat_template(data.tokenizer, data.chat_template)
+
+
+@functools.lru_cache
+def _chat_template(tokenizer: str, chosen: str | None) -> tuple[str, dict[str, Any]]:
+    options: dict[str, Any] = {}
+    template = None
+    if tokenizer != "bytes":
+        folder = tokenizer_file(tokenizer).parent
+        if (folder / OPTIONS).is_file():
+            options = json.loads((folder / OPTIONS).read_text("utf-8"))
+        file = folder / "chat_template.jinja"
+        template = file.read_text("utf-8") if file.is_file() else options.get("chat_template")
+    if chosen is not None:
+        template = CHATML if chosen == "chatml" else _read_template(chosen)
+    if not isinstance(template, str):
+        raise ConfigError(
+            f"data.chat_template: expected chatml or a Jinja file for messages, since the tokenizer "
+            f"'{tokenizer}' has no template, got null"
+        )
+    tokens = {name: value for name, value in options.items() if name.endswith("_token")}
+    return template, {
+        name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()
+    }
+
+
+def _read_template(path: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(
+            f"data.chat_template: expected chatml or a Jinja file, got '{path}' ({error})"
+        ) from None

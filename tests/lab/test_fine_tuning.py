@@ -1,0 +1,145 @@
+"""Fine-tune a checkpoint on prompts and answers: which loss, which weights, on any ranks, after any stop."""
+
+import json
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from packmamba import MambaLM
+from packmamba.config import ConfigError, load_config
+from packmamba.data.tokenizer import write_tokenizer
+from packmamba.evaluation.load import load_model
+from packmamba.lab.callbacks import Stopped
+from packmamba.lab.fit import fit
+from packmamba.lab.run_id import run_folder
+from packmamba.training import PackedDataModule, PackedLitModule
+from packmamba.training.datamodule import StepDataset
+from processes import ROOT
+from runs import final_state, losses_of, write_config
+
+PAIRS = [{"prompt": f"{i} squared? ", "completion": str(i * i)} for i in range(30)]
+SIZES = {
+    "mamba1": {"d_model": 16, "n_layer": 2, "d_state": 4},
+    "mamba2": {"d_model": 16, "n_layer": 2, "d_state": 8, "headdim": 8, "mixer": "mamba2"},
+}
+
+
+def write_pairs(folder):
+    path = folder / "pairs.jsonl"
+    path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    return path
+
+
+def write_checkpoint(folder, mixer="mamba1", format="state_spaces"):
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=260, **SIZES[mixer])
+    model.save_pretrained(folder, format=format)
+    write_tokenizer(folder, "bytes", None, "</s>")
+    return model
+
+
+def configure(folder, *overrides):
+    """Read the configuration that users begin with."""
+    keys = [f"model.pretrained={folder}/checkpoint", f"data.path={write_pairs(folder)}", f"runs_dir={folder}/runs"]
+    keys += [f"data.cache_dir={folder}/cache", "data.begin_token=null", "data.row_length=64", "trainer.accelerator=cpu"]
+    keys += ["trainer.log_every=1", "trainer.loggers=[]", "data.tokens_per_step=200", "trainer.max_steps=6"]
+    return load_config(ROOT / "configs" / "fine_tune.yaml", [*keys, *overrides])
+
+
+def mean_loss_of_answers(model):
+    """Score each pair alone: the completion, and the end that follows it."""
+    total, targets = 0.0, 0
+    for pair in PAIRS:
+        ids = torch.tensor([*f"{pair['prompt']}{pair['completion']}".encode(), 256])
+        logits = model(ids[None])[0, :-1]
+        answer = len(pair["prompt"])
+        total += F.cross_entropy(logits[answer - 1 :], ids[answer:], reduction="sum")
+        targets += len(ids) - answer
+    return total / targets
+
+
+@pytest.mark.parametrize(("mixer", "format"), [("mamba1", "huggingface"), ("mamba2", "state_spaces")])
+def test_the_first_loss_is_the_checkpoints_and_falls(tmp_path, mixer, format):
+    model = write_checkpoint(tmp_path / "checkpoint", mixer, format)
+    config = configure(tmp_path, "optimizer.lr=3e-2", "optimizer.warmup_steps=1")
+    record = fit(config, progress=False)
+    assert record["metrics"]["started_from_checksum"] is not None
+    assert record["config"]["model"]["pretrained"] == f"{tmp_path}/checkpoint"
+    losses = [point["loss"] for point in record["curves"]["train"]]
+    before = mean_loss_of_answers(model).item()
+    assert losses[0] == pytest.approx(before, rel=0.1), "of the first step's answers alone"
+    tuned = load_model(run_folder(config))
+    assert tuned.model.config["mixer"] == mixer and len(tuned.model.lm_head.weight) == 260
+    assert mean_loss_of_answers(tuned.model).item() < 0.8 * before
+
+
+def data_module(folder, **keys):
+    keys = {"strategy": "greedy", "row_length": 64, "cut_at_steps": False, "tokens_per_step": 10_000} | keys
+    data = PackedDataModule(source="jsonl", path=str(write_pairs(folder)), cache_dir=str(folder / "cache"),
+                            begin_token=None, max_tokens_per_batch=128, **keys)  # fmt: skip
+    data.prepare_data()
+    return data
+
+
+def gradients(module, data, ranks):
+    """Sum the gradients of ranks, as all-reduce does; return the loss and the number of targets."""
+    module.zero_grad()
+    loss, targets = 0.0, set()
+    for rank in range(ranks):
+        step = StepDataset(data.schedule(ranks), rank)[0]
+        loss = loss + module.accumulate(step, torch.Tensor.backward)
+        targets.add(step.num_targets)
+    (num_targets,) = targets
+    return [parameter.grad.clone() for parameter in module.parameters()], loss, num_targets
+
+
+@pytest.mark.parametrize("mixer", SIZES)
+def test_packed_rows_of_ranks_give_the_gradient_of_pairs_alone(tmp_path, mixer):
+    model = write_checkpoint(tmp_path / "checkpoint", mixer).double()
+    module = PackedLitModule(model=model)
+    packed, loss, num_targets = gradients(module, data_module(tmp_path), ranks=1)
+    on_ranks, loss_of_ranks, _ = gradients(module, data_module(tmp_path), ranks=2)
+    alone, loss_alone, num_alone = gradients(module, data_module(tmp_path, strategy="single"), ranks=1)
+    assert num_targets == num_alone
+    torch.testing.assert_close(loss, loss_alone)
+    torch.testing.assert_close(loss, loss_of_ranks)
+    for one, two, three in zip(packed, on_ranks, alone, strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+        torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-12)
+
+
+def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint")
+    whole = configure(tmp_path, f"runs_dir={tmp_path}/whole")
+    stopped = configure(tmp_path, "trainer.checkpoint_every=2")
+    expected = fit(whole, progress=False)
+    with pytest.raises(Stopped):
+        fit(stopped, progress=False, stop=lambda metrics: len(metrics.train) == 3)
+    record = fit(stopped, progress=False)
+    assert losses_of(record) == losses_of(expected)
+    assert record["metrics"]["started_from_checksum"] == expected["metrics"]["started_from_checksum"]
+    torch.testing.assert_close(final_state(stopped)["state_dict"], final_state(whole)["state_dict"], rtol=0, atol=0)
+    saved = load_config(write_config(tmp_path / "again.yaml", stopped))
+    assert fit(saved, progress=False) == record, "its written configuration is the same run"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["model.d_model=32"], "model.d_model: expected 128, unless model.pretrained is null, got 32"),
+        (["model.pretrained=no/such/folder"], "data.tokenizer: expected"),
+        (["model.pretrained=no/such/folder", "data.tokenizer=bytes"], "model.pretrained: directory: expected"),
+    ],
+)
+def test_what_does_not_fit_a_checkpoint_is_refused(tmp_path, overrides, message):
+    write_checkpoint(tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match=message):
+        fit(configure(tmp_path, *overrides), progress=False)
+
+
+def test_a_corpus_of_other_ids_is_refused(tmp_path):
+    torch.manual_seed(0)
+    MambaLM(vocab_size=100, **SIZES["mamba1"]).save_pretrained(tmp_path / "checkpoint")
+    with pytest.raises(ConfigError, match="data.tokenizer"):
+        fit(configure(tmp_path, "data.tokenizer=bytes"), progress=False)
