@@ -2,6 +2,7 @@
 
 import ast
 import glob
+import json
 import os
 import re
 import shlex
@@ -44,6 +45,8 @@ def folder(tmp_path, monkeypatch):
         (mine / "code" / f"{number}.py").write_text(code)
     (mine / "lines.txt").write_text("".join(f"line {number} of many\n" for number in range(200)))
     (mine / "documents.jsonl").write_text("".join(f'{{"text": "document {number}"}}\n' for number in range(200)))
+    pairs = ({"prompt": f"{number} squared? ", "completion": str(number**2)} for number in range(40))
+    (mine / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
     write_megatron(mine / "ids", [[number % 7, 3] for number in range(100)])
     if find_spec("pyarrow"):
         import pyarrow.parquet
@@ -59,7 +62,9 @@ def run(words, folder):
     """Run a command of run.py on little data."""
     command, *arguments = (path for word in words for path in sorted(glob.glob(word)) or [word])
     own_source = any(word.startswith("data.source=") for word in arguments)
-    if command in ("train", "sweep"):
+    if any(word.startswith("model.pretrained=") for word in arguments):
+        arguments += [word for word in TINY_RUN if word.startswith(("trainer.", "optimizer."))]
+    elif command in ("train", "sweep"):
         arguments += TINY_RUN[2 * (command == "train" and own_source) :]
     if command == "sweep":
         arguments += ["grid.seed=[0]"] + ["tune.seeds=[100]"] * ("my_tuned_sweep.yaml" in arguments)

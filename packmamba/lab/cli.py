@@ -50,6 +50,7 @@ DEVICE = "cpu, cuda:1, ...; auto: a GPU if there is one."
 FIRST = """name data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model
 optimizer.lr trainer.boundary trainer.max_steps""".split()
 RUN = "the folder of a run or checkpoint"
+RUN_KEYS = ("model.pretrained", "trainer.init_from")  # of which a run's name may be the value
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 HASHED = ("dtype", "examples", "seed", "limit", "include_path")
 
@@ -483,7 +484,13 @@ def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[
             raise UserError(f"expected key=value, got {word}; keys have no dashes")
     if not least <= len(arguments) <= most:
         raise UserError(f"expected {expected}, and key=value, got {' '.join(arguments) or 'none'}")
-    return arguments, [word for word in words if "=" in word]
+    return arguments, [_complete_run(word) for word in words if "=" in word]
+
+
+def _complete_run(override: str) -> str:
+    """Complete a run's name in a key that takes one."""
+    key, _, value = override.partition("=")
+    return f"{key}={newest(value)}" if key in RUN_KEYS else override
 
 
 def newest(name: str) -> str:

@@ -248,3 +248,54 @@ def split(row):
         found.append({"input_ids": ids[:length]})
         ids = ids[length:]
     return found
+
+
+@pytest.mark.extras
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2"])
+def test_fine_tuning_has_the_gradients_of_trl(family, tmp_path):
+    """Prompts and completions: one step of ours and of TRL's trainer with a patched model."""
+    trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
+    from packmamba import MambaLM
+    from packmamba.data.tokenizer import write_tokenizer
+    from packmamba.training import PackedDataModule, PackedLitModule
+    from packmamba.training.datamodule import StepDataset
+
+    model = build(family, vocab_size=300)
+    model.save_pretrained(tmp_path)
+    write_tokenizer(tmp_path, "bytes", None, "</s>")
+    pairs = [{"prompt": "ask " * (i % 3), "completion": "answer"[: 1 + i % 6] + str(i)} for i in range(12)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    data = PackedDataModule(
+        source="jsonl", path=str(tmp_path / "pairs.jsonl"), tokenizer=str(tmp_path), begin_token=None,
+        cache_dir=str(tmp_path / "cache"), row_length=32, cut_at_steps=False, tokens_per_step=1000,
+    )  # fmt: skip
+    data.prepare_data()
+    corpus = data.corpora.train
+    trained = [bytes(corpus.document(i)[:-1].astype("u1")).decode() for i in range(len(corpus))]
+    module = PackedLitModule(model=MambaLM.from_pretrained(tmp_path))
+    step = StepDataset(data.schedule())[0]
+    loss = module.accumulate(step, torch.Tensor.backward)
+    ours = {name.replace("embedding.", "embeddings."): p.grad for name, p in module.model.named_parameters()}
+
+    dataset = datasets.Dataset.from_list([pair for pair in pairs if pair["prompt"] + pair["completion"] in trained])
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, pad_token="</s>")
+    settings = trl.SFTConfig(
+        output_dir=str(tmp_path / "out"), packing=True, max_length=32, per_device_train_batch_size=len(trained), bf16=False,
+        gradient_checkpointing=False, report_to=[], use_cpu=True, dataloader_pin_memory=False, max_steps=1, disable_tqdm=True,
+        learning_rate=0.0, max_grad_norm=0.0, router_aux_loss_coef=0.0, logging_steps=1,
+    )  # fmt: skip
+    theirs = {}
+
+    class Keep(transformers.TrainerCallback):
+        def on_pre_optimizer_step(self, *arguments, model, **rest):
+            theirs.update({name: p.grad.clone() for name, p in model.named_parameters()})
+
+    trainer = trl.SFTTrainer(
+        patch(model), settings, train_dataset=dataset, processing_class=tokenizer, callbacks=[Keep()]
+    )
+    trainer.train()
+    assert len(dataset) == len(corpus) > len(trainer.train_dataset), "TRL packs, too"
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert theirs.keys() == ours.keys()
+    for name, gradient in theirs.items():
+        assert error(ours[name], gradient) < 1e-5, name

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from packmamba import ops
 from packmamba.integers import ceil_div
 from packmamba.nn.init import DeltaProjection, Projection
-from packmamba.nn.mixers.mixer import Mixer, State, check_options
+from packmamba.nn.mixers.mixer import Mixer, State, check_options, is_adapted
 from packmamba.ops.checks import accumulation_dtype
 
 
@@ -108,6 +108,8 @@ class PackedMamba(Mixer):
         self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output (B, L, 2 D), the convolution's input and then the gate."""
+        if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
+            return self._mix_adapted(projected, conv_layout, ssm_layout, state, return_state)
         conv_state, ssm_state = self.initial_states(state, projected.shape[0], ssm_layout)
         accumulation = accumulation_dtype(projected.dtype)
         mixed, final_state = ops.mamba_inner(
@@ -131,3 +133,39 @@ class PackedMamba(Mixer):
         if self.out_proj.bias is not None:
             mixed = mixed + self.out_proj.bias.to(mixed.dtype)
         return mixed, final_state
+
+    def _mix_adapted(
+        self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
+    ) -> tuple[Tensor, Any]:
+        """Mix as ``ops.mamba_inner`` does, but call the projections, some of which are adapters."""
+        conv_state, ssm_state = self.initial_states(state, projected.shape[0], ssm_layout)
+        x, z = projected.chunk(2, dim=-1)
+        convolved = ops.conv1d_pack(
+            x,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            activation="silu",
+            layout=conv_layout,
+            initial_state=conv_state,
+            return_final_state=return_state,
+            backend=self.backend,
+        )
+        u, conv_state = convolved if return_state else (convolved, None)
+        delta, B, C = self.x_proj(u).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        accumulation = accumulation_dtype(u.dtype)
+        scanned = ops.ssm_pack(
+            u,
+            self.dt_proj(delta),  # its bias included
+            -torch.exp(self.A_log.to(accumulation)),
+            B,
+            C,
+            self.D.to(accumulation),
+            z=z,
+            delta_softplus=True,
+            layout=ssm_layout,
+            initial_state=ssm_state,
+            return_final_state=return_state,
+            backend=self.backend,
+        )
+        y, ssm_state = scanned if return_state else (scanned, None)
+        return self.out_proj(y), (conv_state, ssm_state) if return_state else None

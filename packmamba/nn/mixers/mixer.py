@@ -115,7 +115,10 @@ class Mixer(nn.Module):
             weight: (d_model,), which scales in_proj's columns, not the tokens.
             layouts_and_state: conv_layout, ssm_layout, state, return_state, as of ``forward``.
         """
-        projected = F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias)
+        if is_adapted(self.in_proj):
+            projected = self.in_proj(normed * weight)
+        else:
+            projected = F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias)
         return self._mix(projected, *layouts_and_state)
 
     def _check_hidden(self, hidden: Tensor) -> None:
@@ -193,3 +196,8 @@ class Mixer(nn.Module):
             key: options.get(argument, default) for argument, (key, default) in cls.HUGGING_FACE.items()
         }
         return published | {"hidden_act": "silu"}
+
+
+def is_adapted(projection: nn.Module) -> bool:
+    """Return whether an adapter, such as PEFT's, stands in a projection's place: its weight is not the whole."""
+    return not isinstance(projection, nn.Linear)

@@ -1,0 +1,56 @@
+"""PEFT's adapters on MambaLM: each is trained, and merged weights give the adapted model's logits."""
+
+import copy
+
+import pytest
+import torch
+
+from models import LAYOUT, VOCAB, error, random_tokens
+from packmamba import MambaLM
+from packmamba.training import PackedLitModule
+
+MIXERS = {
+    "mamba1": ({}, ["in_proj", "x_proj", "dt_proj", "out_proj"]),
+    "mamba2": ({"mixer": "mamba2", "d_state": 8, "headdim": 8}, ["in_proj", "out_proj"]),
+}
+pytestmark = pytest.mark.extras
+
+
+def adapt(mixer, targets=None):
+    peft = pytest.importorskip("peft")
+    options, projections = MIXERS[mixer]
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=VOCAB, d_model=16, n_layer=2, **options).double()
+    config = peft.LoraConfig(r=2, target_modules=targets or projections, init_lora_weights=False)
+    return copy.deepcopy(model), peft.get_peft_model(model, config)
+
+
+@pytest.mark.parametrize(
+    ("mixer", "target"), [(mixer, target) for mixer, (_, targets) in MIXERS.items() for target in targets]
+)
+def test_an_adapter_counts_and_merges(mixer, target):
+    model, adapted = adapt(mixer, [target])
+    tokens = random_tokens()
+    logits = adapted(tokens, layout=LAYOUT)
+    assert error(logits, model(tokens, layout=LAYOUT)) > 1e-5, "it is called"
+    assert error(logits, adapted.merge_and_unload()(tokens, layout=LAYOUT)) < 1e-9
+
+
+@pytest.mark.parametrize("mixer", MIXERS)
+def test_adapters_alone_are_trained_and_documents_stay_apart(mixer):
+    _, adapted = adapt(mixer)
+    module = PackedLitModule(model=adapted, lr=1e-2)
+    optimizer = module.configure_optimizers()
+    before = {name: parameter.clone() for name, parameter in adapted.named_parameters()}
+    tokens = random_tokens()
+    logits = adapted(tokens, layout=LAYOUT)
+    real = LAYOUT.seq_idx >= 0
+    logits[real].square().sum().backward()
+    optimizer.step()
+    changed = {name for name, parameter in adapted.named_parameters() if not torch.equal(parameter, before[name])}
+    assert changed == {name for name in before if "lora_" in name}
+    first = slice(int(LAYOUT.starts[0]), int(LAYOUT.ends[0]))
+    others = tokens.flatten().clone()
+    others[int(LAYOUT.ends[0]) :] = 3
+    again = adapted(others.view_as(tokens), layout=LAYOUT).flatten(0, 1)[first]
+    assert torch.equal(again, adapted(tokens, layout=LAYOUT).flatten(0, 1)[first])
