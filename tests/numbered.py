@@ -5,18 +5,18 @@ from __future__ import annotations
 import numpy as np
 
 from packmamba.config import DataConfig
+from packmamba.data.corpus import Documents
 from packmamba.data.schedule import StepSchedule
 from packmamba.training.datamodule import StepDataset
 
 
-class Numbered:
-    targets = groups = None
+class Numbered(Documents):
+    groups = None
 
     def __init__(self, lengths):
-        self.lengths = np.array(lengths, np.int32)
-        self.offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
-        self.num_documents, self.num_tokens = len(lengths), int(self.offsets[-1])
-        self.vocab_size, self.tokens = self.num_tokens, np.arange(self.num_tokens)
+        super().__init__(np.arange(sum(lengths)), np.array(lengths, np.int32))
+        self.num_documents = len(lengths)
+        self.num_tokens = self.vocab_size = len(self.tokens)
 
 
 def steps_of(lengths, ranks=1, carry=False, seed=0, **keys):

@@ -61,7 +61,7 @@ def folder(tmp_path, monkeypatch):
 def run(words, folder):
     """Run a command of run.py on little data."""
     command, *arguments = (path for word in words for path in sorted(glob.glob(word)) or [word])
-    own_source = any(word.startswith("data.source=") for word in arguments)
+    own_source = any(word.startswith(("data.source=", "data.sources=")) for word in arguments)
     if any(word.startswith("model.pretrained=") for word in arguments):
         arguments += [word for word in TINY_RUN if word.startswith(("trainer.", "optimizer."))]
     elif command in ("train", "sweep"):

@@ -20,9 +20,10 @@ from tqdm import tqdm
 
 from experiments.corpus.minhash import FUNCTIONS, clusters, signature
 from packmamba.config import ConfigError, DataConfig
+from packmamba.data.corpus import Corpus
 from packmamba.data.sources.packages import UNITS, content_hash, functions_of, read_manifest
 from packmamba.data.sources.source import share_of
-from packmamba.data.token_store import Corpus, load_corpora
+from packmamba.data.token_store import load_corpora
 
 SIMILARITY = 0.5
 LARGEST_SHARE = 0.25  # of the validation split that one package may have, so that none is most of it

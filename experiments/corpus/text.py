@@ -28,9 +28,10 @@ from experiments.corpus import build as code
 from experiments.corpus.minhash import clusters, signature
 from experiments.corpus.text_items import write_items, write_lines
 from packmamba.config import ConfigError, DataConfig
+from packmamba.data.corpus import Corpus
 from packmamba.data.packing import plan_rows
 from packmamba.data.sources.packages import content_hash
-from packmamba.data.token_store import Corpus, load_corpora
+from packmamba.data.token_store import load_corpora
 
 SPLITS = ("train", "validation", "test")
 HELD_OUT = 0.05  # of each family's bytes: validation, and as many for test

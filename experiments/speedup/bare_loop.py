@@ -12,7 +12,18 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments.common import PeakMemory
-from experiments.speedup.model import BARE, BREAKDOWN, TOLERANCES, Arm, Documents, Feed, Model, PeerLM, by_family, feed
+from experiments.speedup.model import (
+    BARE,
+    BREAKDOWN,
+    TOLERANCES,
+    Arm,
+    Feed,
+    Model,
+    PeerLM,
+    by_family,
+    feed,
+    random_documents,
+)
 from packmamba.data.batch import PackedBatch
 from packmamba.lab import timing
 from packmamba.ops.cuda import KernelSchedule, schedules_of
@@ -76,7 +87,7 @@ class BareLoop:
     def gate(self) -> None:
         """Raise RuntimeError unless every token's loss is that of its document alone, or of the row that leaks by our layers."""
         c = self.model.c
-        few = Documents(self.model.documents.lengths[:GATE_DOCUMENTS], self.model.vocab_size, c.seed)
+        few = random_documents(self.model.documents.lengths[:GATE_DOCUMENTS], self.model.vocab_size, c.seed)
         alone = self.token_losses(self.module.loss, feed(few, Arm("single"), c.slots)) if self.cases else torch.empty(0)
         bar = self.model.bar("compares losses")
         for case in tqdm(self.cases, desc=bar, unit="arm", disable=bar is None):

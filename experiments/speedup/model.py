@@ -19,10 +19,10 @@ from torch.profiler import ProfilerActivity, profile
 from packmamba.config import Config as RunConfig
 from packmamba.config import ConfigError, DataConfig, key, load_config
 from packmamba.data.batch import PackedBatch, count_step, make_batch
+from packmamba.data.corpus import Corpus, Documents
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import STRATEGIES, RowPlan
 from packmamba.data.schedule import arrange, micro_batches, pieces_of
-from packmamba.data.token_store import Corpus
 from packmamba.lab import timing
 from packmamba.lab.records import append_record, make_record
 from packmamba.nn import MambaLM
@@ -64,15 +64,10 @@ class Arm:
         return DataConfig(batching="stream", strategy=self.strategy, row_length=self.row_length, **others)
 
 
-class Documents:
-    """Random documents of given lengths, in memory, as Rows read them."""
-
-    targets = None
-
-    def __init__(self, lengths: np.ndarray, vocab_size: int, seed: int) -> None:
-        self.lengths = lengths
-        self.offsets = np.cumsum([0, *lengths], dtype=np.int64)
-        self.tokens = np.random.default_rng(seed).integers(vocab_size, size=int(self.offsets[-1]))
+def random_documents(lengths: np.ndarray, vocab_size: int, seed: int) -> Documents:
+    """Make random documents of given lengths, in memory."""
+    tokens = np.random.default_rng(seed).integers(vocab_size, size=int(lengths.sum(dtype=np.int64)))
+    return Documents(tokens, lengths)
 
 
 @dataclass
@@ -284,7 +279,7 @@ class Model:
         self.corpus = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]})"
         assert self.config.model.vocab_size is not None
         self.vocab_size = self.config.model.vocab_size
-        self.documents = Documents(draw_lengths(c.distribution, c.documents, c.seed), self.vocab_size, c.seed)
+        self.documents = random_documents(draw_lengths(c.distribution, c.documents, c.seed), self.vocab_size, c.seed)
         self.begun = time.perf_counter()
         with torch.device("meta"):
             self.lm = PackedLitModule.from_config(self.config, 1).model

@@ -252,6 +252,7 @@ def _check_rules(config: Config) -> None:
     is_strategy = hasattr(strategy, "splits_documents")
     need(is_strategy, "data.strategy", "a packing.Strategy(function)", repr(strategy))
     boundary = registry(BOUNDARIES)[config.trainer.boundary]
+    registry("packmamba.data.sources.parts:parts_of")(data)  # checks data.sources
     rule = _Rules(config)
     _check_option_names(config, boundary)
     _check_keys_in_use(config, strategy, boundary)
@@ -305,6 +306,8 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     mixer = options(registry(MIXERS)[config.model.mixer])
     graphs = "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
     used: dict[str, tuple[Any, str]] = {
+        "data.source": (not data.sources, "data.sources is empty"),
+        "data.path": (not data.sources, "data.sources is empty"),
         "data.unit": (data.source == "packages", "data.source=packages"),
         "data.streams": (strategy.splits_documents, "data.strategy=concat_split"),
         "data.stagger": (streams and strategy.splits_documents, "in streams of concat_split"),

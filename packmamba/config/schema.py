@@ -85,6 +85,9 @@ def options(function: Callable[..., Any]) -> list[str]:
 class DataConfig:
     source: str = key("stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES")
     path: Optional[str] = key(None, "Folder, file or pattern; dataset (huggingface); prefix (megatron).")
+    sources: list[Any] = key(
+        [], "A mixture instead: [{source: text, path: a, weight: 3}, ...], by weight in tokens."
+    )
     unit: Optional[str] = key(
         None, "Documents of packages.", null="files", choices=("files", "functions", "mixture")
     )

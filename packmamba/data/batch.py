@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from packmamba.data.corpus import Documents
 from packmamba.data.packing import Integers, Pieces, RowPlan
-from packmamba.data.token_store import Corpus
 from packmamba.layout import SequenceLayout
 
 
@@ -34,6 +34,8 @@ class PackedBatch:
         layout: where documents lie.
         turn: of streams that take turns, the group of streams: the batch continues the last batch
             of the same turn, row by row.
+        source: (S,) int32, where documents are from, an index into ``source_names``; None: not of a
+            mixture, or no document.
     """
 
     tokens: Tensor
@@ -41,6 +43,8 @@ class PackedBatch:
     loss_mask: Tensor
     layout: SequenceLayout
     turn: int = 0
+    source: Tensor | None = None
+    source_names: tuple[str, ...] = ()
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """Return a copy on a device."""
@@ -51,12 +55,13 @@ class PackedBatch:
         return self._map(lambda part: part.pin_memory())
 
     def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
-        return PackedBatch(
+        return replace(
+            self,
             tokens=move(self.tokens),
             targets=move(self.targets),
             loss_mask=move(self.loss_mask),
             layout=move(self.layout),
-            turn=self.turn,
+            source=None if self.source is None else move(self.source),
         )
 
 
@@ -94,7 +99,7 @@ class StepBatch(StepCounts):
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 
-def count_step(corpus: Corpus, plan: RowPlan, micro_batches: Sequence[Integers]) -> StepCounts:
+def count_step(corpus: Documents, plan: RowPlan, micro_batches: Sequence[Integers]) -> StepCounts:
     """Count a step's targets, tokens and slots.
 
     Args:
@@ -114,18 +119,19 @@ def count_step(corpus: Corpus, plan: RowPlan, micro_batches: Sequence[Integers])
     )
 
 
-def _count_targets(corpus: Corpus, pieces: Pieces) -> int:
-    """Count tokens that predict their next one, or that a task asks an answer for."""
-    if corpus.targets is None:
+def _count_targets(corpus: Documents, pieces: Pieces) -> int:
+    """Count tokens that predict their next one, or that have an answer."""
+    if not corpus.has_answers:
         return pieces.num_targets
+    ends_document = pieces.start + pieces.length == pieces.end
     total = 0
-    first_tokens = corpus.offsets[pieces.document] + pieces.start
-    for first, length in zip(first_tokens.tolist(), pieces.length.tolist()):
-        total += int((corpus.targets[first : first + length] >= 0).sum())
+    for document, start, length, ends in zip(pieces.document, pieces.start, pieces.length, ends_document):
+        _, targets = corpus.read(int(document), int(start), int(length), bool(ends))
+        total += int((targets >= 0).sum())
     return total
 
 
-def make_batch(corpus: Corpus, plan: RowPlan, rows: Integers, turn: int = 0) -> PackedBatch:
+def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) -> PackedBatch:
     """Read the tokens and targets of some rows.
 
     Args:
@@ -133,32 +139,29 @@ def make_batch(corpus: Corpus, plan: RowPlan, rows: Integers, turn: int = 0) -> 
             takes part in every micro-batch.
     """
     if not len(rows):
-        return _empty_batch()
+        return replace(_empty_batch(), source_names=tuple(corpus.source_names))
     shape = len(rows), int(plan.slots[rows].max())
     tokens = np.zeros(shape, np.int64)
     targets = np.zeros(shape, np.int64)
     loss_mask = np.zeros(shape, bool)
     lengths = []
     offsets = []
+    documents = []
     for b, row in enumerate(rows):
         span = plan.row(row)
         pieces = plan.take(span)
         lengths.append(pieces.length.tolist())
         offsets.append(plan.offset[span].tolist())
-        first_tokens = (corpus.offsets[pieces.document] + pieces.start).tolist()
+        documents.append(pieces.document)
         ends_document = (pieces.start + pieces.length == pieces.end).tolist()
         slot = 0
-        for first, length, ends in zip(first_tokens, lengths[-1], ends_document):
-            tokens[b, slot : slot + length] = corpus.tokens[first : first + length]
-            if corpus.targets is None:
-                num_targets = length - 1 if ends else length
-                next_tokens = corpus.tokens[first + 1 : first + 1 + num_targets]
-                targets[b, slot : slot + num_targets] = next_tokens
-                loss_mask[b, slot : slot + num_targets] = True
-            else:
-                answers = corpus.targets[first : first + length]
-                targets[b, slot : slot + length] = np.maximum(answers, 0)
-                loss_mask[b, slot : slot + length] = answers >= 0
+        for document, start, length, ends in zip(
+            pieces.document.tolist(), pieces.start.tolist(), lengths[-1], ends_document
+        ):
+            of_piece = slice(slot, slot + length)
+            tokens[b, of_piece], of_tokens = corpus.read(document, start, length, ends)
+            targets[b, of_piece] = np.maximum(of_tokens, 0)
+            loss_mask[b, of_piece] = of_tokens >= 0
             slot += length
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
@@ -166,6 +169,8 @@ def make_batch(corpus: Corpus, plan: RowPlan, rows: Integers, turn: int = 0) -> 
         loss_mask=torch.from_numpy(loss_mask),
         layout=SequenceLayout.from_lengths(lengths, row_length=shape[1], offsets=offsets),
         turn=turn,
+        source=torch.from_numpy(corpus.groups[np.concatenate(documents)]) if corpus.source_names else None,
+        source_names=tuple(corpus.source_names),
     )
 
 

@@ -25,13 +25,13 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig
+from packmamba.data.corpus import Documents
 from packmamba.data.packing import LONGEST, STRATEGIES, Integers, Pieces, RowPlan, join, plan_pieces
-from packmamba.data.token_store import Corpus
 from packmamba.integers import ceil_div
 
 WINDOW_DOCUMENTS = 1_000_000
@@ -45,12 +45,12 @@ class StepPlan:
     Micro-batch i belongs to rank i modulo the number of ranks.
     """
 
-    corpus: Corpus
+    corpus: Documents
     rows: RowPlan
     micro_batches: list[Integers]
 
 
-def pieces_of(corpus: Corpus, documents: Integers, longest: int | None = None) -> Pieces:
+def pieces_of(corpus: Documents, documents: Integers, longest: int | None = None) -> Pieces:
     """Take whole documents in this order; cut those longer than ``longest`` tokens, if given."""
     pieces = Pieces.whole(documents, corpus.lengths[documents])
     return pieces if longest is None else pieces.cut(longest)
@@ -73,7 +73,7 @@ def arrange(pieces: Pieces, data: DataConfig) -> RowPlan:
         raise ConfigError(f"data.{error}") from None
 
 
-def arrange_as_trained(corpus: Corpus, documents: Integers, data: DataConfig, carry: bool) -> StepPlan:
+def arrange_as_trained(corpus: Documents, documents: Integers, data: DataConfig, carry: bool) -> StepPlan:
     """Arrange documents for evaluation in rows and batches like a training step's."""
     pieces = pieces_of(corpus, documents, data.cut_documents)
     streams = data.batch_rows if data.takes_turns else data.streams
@@ -180,7 +180,7 @@ class StepSchedule:
     Raises ConfigError where a document fits no row.
     """
 
-    corpus: Corpus
+    corpus: Any  # a Corpus or a Mixture
     data: DataConfig
     seed: int
     carry: bool = False
@@ -257,7 +257,11 @@ class StepSchedule:
         return self._window(window).num_steps
 
     def _documents(self, window: int) -> tuple[np.random.Generator, Integers]:
-        """Return a window's documents in the corpus's order, and what shuffles them."""
+        """Return a window's documents, and what shuffles them."""
+        if self.corpus.source_names:
+            size = min(self.corpus.num_documents, WINDOW_DOCUMENTS)
+            documents = self.corpus.window(self.seed, window, size)
+            return np.random.default_rng([self.seed, window]), documents
         epoch, place = divmod(window, self.windows_per_epoch)
         shuffle_windows = np.random.default_rng([self.seed, epoch])
         part = int(shuffle_windows.permutation(self.windows_per_epoch)[place])

@@ -17,69 +17,34 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig
+from packmamba.data.corpus import META, SPLITS, Corpus, Mixture
 from packmamba.data.sources import open_source
+from packmamba.data.sources.parts import parts_of
 from packmamba.data.sources.source import SEED, Document, Source
 from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
 from packmamba.files import DiskFull, space_for
 
 FORMAT = 1  # raise when the same keys and files give others
-META = "meta.json"
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096
-SPLITS = ("train", "validation", "test")
-
-
-class Corpus:
-    """Hold a split, memory-mapped and read-only: n documents of T tokens.
-
-    Attributes:
-        tokens: (T,) uint16 or uint32, begin and end tokens included.
-        lengths: (n,) int32, tokens of each document. ``offsets``: (n + 1,) int64, their cumulative sum.
-        targets: (T,) int32, the answer after each token, -1 for none; None: the next token.
-        groups: (n,) int32 indices into ``group_names``; None: documents have no groups.
-        corpus_hash: of training and validation; of the test documents where this is the test split.
-    """
-
-    def __init__(self, folder: str | Path, split: str) -> None:
-        self.folder, self.split = Path(folder).resolve(), split
-        meta = json.loads((self.folder / META).read_text())
-        self.vocab_size: int = meta["vocab_size"]
-        counts = meta["splits"][split]
-        self.corpus_hash: str = counts.get("hash", meta["corpus_hash"])
-        self.num_documents: int = counts["documents"]
-        self.num_tokens: int = counts["tokens"]
-        self.group_names: list[str] = counts.get("groups", [])
-        self.tokens = self._map("tokens", token_dtype(self.vocab_size), self.num_tokens)
-        self.lengths = self._map("lengths", "<i4", self.num_documents)
-        self.offsets = np.concatenate([[0], np.cumsum(self.lengths, dtype=np.int64)])
-        self.targets = self._map("targets", "<i4", self.num_tokens) if "answers" in counts else None
-        self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
-
-    def _map(self, name: str, dtype: Any, size: int) -> np.ndarray:
-        # A plain view: slicing a memmap is several times slower.
-        return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
-
-    def document(self, index: int) -> np.ndarray:
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
-
-    def __len__(self) -> int:
-        return self.num_documents
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Corpus, (self.folder, self.split)
 
 
 class Corpora(NamedTuple):
-    """Hold a corpus, and a hash of training and validation, equal on every machine."""
+    """Hold a corpus or a mixture, and a hash of training and validation, equal on every machine."""
 
-    train: Corpus
-    validation: Corpus
+    train: Any
+    validation: Any
     corpus_hash: str
-    test: Corpus | None = None
+    test: Any = None
 
 
 def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
-    """Open a corpus, tokenised by one process if it is not there. Raises ConfigError."""
+    """Open a corpus, tokenised by one process if it is not there; of ``data.sources`` their mixture.
+
+    Raises ConfigError.
+    """
+    if data.sources:
+        return _load_mixture(data, progress)
     source = open_source(data)
     tokenizer = load_tokenizer(data) if source.vocab_size is None else None
     identity = {
@@ -116,7 +81,19 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
     return Corpora(train, validation, train.corpus_hash, test)
 
 
-def evaluation_documents(corpus: Corpus, data: DataConfig) -> np.ndarray:
+def _load_mixture(data: DataConfig, progress: bool) -> Corpora:
+    parts = parts_of(data)
+    corpora = [load_corpora(part.data, progress) for part in parts]
+    mixed = {}
+    for split in SPLITS:
+        chosen = [(getattr(one, split), part) for one, part in zip(corpora, parts) if getattr(one, split)]
+        if chosen:
+            names, weights = [part.name for _, part in chosen], [part.weight for _, part in chosen]
+            mixed[split] = Mixture([corpus for corpus, _ in chosen], names, weights)
+    return Corpora(mixed["train"], mixed["validation"], mixed["train"].corpus_hash, mixed.get("test"))
+
+
+def evaluation_documents(corpus: Any, data: DataConfig) -> np.ndarray:
     """Return the numbers of the documents to evaluate on, sorted; all of a test split."""
     limit = None if corpus.split == "test" else data.validation_documents
     if limit is None or limit >= corpus.num_documents:

@@ -9,7 +9,8 @@ import torch
 from numpy.typing import NDArray
 
 from packmamba.config import ConfigError, need
-from packmamba.data.token_store import Corpus, evaluation_documents, load_corpora
+from packmamba.data.corpus import Corpus
+from packmamba.data.token_store import evaluation_documents, load_corpora
 from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.evaluation.packed_forward import (
     Pass,

@@ -10,7 +10,6 @@ import bisect
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from tqdm import tqdm
 
 from packmamba.config import DataConfig
 from packmamba.data.batch import make_batch
+from packmamba.data.corpus import Documents
 from packmamba.data.packing import STRATEGIES
 from packmamba.data.schedule import arrange_as_trained
 from packmamba.layout import SequenceLayout
@@ -202,9 +202,7 @@ class TrainingLayoutReader:
 
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
         lengths = np.array([len(document) for document in documents])
-        corpus: Any = SimpleNamespace(
-            tokens=np.concatenate(documents), offsets=np.cumsum([0, *lengths]), lengths=lengths, targets=None
-        )
+        corpus = Documents(np.concatenate(documents), lengths)
         splits = data.overlong == "split" or STRATEGIES[data.strategy].splits_documents
         if not splits and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(lengths.max())))

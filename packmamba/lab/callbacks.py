@@ -26,7 +26,7 @@ from torch import Tensor
 
 from packmamba.config import Config, TrainerConfig
 from packmamba.data.batch import StepBatch
-from packmamba.data.sources import open_source
+from packmamba.data.sources import reads_text
 from packmamba.data.tokenizer import Tokenizer, load_tokenizer
 from packmamba.errors import ConfigError, UserError
 from packmamba.evaluation.registry import EvalContext, EvalResult, default_max_slots, evaluate
@@ -162,6 +162,8 @@ class RunMetrics(SavedCallback):
         """Add a point to the curve of validation losses, and keep the last losses by position."""
         results = module.alone.compute()
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
+        if module.by_source is not None:
+            point |= {f"loss.{name}": float(loss) for name, loss in module.by_source.compute().items()}
         if module.as_trained.update_called:
             point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
         # A run that was killed after a validation does it again.
@@ -431,7 +433,7 @@ class Evaluations(SavedCallback):
             return
         with self.metrics.paused():
             if trainer.is_global_zero:
-                is_text = open_source(self.config.data).vocab_size is None
+                is_text = reads_text(self.config.data)
                 tokenizer = load_tokenizer(self.config.data) if is_text else None
                 with eager():  # else each of its shapes would be compiled first
                     self.evaluate(trainer, module.model.eval(), tokenizer)

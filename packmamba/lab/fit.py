@@ -31,7 +31,7 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Str
 from omegaconf import OmegaConf
 
 from packmamba.config import CONFIGURATION, Config, TrainerConfig, import_plugins, need, registry, to_dict
-from packmamba.data.sources import open_source
+from packmamba.data.sources import reads_text
 from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.errors import ConfigError, UserError
@@ -222,6 +222,11 @@ class _Run:
             self.trainer.validate(module, self.data, verbose=False)
             metrics.validation[-1]["loss_last_weights"] = last["loss"]
 
+    def _passes(self, tokens: float) -> dict[str, float]:
+        """Return how often so many tokens read each source of a mixture."""
+        train = self.data.corpora.train
+        return train.passes(tokens) if train.source_names else {}
+
     def _announce(self, module: PackedLitModule, resume: Path | None) -> None:
         """Print what is about to be trained, in one line."""
         train = self.data.corpora.train
@@ -229,13 +234,16 @@ class _Run:
         validated = min(held_out, self.config.data.validation_documents or held_out)
         parameters = sum(parameter.numel() for parameter in module.model.parameters())
         max_steps = self.config.trainer.max_steps
-        epochs = max_steps * self.config.data.tokens_per_step / train.num_tokens
+        tokens = max_steps * self.config.data.tokens_per_step
+        epochs = tokens / train.num_tokens
+        of_sources = [f"{passes:.2g} of {name}" for name, passes in self._passes(tokens).items()]
+        sources = f" ({', '.join(of_sources)})" if of_sources else ""
         from_step = f", from step {callbacks.step_of(resume)}" if resume else ""
         print(
             f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; "
             f"validation on {validated} of {held_out} held out; "
             f"{parameters:,} parameters; backend {self.backend}; "
-            f"{max_steps} steps, {epochs:.2g} epochs; run {self.folder}{from_step}",
+            f"{max_steps} steps, {epochs:.2g} epochs{sources}; run {self.folder}{from_step}",
             flush=True,
         )
 
@@ -245,6 +253,8 @@ class _Run:
         record = training_record(self.config, corpora.corpus_hash, module, self.metrics)
         validated = evaluation_documents(corpora.validation, self.config.data)
         record["metrics"]["validation_documents"] = len(validated)
+        if self.config.data.sources:
+            record["epochs_by_source"] = self._passes(record["metrics"]["real_tokens"])
         record["hardware"]["backend"] = self.backend
         record["leakcheck"] = self.leakcheck.result()
         # Sharded weights are gathered: every rank takes part.
@@ -272,8 +282,7 @@ class _Run:
         weights = {name.removeprefix("model."): state[name] for name in names}
         write_pretrained(self.folder, dict(module.model.config), weights)
         data = self.config.data
-        is_text = open_source(data).vocab_size is None
-        if is_text:
+        if reads_text(data):
             write_tokenizer(self.folder, data.tokenizer, data.begin_token, data.end_token)
 
     def _evaluate(self, record: dict[str, Any]) -> None:

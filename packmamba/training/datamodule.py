@@ -26,6 +26,7 @@ from packmamba.config import (
     validate,
 )
 from packmamba.data.batch import PackedBatch, StepBatch, count_step, make_batch
+from packmamba.data.corpus import Corpus
 from packmamba.data.schedule import (
     StepPlan,
     StepSchedule,
@@ -34,7 +35,7 @@ from packmamba.data.schedule import (
     micro_batches,
     pieces_of,
 )
-from packmamba.data.token_store import Corpora, Corpus, evaluation_documents, load_corpora
+from packmamba.data.token_store import Corpora, evaluation_documents, load_corpora
 
 
 class PackedDataModule(lightning.LightningDataModule):

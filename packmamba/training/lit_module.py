@@ -2,7 +2,7 @@
 
 import inspect
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import lightning
@@ -37,35 +37,64 @@ POSITION_EDGES = (0, *(2**n for n in range(17)))
 START_TOKENS = 32
 
 
-class LossByPosition(Metric):
-    """Compute mean losses: of all targets, of documents' first START_TOKENS, by bucket of positions."""
+class BucketedLoss(Metric):
+    """Sum losses and count targets by bucket."""
 
     full_state_update = False
     sums: Tensor
     counts: Tensor
-    edges: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, num_buckets: int) -> None:
         super().__init__()
         for name, dtype in {"sums": torch.float64, "counts": torch.int64}.items():
-            self.add_state(name, torch.zeros(len(POSITION_EDGES), dtype=dtype), dist_reduce_fx="sum")
-        self.register_buffer("edges", torch.tensor(POSITION_EDGES[1:]), persistent=False)
+            self.add_state(name, torch.zeros(num_buckets, dtype=dtype), dist_reduce_fx="sum")
 
     def _apply(self, fn: Any, *arguments: Any, **options: Any) -> Any:
         """Keep dtypes under precision bf16-true and 16-true: bfloat16 sums stop growing."""
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), *arguments, **options)
 
+    def add(self, losses: Tensor, bucket: Tensor) -> None:
+        """Add losses of targets (T,) to their buckets (T,)."""
+        self.sums.index_add_(0, bucket, losses.to(self.sums.dtype))
+        self.counts.index_add_(0, bucket, torch.ones_like(bucket, dtype=self.counts.dtype))
+
+
+class LossByPosition(BucketedLoss):
+    """Compute mean losses: of all targets, of documents' first START_TOKENS, by bucket of positions."""
+
+    edges: Tensor
+
+    def __init__(self) -> None:
+        super().__init__(len(POSITION_EDGES))
+        self.register_buffer("edges", torch.tensor(POSITION_EDGES[1:]), persistent=False)
+
     def update(self, losses: Tensor, loss_mask: Tensor, position_indices: Tensor) -> None:
         """Add (B, L) of a batch."""
-        bucket = torch.bucketize(position_indices[loss_mask], self.edges, right=True)
-        self.sums.index_add_(0, bucket, losses[loss_mask].to(self.sums.dtype))
-        self.counts.index_add_(0, bucket, torch.ones_like(bucket))
+        self.add(losses[loss_mask], torch.bucketize(position_indices[loss_mask], self.edges, right=True))
 
     def compute(self) -> dict[str, Tensor]:
         """Return means in nats."""
         ends = {"loss": None, "loss_start": POSITION_EDGES.index(START_TOKENS)}
         means = {name: self.sums[:end].sum() / self.counts[:end].sum() for name, end in ends.items()}
         return {**means, "by_position": self.sums / self.counts, "counts": self.counts}
+
+
+class LossBySource(BucketedLoss):
+    """Compute the mean loss of each source of a mixture."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        super().__init__(len(names))
+        self.names = names
+
+    def update(self, losses: Tensor, batch: PackedBatch) -> None:
+        """Add (B, L) of a batch; one without documents has no source."""
+        if batch.source is not None:
+            document = batch.layout.documents[batch.loss_mask]
+            self.add(losses[batch.loss_mask], batch.source[document])
+
+    def compute(self) -> dict[str, Tensor]:
+        """Return means in nats, NaN of a source without targets."""
+        return dict(zip(self.names, self.sums / self.counts))
 
 
 class PackedLitModule(lightning.LightningModule):
@@ -115,6 +144,7 @@ class PackedLitModule(lightning.LightningModule):
         if isinstance(self.model, MambaLM):
             self.save_hyperparameters({"model": dict(self.model.config)})
         self.alone, self.as_trained = LossByPosition(), LossByPosition()
+        self.by_source: LossBySource | None = None  # made when batches of a mixture come
         self._graphs: BatchGraphs | None = None
 
     @classmethod
@@ -241,18 +271,27 @@ class PackedLitModule(lightning.LightningModule):
         boundary, metric = (
             (self.evaluation_boundary, self.as_trained) if dataloader_idx else (RESET, self.alone)
         )
-        metric.update(self.loss(batch, boundary)[1], batch.loss_mask, batch.layout.position_indices)
+        losses = self.loss(batch, boundary)[1]
+        metric.update(losses, batch.loss_mask, batch.layout.position_indices)
+        if batch.source_names and metric is self.alone:
+            if self.by_source is None:
+                self.by_source = LossBySource(batch.source_names).to(self.device)
+            self.by_source.update(losses, batch)
 
     def on_validation_epoch_start(self) -> None:
         self.evaluation_boundary.reset()
         self.alone.reset()
         self.as_trained.reset()
+        if self.by_source is not None:
+            self.by_source.reset()
 
     def on_validation_epoch_end(self, split: str = "val") -> None:
         for metric, suffix in ((self.alone, ""), (self.as_trained, "_as_trained")):
             for name in ("loss", "loss_start") if metric.update_called else ():
                 shown = f"{name}{suffix}" == "loss"
                 self.log(f"{split}/{name}{suffix}", metric.compute()[name], prog_bar=shown, sync_dist=True)
+        for name, loss in self.by_source.compute().items() if self.by_source is not None else ():
+            self.log(f"{split}/loss/{name}", loss, sync_dist=True)
 
     test_step = validation_step
     on_test_epoch_start = on_validation_epoch_start

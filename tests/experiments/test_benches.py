@@ -23,11 +23,11 @@ from experiments.speedup.model import (
     TOLERANCES,
     Arm,
     Config,
-    Documents,
     Model,
     exclusive,
     family_of,
     feed,
+    random_documents,
     sort_kernels,
 )
 from experiments.speedup.report import FAMILIES
@@ -296,7 +296,7 @@ def test_a_leaking_arm_is_not_timed(tmp_path, monkeypatch):
 
 
 def test_every_arm_holds_every_token_once():
-    documents = Documents(draw_lengths("short", 200, 0), 60, 0)
+    documents = random_documents(draw_lengths("short", 200, 0), 60, 0)
     for name, fields in ARMS.items():
         found = {}
         for batch, numbers in feed(documents, Arm(**fields), 512).all():

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.sources import builtin, files, packages, splits
+from packmamba.data.sources.parts import parts_of
 from packmamba.data.sources.source import Source
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
@@ -50,6 +51,12 @@ def open_source(data: DataConfig) -> Source:
     elif data.test_fraction:
         source = splits.test_from_fraction(source, data)
     return source if source.names_splits else splits.cut_single_document(source, data)
+
+
+def reads_text(data: DataConfig) -> bool:
+    """Return whether documents are text, which a tokenizer turns into ids."""
+    sources = [part.data for part in parts_of(data)] or [data]
+    return all(open_source(source).vocab_size is None for source in sources)
 
 
 def _open(data: DataConfig) -> Source:

@@ -1,0 +1,172 @@
+"""What is trained on: the documents of a tokenized split, and mixtures of several.
+
+Schedule, batches and evaluation read a corpus by a document's number: ``lengths`` says how long it
+is, ``read`` gives a piece's tokens and targets. Tokens are memory-mapped, so that a corpus may be
+larger than memory and loader workers share it.
+
+A mixture numbers the documents of its parts one after the other. Each part is tokenized once,
+alone, so that the same files serve any weights. The schedule takes windows of a mixture, in which a
+part has documents in proportion to its weight over their mean length: weights are shares of tokens.
+A part's documents come in shuffled passes, each once a pass. A window is a function of its number,
+so resuming a run is counting, as with one corpus.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from packmamba.data.tokenizer import token_dtype
+
+META = "meta.json"
+SPLITS = ("train", "validation", "test")
+
+
+class Documents:
+    """Hold n documents of T tokens, end to end.
+
+    Attributes:
+        tokens: (T,) ids.
+        lengths: (n,), tokens of each document. ``offsets``: (n + 1,) int64, their cumulative sum.
+        targets: (T,), what each token predicts, -1 for nothing; None: the next token.
+    """
+
+    groups: Any = None
+    source_names: Sequence[str] = ()  # of a mixture
+
+    def __init__(self, tokens: Any, lengths: Any, targets: Any = None) -> None:
+        self.tokens = tokens
+        self.lengths = lengths
+        self.targets = targets
+        self.offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def has_answers(self) -> bool:
+        """Return whether targets are other than the next tokens."""
+        return self.targets is not None
+
+    def document(self, index: int) -> np.ndarray:
+        """Return a document's tokens."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+    def read(self, document: int, start: int, length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and targets, -1 for none, of a piece: both (length,).
+
+        Args:
+            ends: no token follows the piece; its last one predicts nothing.
+        """
+        first = int(self.offsets[document]) + start
+        tokens = self.tokens[first : first + length]
+        if self.targets is not None:
+            return tokens, self.targets[first : first + length]
+        targets = np.full(length, -1, np.int64)
+        targets[: length - ends] = self.tokens[first + 1 : first + 1 + length - ends]
+        return tokens, targets
+
+
+class Corpus(Documents):
+    """Hold a split's documents, memory-mapped and read-only.
+
+    Attributes:
+        tokens: (T,) uint16 or uint32, begin and end tokens included.
+        lengths: (n,) int32. ``targets``: (T,) int32 or None.
+        groups: (n,) int32 indices into ``group_names``; None: documents have no groups.
+        corpus_hash: of training and validation; of the test documents where this is the test split.
+    """
+
+    def __init__(self, folder: str | Path, split: str) -> None:
+        self.folder = Path(folder).resolve()
+        self.split = split
+        meta = json.loads((self.folder / META).read_text())
+        self.vocab_size: int = meta["vocab_size"]
+        counts = meta["splits"][split]
+        self.corpus_hash: str = counts.get("hash", meta["corpus_hash"])
+        self.num_documents: int = counts["documents"]
+        self.num_tokens: int = counts["tokens"]
+        self.group_names: list[str] = counts.get("groups", [])
+        targets = self._map("targets", "<i4", self.num_tokens) if "answers" in counts else None
+        tokens = self._map("tokens", token_dtype(self.vocab_size), self.num_tokens)
+        super().__init__(tokens, self._map("lengths", "<i4", self.num_documents), targets)
+        self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
+
+    def _map(self, name: str, dtype: Any, size: int) -> np.ndarray:
+        # A plain view: slicing a memmap is several times slower.
+        return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Corpus, (self.folder, self.split)
+
+
+class Mixture(Documents):
+    """Hold the same split of several corpora as one, whose groups are the parts.
+
+    Attributes, as of ``Corpus``: ``lengths`` (n,) of all parts' documents, ``groups`` (n,) their
+    parts, ``group_names`` the parts' names, ``vocab_size`` the largest.
+    """
+
+    def __init__(self, parts: list[Corpus], names: list[str], weights: list[float]) -> None:
+        self.parts = parts
+        self.group_names = self.source_names = names
+        self.weights = weights
+        self.split = parts[0].split
+        self.vocab_size = max(part.vocab_size for part in parts)
+        self.num_tokens = sum(part.num_tokens for part in parts)
+        self.lengths = np.concatenate([part.lengths for part in parts])
+        self.num_documents = len(self.lengths)
+        counts = [part.num_documents for part in parts]
+        self._first = np.cumsum([0, *counts])
+        self.groups = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
+        identity = [[part.corpus_hash for part in parts], weights]
+        self.corpus_hash = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+        per_token = np.array(weights) / np.array([part.num_tokens / part.num_documents for part in parts])
+        self.document_shares = per_token / per_token.sum()
+        self._shuffled = functools.lru_cache(2 * len(parts))(self._shuffle)
+
+    @property
+    def has_answers(self) -> bool:
+        return any(part.has_answers for part in self.parts)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Mixture, (self.parts, self.group_names, self.weights)
+
+    def document(self, index: int) -> np.ndarray:
+        part = int(self.groups[index])
+        return self.parts[part].document(index - self._first[part])
+
+    def read(self, document: int, start: int, length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return a piece's tokens and targets, as ``Documents.read``."""
+        part = int(self.groups[document])
+        return self.parts[part].read(document - int(self._first[part]), start, length, ends)
+
+    def window(self, seed: int, number: int, size: int) -> np.ndarray:
+        """Draw the documents of a window of about ``size``: those of each part in the order of its passes."""
+        drawn = []
+        for part, share in enumerate(self.document_shares):
+            first, last = (int(edge * size * share) for edge in (number, number + 1))
+            count = self.parts[part].num_documents
+            for index in range(first // count, -(-last // count)):
+                whole = self._shuffled(seed, part, index)
+                drawn.append(whole[max(first - index * count, 0) : last - index * count])
+        return np.concatenate(drawn)
+
+    def _shuffle(self, seed: int, part: int, index: int) -> np.ndarray:
+        """Shuffle a part's documents for one of its passes."""
+        order = np.random.default_rng([seed, part, index]).permutation(self.parts[part].num_documents)
+        return self._first[part] + order
+
+    def passes(self, tokens: float) -> dict[str, float]:
+        """Return how often each part is read in so many tokens of the mixture."""
+        shares = np.array(self.weights) / sum(self.weights)
+        return {
+            name: tokens * float(share) / part.num_tokens
+            for name, share, part in zip(self.group_names, shares, self.parts)
+        }
