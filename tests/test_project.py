@@ -42,4 +42,4 @@ def test_every_configuration_loads(path):
     elif "arms" in keys:
         load_sweep(path, ["grid.seed=[0]"] * ("seed" in keys.get("grid", ())))  # seeds change nothing else
     else:
-        load_config(path)
+        load_config(path, ["model.pretrained=my/model"] * (path.stem == "fine_tune"))

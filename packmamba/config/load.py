@@ -112,9 +112,13 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     """
     config = copy.deepcopy(structured(schema))
     asks_for_16_states = False
+    required: set[str] = set()  # ??? in a file: another layer must have it
     for layer, origin in layers:
         plain = tree_map(_without_numpy, layer)
         update: Any = OmegaConf.create(plain, flags={"allow_objects": True})
+        for section, keys in OmegaConf.to_container(update, resolve=False).items():
+            if isinstance(keys, dict):
+                required |= {f"{section}.{name}" for name, value in keys.items() if value == "???"}
         is_saved = origin.endswith(CONFIGURATION)
         asks_for_16_states |= OmegaConf.select(update, "model.d_state") == 16 and not is_saved
         if isinstance(update.get("model"), str) and isinstance(config.get("model"), DictConfig):
@@ -128,8 +132,9 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     if asks_for_16_states and config.model.mixer != "mamba1":
         expected = "another number than 16, which stands for the mixer's default"
         raise ConfigError(f"model.d_state: expected {expected}, got 16")
-    for name in sorted(OmegaConf.missing_keys(config)):
-        raise ConfigError(f"{name}: expected a value, got ???; set {name}=...")
+    for name in sorted(required):
+        got = f"??? in a file; set {name}=..."
+        need(OmegaConf.select(config, name) is not None, name, "a value", got)
     try:
         return validate(OmegaConf.to_object(config))  # type: ignore[return-value]
     except OmegaConfBaseException as error:  # an interpolation ${...}
