@@ -116,7 +116,8 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     for layer, origin in layers:
         plain = tree_map(_without_numpy, layer)
         update: Any = OmegaConf.create(plain, flags={"allow_objects": True})
-        for section, keys in OmegaConf.to_container(update, resolve=False).items():
+        unresolved: Any = OmegaConf.to_container(update, resolve=False)
+        for section, keys in unresolved.items():
             if isinstance(keys, dict):
                 required |= {f"{section}.{name}" for name, value in keys.items() if value == "???"}
         is_saved = origin.endswith(CONFIGURATION)
