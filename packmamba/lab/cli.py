@@ -197,23 +197,23 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
 
     settings: Any = {"name": name, "options": context.options, "max_slots": context.max_slots}
     settings |= {key: getattr(config, key) for key in HASHED}
-    settings["data"] = {k: v for k, v in vars(config.data).items() if k != "cache_dir"}
+    settings["data"] = {key: value for key, value in vars(config.data).items() if key != "cache_dir"}
     settings["boundary"] = {context.trainer.boundary: context.trainer.boundary_options}
-    parameters = model.model.parameters()
-    settings["weights"] = float(sum(one.detach().double().sum() for one in parameters))
+    # A run's folder may get other weights, as one that was trained on.
+    sums = [weight.detach().double().sum() for weight in model.model.parameters()]
+    settings["weights"] = float(sum(sums))
     content = json.dumps(settings, sort_keys=True, default=str).encode()
     digest = hashlib.sha256(content).hexdigest()[:10]
-    done = [r for r in records_of(output, "evaluation") if r["config"].get("id") == digest]
+    done = [record for record in records_of(output, "evaluation") if record["config"].get("id") == digest]
     if not done:
         begun = time.perf_counter()
         result = run(name, model, context)
+        seconds = time.perf_counter() - begun
         write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
-        recorded = {"id": digest, "evaluation": settings, "model": model.model.config}
-        identity = (model.name, model.name, recorded, model.config.seed)
-        measured = (result.metrics, time.perf_counter() - begun, result.curves)
-        record = make_record("evaluation", *identity, result.corpus_hash, *measured)
-        append_record(output / "records.jsonl", record)
-        done = [record]
+        keys = {"id": digest, "evaluation": settings, "model": model.model.config}
+        identity = ("evaluation", model.name, model.name, keys, model.config.seed, result.corpus_hash)
+        done = [make_record(*identity, result.metrics, seconds, result.curves)]
+        append_record(output / "records.jsonl", done[0])
     print(f"\n{format_table(done)}")
 
 
@@ -264,13 +264,13 @@ def _harness(names: list[str], config: EvalConfig) -> dict[str, Callable]:
     def run(name: str, model: Any, context: Any) -> EvalResult:
         adapter = PackMambaLM(model.model, str(model.folder), context.max_slots)
         results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
-        found = results["results"][name].items()
-        metrics = {k.partition(",")[0]: v for k, v in found if isinstance(v, (int, float))}
-        items = [
-            {"doc_id": one["doc_id"], "responses": one["filtered_resps"]}
-            | {m: one[m] for m in one["metrics"]}
-            for one in results["samples"][name]
-        ]
+        values = results["results"][name]
+        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+        metrics = {key.partition(",")[0]: value for key, value in numbers.items()}  # acc,none
+        items = []
+        for sample in results["samples"][name]:
+            scores = {metric: sample[metric] for metric in sample["metrics"]}
+            items.append({"doc_id": sample["doc_id"], "responses": sample["filtered_resps"], **scores})
         return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
 
     return dict.fromkeys(names, run)
@@ -293,8 +293,9 @@ def generate(words: list[str]) -> None:
     tokenizer: Any = model.tokenizer
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = begin + tokenizer.encode(prompt).tolist()
-    sampling = (config.max_new_tokens, config.temperature, config.top_p, tokenizer.end_id, config.seed)
-    (new,) = continue_tokens(model.model, [ids], *sampling, max(2048, len(ids)))
+    sampling: Any = {"temperature": config.temperature, "top_p": config.top_p, "seed": config.seed}
+    limits: Any = {"max_new_tokens": config.max_new_tokens, "stop_token": tokenizer.end_id}
+    (new,) = continue_tokens(model.model, [ids], **limits, **sampling, max_slots=max(2048, len(ids)))
     print(prompt + tokenizer.decode(new))
 
 
