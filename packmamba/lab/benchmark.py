@@ -43,10 +43,10 @@ class Arm:
     def step(self, number: int) -> tuple[float, int, int]:
         """Take a step, from 0; return seconds, tokens and slots."""
         step = self.steps[number].to(self.fabric.device)
-        seconds = timing.seconds(lambda: self._take(step, number), self.fabric.device)
+        seconds = timing.seconds(lambda: self.take(step, number), self.fabric.device)
         return seconds, step.num_tokens, step.num_slots
 
-    def _take(self, step: StepBatch, number: int) -> None:
+    def take(self, step: StepBatch, number: int) -> None:
         with self.fabric.autocast():
             self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
 
