@@ -111,7 +111,6 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
     Layers are mappings or dataclasses; NumPy's scalars count as Python's. Raises ConfigError.
     """
     config = copy.deepcopy(structured(schema))
-    asks_for_16_states = False
     required: set[str] = set()  # ??? in a file: another layer must have it
     for layer, origin in layers:
         plain = tree_map(_without_numpy, layer)
@@ -120,8 +119,6 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
         for section, keys in unresolved.items():
             if isinstance(keys, dict):
                 required |= {f"{section}.{name}" for name, value in keys.items() if value == "???"}
-        is_saved = origin.endswith(CONFIGURATION)
-        asks_for_16_states |= OmegaConf.select(update, "model.d_state") == 16 and not is_saved
         if isinstance(update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             update = OmegaConf.merge(update, {"model": _model_size(update.model, origin)})
         try:
@@ -130,9 +127,6 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
             raise _unknown_key(str(error.full_key), origin, schema) from None
         except (OmegaConfBaseException, TypeError) as error:
             raise _wrong_type(error, update, origin) from None
-    if asks_for_16_states and config.model.mixer != "mamba1":
-        expected = "another number than 16, which stands for the mixer's default"
-        raise ConfigError(f"model.d_state: expected {expected}, got 16")
     for name in sorted(required):
         got = f"??? in a file; set {name}=..."
         need(OmegaConf.select(config, name) is not None, name, "a value", got)

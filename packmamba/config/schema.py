@@ -159,7 +159,9 @@ class ModelConfig:
     n_layer: int = key(2, "Blocks.", low=1)
     mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
     mixer_options: dict[str, Any] = key({}, "More arguments of the mixer, such as dt_max.")
-    d_state: int = key(16, "States per channel; 16: the mixer's default (mamba2: 128).", low=1)
+    d_state: Optional[int] = key(
+        None, "States per channel.", null="the mixer's default (mamba1: 16, mamba2: 128)", low=1
+    )
     d_conv: int = key(4, "Taps of the convolution.", low=2, high=4)
     expand: int = key(2, "d_inner = expand * d_model.", low=1)
     dt_rank: Any = key("auto", "Rank of delta; auto: ceil(d_model / 16).", check=AUTO)
@@ -169,12 +171,12 @@ class ModelConfig:
     recompute: str = key("none", "Recompute in the backward pass.", choices=("none", "inner", "block"))
 
     def of_mixer(self) -> dict[str, Any]:
-        keys = {
-            name: getattr(self, name) for name in MIXER_KEYS if name in options(registry(MIXERS)[self.mixer])
-        }
+        """Return the arguments of the mixer: the keys that it takes, and its options."""
+        taken = options(registry(MIXERS)[self.mixer])
+        keys = {name: getattr(self, name) for name in MIXER_KEYS if name in taken}
         if self.mixer != "mamba1":  # mamba1's defaults stand for the mixer's own
             keys = {name: value for name, value in keys.items() if value != getattr(type(self), name)}
-        return keys | self.mixer_options
+        return {name: value for name, value in keys.items() if value is not None} | self.mixer_options
 
 
 @dataclass

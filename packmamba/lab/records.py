@@ -25,6 +25,7 @@ from packmamba.config.schema import RENAMED_KEYS, RENAMED_VALUES
 from packmamba.errors import ConfigError
 from packmamba.files import space_for, write_whole
 
+SCHEMA = 2  # of new records; in those of 1 a model.d_state of 16 was the mixer's default
 SWEEPS = "sweep.json"
 SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit dirty
 FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
@@ -48,7 +49,18 @@ def make_record(
     metrics: Mapping[str, Any], wall_seconds: float, curves: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Make a record of plain values, with the time, commit, hardware and versions of this process."""
-    values = (1, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
+    values = (
+        SCHEMA,
+        kind,
+        experiment,
+        arm,
+        int(seed),
+        corpus_hash,
+        config,
+        metrics,
+        curves or {},
+        wall_seconds,
+    )
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     return _plain(dict(zip(KEYS, values)) | time | provenance())
 
@@ -108,6 +120,9 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
             RENAMED_KEYS.get(f"data.{key}", f"data.{key}").removeprefix("data."): value
             for key, value in config["data"].items()
         }
+    model = config.get("model", {})
+    if record["schema"] < SCHEMA and isinstance(model, dict) and model.get("d_state") == 16:
+        model["d_state"] = None
     for section in (config, config.get("data", {}), config.get("trainer", {})):
         for key in section.keys() & {"strategy", "overlong", "boundary"}:
             section[key] = RENAMED_VALUES[key].get(str(section[key]), section[key])

@@ -7,6 +7,7 @@ import pytest
 from packmamba.config import CONFIGS, Config, ConfigError, load_config, validate
 from packmamba.data.packing import STRATEGIES
 from packmamba.lab.sweep import load_sweep
+from packmamba.training.lit_module import make_model
 
 
 def test_overrides_come_after_the_file(tmp_path):
@@ -122,7 +123,6 @@ def test_valid(overrides):
         ("trainer.max_steps=1.5", "trainer.max_steps: expected an integer, got 1.5 in 'trainer.max_steps=1.5'$"),
         ("data.row_length=-1", "^data.row_length: expected at least 1, got -1; set null: the longest"),
         ("trainer.max_steps=null", "trainer.max_steps: expected a value, got null"),
-        ("model.mixer=mamba2 model.d_state=16", "model.d_state: expected another number than 16"),
         ("optimizer.lr=fast", "optimizer.lr: expected a number"),
         ("optimizer.lr=.nan", "optimizer.lr: expected above 0"),
         ("optimizer.betas=[0.9]", "optimizer.betas: expected two numbers"),
@@ -178,3 +178,11 @@ def test_a_run_of_an_older_version_names_its_old_keys(keys, says, tmp_path):
     path.write_text(f"data: {{{keys}}}\n")
     with pytest.raises(ConfigError, match=f"^unknown key {says}"):
         load_config(path)
+
+
+@pytest.mark.parametrize(("mixer", "default"), [("mamba1", 16), ("mamba2", 128)])
+def test_states_are_the_mixers_default_unless_they_are_given(mixer, default):
+    for states, expected in ((None, default), (16, 16), (8, 8)):
+        keys = [f"model.mixer={mixer}", "model.d_model=64", *([] if states is None else [f"model.d_state={states}"])]
+        model = make_model(load_config(None, keys), vocab_size=10)
+        assert model.backbone.layers[0].mixer.d_state == expected
