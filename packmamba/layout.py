@@ -121,9 +121,7 @@ class SequenceLayout:
         return cls._checked((len(rows), row_length), first, first + length, offset)
 
     @classmethod
-    def from_rows(
-        cls, num_rows: int, row_length: int, device: torch.device | str | None = None
-    ) -> SequenceLayout:
+    def from_rows(cls, num_rows: int, row_length: int, device: torch.device | str | None = None) -> SequenceLayout:
         """Build a layout of one full row per document: the operators' default."""
         shape = _shape(num_rows, row_length)
         starts = torch.arange(num_rows, dtype=torch.int32, device=device) * row_length
@@ -131,9 +129,7 @@ class SequenceLayout:
         return cls(shape, starts, starts + row_length, offsets, num_rows * row_length, row_length)
 
     @classmethod
-    def from_position_indices(
-        cls, position_indices: Tensor, name: str = "position_indices"
-    ) -> SequenceLayout:
+    def from_position_indices(cls, position_indices: Tensor, name: str = "position_indices") -> SequenceLayout:
         """Build from each token's position in its document, as transformers' ``position_ids``: (B, L) integer.
 
         0 starts a document, then one more each; -1 is padding, at a row's tail. A row's first
@@ -237,9 +233,7 @@ class SequenceLayout:
         return cls._checked((rows, row_length), starts, ends, offsets.flatten()[starts])
 
     @classmethod
-    def _checked(
-        cls, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor
-    ) -> SequenceLayout:
+    def _checked(cls, shape: tuple[int, int], starts: Tensor, ends: Tensor, offsets: Tensor) -> SequenceLayout:
         """Build from int64 tensors on the host whose values are right, but for their range."""
         lengths = ends - starts
         longest = int((offsets + lengths).max()) if len(lengths) else 0

@@ -174,9 +174,7 @@ class _LeakCheck:
         """Call ``check``; return what it found, and a line of a leak or error."""
         self.checking = True
         try:
-            sharded = any(
-                type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules()
-            )
+            sharded = any(type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules())
             if sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
                 expected = "expected whole weights, got sharded ones"
                 raise ValueError(f"model: {expected}; check it before or after the training")

@@ -31,9 +31,7 @@ SPLIT: list[list[Piece]] = [[("A", 0, 5), ("B", 0, 3), ("C", 0, 2)], [("C", 2, 4
 
 def rectangle(axes: Axes, x: float, y: float, slots: int, colour: str, padding: bool = False) -> None:
     """A stretch of a row, one cell a slot."""
-    style = (
-        {"edgecolor": "#b4b9c1", "hatch": "/////", "linewidth": 0.5} if padding else {"edgecolor": "white"}
-    )
+    style = {"edgecolor": "#b4b9c1", "hatch": "/////", "linewidth": 0.5} if padding else {"edgecolor": "white"}
     for slot in range(slots):
         axes.add_patch(Rectangle((x + slot * SLOT, y), SLOT, HEIGHT, facecolor=colour, **style))
 
@@ -62,9 +60,7 @@ def arrow(axes: Axes, begin: float, end: float, y: float, colour: str = INK, wid
 def state(axes: Axes, begin: float, end: float, y: float, zero: bool) -> None:
     """The state's way through a document below its row, from zero or from what came before."""
     if zero:
-        axes.add_patch(
-            Circle((begin + 0.07, y), 0.06, facecolor="white", edgecolor=INK, linewidth=0.9, zorder=3)
-        )
+        axes.add_patch(Circle((begin + 0.07, y), 0.06, facecolor="white", edgecolor=INK, linewidth=0.9, zorder=3))
         axes.text(begin + 0.07, y - 0.003, "0", ha="center", va="center", size=6.5, zorder=4)
         begin += 0.13
     arrow(axes, begin, end - 0.02, y)
@@ -154,13 +150,7 @@ def boundaries(axes: Axes, top: float) -> None:
         y = top - 0.92 - line * 0.77
         below = y - 0.12
         axes.text(
-            0.12,
-            y + HEIGHT + 0.09,
-            name,
-            size=10,
-            weight="bold",
-            va="top",
-            color=LEAK if name == "leak" else INK,
+            0.12, y + HEIGHT + 0.09, name, size=10, weight="bold", va="top", color=LEAK if name == "leak" else INK
         )
         axes.text(0.12, y + HEIGHT - 0.1, words, size=8.5, color=MUTED, va="top", linespacing=1.2)
         captions = ("a row", "the same row of the next batch" if name == "carry" else "another row")

@@ -17,13 +17,4 @@ from packmamba.config.load import (
     to_dict,
     validate,
 )
-from packmamba.config.schema import (
-    AUTO,
-    Config,
-    DataConfig,
-    OptimizerConfig,
-    TrainerConfig,
-    key,
-    options,
-    registry,
-)
+from packmamba.config.schema import AUTO, Config, DataConfig, OptimizerConfig, TrainerConfig, key, options, registry

@@ -83,9 +83,7 @@ def load(
 load_config = functools.partial(load, Config, command="train")
 
 
-def read_layers(
-    path: Any, overrides: Iterable[str], command: str | None = None
-) -> list[tuple[DictConfig, str]]:
+def read_layers(path: Any, overrides: Iterable[str], command: str | None = None) -> list[tuple[DictConfig, str]]:
     """Read a file and overrides, each with its name in errors.
 
     An override that lists names of a mapping's entries selects them: ``arms=[single,padded]``.

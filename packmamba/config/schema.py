@@ -39,11 +39,7 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
         "split": "concat_split",
     },
     "overlong": {"pieces": "split"},
-    "boundary": {
-        "foreign": "state_passing",
-        "noise": "fitted_noise",
-        "foreign_heads": "state_passing_within_row",
-    },
+    "boundary": {"foreign": "state_passing", "noise": "fitted_noise", "foreign_heads": "state_passing_within_row"},
     "precision": {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"},
 }
 """Values of earlier versions by their key, and today's; records of then are read by it."""
@@ -103,12 +99,8 @@ class DataConfig:
     tokenizer: str = key("bytes", "bytes; or a tokenizer.json, a folder or Hub name with one.")
     begin_token: Optional[str] = key("<s>", "Token before every document.", null="none")
     end_token: Optional[str] = key("</s>", "Token after every document.", null="none")
-    validation_fraction: float = key(
-        0.05, "Fraction of files (text) or documents held out.", above=0, high=0.99
-    )
-    test_fraction: float = key(
-        0.0, "Fraction of files (text) or documents for the test split.", low=0, high=0.99
-    )
+    validation_fraction: float = key(0.05, "Fraction of files (text) or documents held out.", above=0, high=0.99)
+    test_fraction: float = key(0.0, "Fraction of files (text) or documents for the test split.", low=0, high=0.99)
     test_path: Optional[str] = key(
         None, "Test documents of the same source; null: none, or test_fraction of path's."
     )
@@ -196,9 +188,7 @@ class OptimizerConfig:
 class TrainerConfig:
     boundary: str = key("reset", "Boundary scheme.", choices=BOUNDARIES)
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme.")
-    mean_over: str = key(
-        "targets", "Mean of a step's loss; rows: of each row's mean.", choices=("targets", "rows")
-    )
+    mean_over: str = key("targets", "Mean of a step's loss; rows: of each row's mean.", choices=("targets", "rows"))
     max_steps: int = key(200, "Optimizer steps.", low=1)
     validate_every: int = key(50, "Steps between validations.", low=1)
     average_snapshots: int = key(1, "Average the weights of this many steps.", low=1)

@@ -255,9 +255,7 @@ def plan_pieces(
         placed = replace(pieces.take(source), start=pieces.start[source] + offset, length=length)
     else:
         placed, offset = _fit_to_rows(pieces, limit, overlong)
-        row = _check_assignment(
-            chosen.assign(placed.length.copy(), limit, buffer), strategy, len(placed.length)
-        )
+        row = _check_assignment(chosen.assign(placed.length.copy(), limit, buffer), strategy, len(placed.length))
     num_rows = round_up(int(row.max(initial=-1)) + 1, streams)
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=num_rows))])
     by_row = np.argsort(row, kind="stable")
@@ -265,9 +263,7 @@ def plan_pieces(
     tokens_before = np.concatenate([[0], np.cumsum(placed.length)])
     filled = np.diff(tokens_before[row_offsets])
     if filled.max(initial=0) > limit:
-        raise ValueError(
-            f"strategy '{strategy}': expected at most {limit} tokens in a row, got {filled.max()}"
-        )
+        raise ValueError(f"strategy '{strategy}': expected at most {limit} tokens in a row, got {filled.max()}")
     if chosen.pads and row_length is not None:
         slots = np.full(num_rows, row_length, np.int64)
     else:

@@ -204,9 +204,7 @@ class StepSchedule:
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or LONGEST)
         if longest > data.row_length and not STRATEGIES[data.strategy].splits_documents:
             got = f"{data.row_length}; set data.overlong=split"
-            raise ConfigError(
-                f"data.row_length: expected at least {longest}, the longest document, got {got}"
-            )
+            raise ConfigError(f"data.row_length: expected at least {longest}, the longest document, got {got}")
 
     def step(self, step: int) -> StepPlan:
         """Plan optimizer step ``step``, counted from 0 over all epochs."""

@@ -75,9 +75,7 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
         train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
         test = Corpus(folder, "test") if "test" in splits else None
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder"
-        ) from None
+        raise ConfigError(f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder") from None
     return Corpora(train, validation, train.corpus_hash, test)
 
 
@@ -102,12 +100,7 @@ def evaluation_documents(corpus: Any, data: DataConfig) -> np.ndarray:
 
 
 def _tokenize(
-    folder: Path,
-    data: DataConfig,
-    source: Source,
-    tokenizer: Tokenizer,
-    identity: dict[str, Any],
-    progress: bool,
+    folder: Path, data: DataConfig, source: Source, tokenizer: Tokenizer, identity: dict[str, Any], progress: bool
 ) -> None:
     """Write a corpus under a temporary name, then rename it: it is whole or absent."""
     work = folder.with_name(f".{folder.name}.part")
@@ -154,9 +147,7 @@ def _check_counts(data: DataConfig, *writers: "_SplitWriter") -> None:
 
 
 def _hash(header: list[Any], *writers: "_SplitWriter") -> str:
-    hashes = [
-        hash.hexdigest() for writer in writers for name, hash in writer.hashes.items() if name != "groups"
-    ]
+    hashes = [hash.hexdigest() for writer in writers for name, hash in writer.hashes.items() if name != "groups"]
     return hashlib.blake2b(json.dumps([*header, *hashes]).encode(), digest_size=16).hexdigest()
 
 

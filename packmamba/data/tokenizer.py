@@ -99,9 +99,7 @@ class ByteTokenizer(Tokenizer):
 class FileTokenizer(Tokenizer):
     """Encode with a `tokenizers` JSON file, without its truncation, padding and template."""
 
-    def __init__(
-        self, path: str | Path, begin_token: str | None = None, end_token: str | None = None
-    ) -> None:
+    def __init__(self, path: str | Path, begin_token: str | None = None, end_token: str | None = None) -> None:
         try:
             import tokenizers
 
@@ -122,9 +120,7 @@ class FileTokenizer(Tokenizer):
         self.vocab_size = 1 + max(vocabulary.values(), default=-1)  # ids may have gaps
         for key, token in (("begin_token", begin_token), ("end_token", end_token)):
             if token is not None and token not in vocabulary:
-                special = [
-                    t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special
-                ]
+                special = [t.content for t in self._tokenizer.get_added_tokens_decoder().values() if t.special]
                 named = f", such as {', '.join(special[:5])}" if special else ""
                 raise ConfigError(f"data.{key}: expected null or a token of {path}{named}, got '{token}'")
         self.begin_id, self.end_id = (None if t is None else vocabulary[t] for t in (begin_token, end_token))
@@ -149,9 +145,7 @@ class TokenIds(Tokenizer):
         return np.asarray(text, token_dtype(self.vocab_size))
 
 
-def write_tokenizer(
-    folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None
-) -> None:
+def write_tokenizer(folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None) -> None:
     """Write a tokenizer into a folder, made if need be, for PackMamba and transformers' AutoTokenizer."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)

@@ -13,12 +13,7 @@ import torch
 from torch import Tensor
 
 from packmamba.errors import expect
-from packmamba.evaluation.packed_forward import (
-    DocumentState,
-    InitialStates,
-    log_probabilities,
-    read_to_the_end,
-)
+from packmamba.evaluation.packed_forward import DocumentState, InitialStates, log_probabilities, read_to_the_end
 from packmamba.evaluation.scoring import check_ids
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM

@@ -62,9 +62,7 @@ class Validation(NamedTuple):
         rows = zip(which, *columns.values(), strict=True)
         return [self.labels[i] | dict(zip(columns, values)) for i, *values in rows]
 
-    def result(
-        self, metrics: dict[str, float], name: str, curve: Any, items: Any, **by_group: Any
-    ) -> EvalResult:
+    def result(self, metrics: dict[str, float], name: str, curve: Any, items: Any, **by_group: Any) -> EvalResult:
         """Make a result; ``by_group``: key, sums and items of sums over each group's documents."""
         curves = {name: curve}
         if self.corpus.groups is not None and by_group:
@@ -143,20 +141,11 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     items = texts.items(range(len(targets)), **columns)
     nats, total = sum(columns["nats"]), sum(targets)
     bits_per_byte = nats / math.log(2) / sum(sizes) if all(sizes) else float("nan")
-    metrics = {
-        "loss": nats / total,
-        "bits_per_byte": bits_per_byte,
-        "targets": total,
-        "documents": len(items),
-    }
+    metrics = {"loss": nats / total, "bits_per_byte": bits_per_byte, "targets": total, "documents": len(items)}
     if boundary.as_trained:
         metrics["loss_as_trained"] = sum(columns["nats_as_trained"]) / total
     buckets = [
-        {
-            "start": start,
-            "targets": min(2 * start - 1, item["targets"]) - start + 1,
-            "group": item.get("group"),
-        }
+        {"start": start, "targets": min(2 * start - 1, item["targets"]) - start + 1, "group": item.get("group")}
         | {"nats" + suffix: item["octaves" + suffix][i] for suffix in losses}
         for item in items
         for i, start in enumerate(edges[: len(item["octaves"])])
@@ -181,15 +170,11 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate loss by position, in buckets from a sixteenth of a window to ``most`` windows."""
     texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
-    edges = sorted(
-        {1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))} - {0}
-    )
+    edges = sorted({1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))} - {0})
     losses = token_losses(model, [document[: edges[-1]] for document in texts.documents], context.max_slots)
     sums, points = by_position(edges, losses)
     items = texts.items(range(len(losses)), targets=list(map(len, losses)), sums=sums)
-    metrics = {
-        f"loss_{point['end'] // window:.0f}": point["loss"] for point in points if point["end"] >= window
-    }
+    metrics = {f"loss_{point['end'] // window:.0f}": point["loss"] for point in points if point["end"] >= window}
     return texts.result(metrics | {"documents": len(items)}, "by_window", points, items)
 
 

@@ -67,9 +67,7 @@ class PackMambaLM(TemplateLM):
         begin = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
-        options: dict[str, Any] = (
-            {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
-        )
+        options: dict[str, Any] = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
         return list(self.tokenizer.encode(string, **options))
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
@@ -78,9 +76,7 @@ class PackMambaLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Any, *further: Any, **others: Any) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests if continuation]
         scores = iter(score(self.model, pairs, self.max_slots))
-        answers: list[Any] = [
-            tuple(next(scores)) if continuation else (0.0, True) for *_, continuation in requests
-        ]
+        answers: list[Any] = [tuple(next(scores)) if continuation else (0.0, True) for *_, continuation in requests]
         for (key, *_), answer in zip(requests, answers):
             if key is not None:
                 self.cache_hook.add_partial("loglikelihood", key, answer)

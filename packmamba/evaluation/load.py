@@ -87,9 +87,7 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
 
 def model_card(loaded: LoadedModel, record: dict[str, Any] | None) -> str:
     config, data = loaded.config, loaded.config.data
-    rows: dict[str, Any] = {
-        "parameters": f"{sum(parameter.numel() for parameter in loaded.model.parameters()):,}"
-    }
+    rows: dict[str, Any] = {"parameters": f"{sum(parameter.numel() for parameter in loaded.model.parameters()):,}"}
     rows |= {key: loaded.model.config[key] for key in ("mixer", "n_layer", "d_model")}
     if loaded.trained:
         rows["data"] = f"source={data.source}, strategy={data.strategy}, row_length={data.row_length}"

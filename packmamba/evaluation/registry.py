@@ -30,9 +30,7 @@ def check(name: str, context: EvalContext, vocab_size: int | None = None) -> Non
 def evaluate(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
     """Run an evaluation; float32 weights on a GPU under their training's autocast."""
     weight = next(model.parameters())
-    dtype = (
-        AUTOCAST.get(context.trainer.precision) if weight.is_cuda and weight.dtype == torch.float32 else None
-    )
+    dtype = AUTOCAST.get(context.trainer.precision) if weight.is_cuda and weight.dtype == torch.float32 else None
     with torch.autocast("cuda", dtype) if dtype else nullcontext():
         if name in TASKS:
             return synthetic.evaluate_task(name, model, context)

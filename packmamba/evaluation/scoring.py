@@ -6,14 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from packmamba.evaluation.packed_forward import (
-    DocumentState,
-    Pass,
-    Predictions,
-    Segment,
-    packed_forward,
-    predict,
-)
+from packmamba.evaluation.packed_forward import DocumentState, Pass, Predictions, Segment, packed_forward, predict
 from packmamba.nn import MambaLM
 
 Ids = tuple[int, ...]
@@ -87,9 +80,7 @@ def _segment(context: Ids, continuations: list[Ids]) -> Segment:
     longer = [continuation for continuation in continuations if len(continuation) > 1]
 
     def branch(final: DocumentState) -> list[Segment]:
-        return [
-            Segment((context, [continuation], -1), continuation[:-1], start=final) for continuation in longer
-        ]
+        return [Segment((context, [continuation], -1), continuation[:-1], start=final) for continuation in longer]
 
     return Segment(owner, context, finish=branch if longer else None)
 

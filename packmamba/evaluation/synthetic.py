@@ -60,18 +60,14 @@ def summarize(items: Items) -> tuple[dict[str, float], Curves]:
     def means(some: Items) -> dict[str, float]:
         answers = float(sum(item["answers"] for item in some))
         parts = [(f"{of}{suffix}", f"{name}{suffix}") for of, name in MEANS.items() for suffix in suffixes]
-        return {"answers": answers} | {
-            mean: sum(item[name] for item in some) / answers for mean, name in parts
-        }
+        return {"answers": answers} | {mean: sum(item[name] for item in some) / answers for mean, name in parts}
 
     curves: Curves = {}
     for key in ("load", "length"):
         buckets: dict[int, Items] = {}
         for item in items:
             buckets.setdefault(2 ** (item[key].bit_length() - 1), []).append(item)
-        curves["by_" + key] = [
-            {"start": n, "end": 2 * n, **means(some)} for n, some in sorted(buckets.items())
-        ]
+        curves["by_" + key] = [{"start": n, "end": 2 * n, **means(some)} for n, some in sorted(buckets.items())]
     metrics = means(items)
     if chosen := [item for item in items if "choice" in item]:
         for name, key in (("choice_accuracy", "choice"), ("choice_accuracy_by_bytes", "by_bytes")):
@@ -122,14 +118,10 @@ def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     try:
         task = _construct(TASKS[name], json.dumps(parameters), texts)
     except (TypeError, ValueError) as error:
-        raise ConfigError(
-            f"{context.key}.{name}: {error}; options are {', '.join(known) or 'none'}"
-        ) from None
+        raise ConfigError(f"{context.key}.{name}: {error}; options are {', '.join(known) or 'none'}") from None
     if vocab_size is not None and task.vocab_size > vocab_size:
         fewer = f"; {context.key}.{name}.vocab_size sets it" * ("vocab_size" in known)
-        raise ConfigError(
-            f"{name}: needs a vocabulary of {task.vocab_size}, the model has {vocab_size}{fewer}"
-        )
+        raise ConfigError(f"{name}: needs a vocabulary of {task.vocab_size}, the model has {vocab_size}{fewer}")
     return task
 
 

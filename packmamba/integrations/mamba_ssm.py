@@ -75,11 +75,7 @@ class Mamba(PackedMamba):
         Raises TypeError or ValueError for boundaries that are none, that disagree, or beside inference_params.
         """
         layout = boundary_layout(
-            hidden_states,
-            seq_idx=seq_idx,
-            cu_seqlens=cu_seqlens,
-            position_indices=position_indices,
-            layout=layout,
+            hidden_states, seq_idx=seq_idx, cu_seqlens=cu_seqlens, position_indices=position_indices, layout=layout
         )
         if inference_params is None:
             return super().forward(hidden_states, layout=layout)
@@ -89,16 +85,12 @@ class Mamba(PackedMamba):
             return self.step(hidden_states, *states)[0]
         return self._advance(hidden_states, states[0].zero_(), states[1], fresh=True)
 
-    def step(
-        self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Step one token a row, (B, 1, d_model); update states (B, D, W) and (B, D, N) in place; return output and states."""
         expect(hidden_states.shape[1] == 1, "hidden_states", "one token a row", hidden_states.shape[1])
         return self._advance(hidden_states, conv_state, ssm_state), conv_state, ssm_state
 
-    def _advance(
-        self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor, fresh: bool = False
-    ) -> Tensor:
+    def _advance(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor, fresh: bool = False) -> Tensor:
         """Mix rows from these states (fresh: from zero), which become the last ones."""
         xz = self.in_proj(hidden_states)
         # Copies: a backward holds them.
@@ -139,8 +131,7 @@ def replace(model: nn.Module) -> nn.Module:
         (parent, name, child)
         for parent in model.modules()
         for name, child in parent.named_children()
-        if type(child).__name__ in ("Mamba", "Mamba2", "Mamba3", "Mamba2Simple")
-        and not isinstance(child, Mamba)
+        if type(child).__name__ in ("Mamba", "Mamba2", "Mamba3", "Mamba2Simple") and not isinstance(child, Mamba)
     ]
     expect(layers, "model", "layers of mamba_ssm's class Mamba", f"{type(model).__name__} without any")
     made = {id(child): _of(child) for _, _, child in layers}  # all before the first is exchanged

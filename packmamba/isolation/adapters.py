@@ -37,12 +37,7 @@ class CheckedCallable:
     avoid: Set[int] = frozenset()
 
     def __init__(
-        self,
-        call: Callable[..., Any],
-        modules: list[nn.Module],
-        boundaries: str,
-        vocab_size: int,
-        longest: int,
+        self, call: Callable[..., Any], modules: list[nn.Module], boundaries: str, vocab_size: int, longest: int
     ) -> None:
         self.call, self.modules = call, modules
         self.boundaries, self.vocab_size, self.longest = boundaries, vocab_size, longest

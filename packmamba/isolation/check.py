@@ -95,9 +95,7 @@ class LeakCheckResult:
         if self.module is not None:
             yield f"  The first module that leaks is {self.module}."
         verb = "equal" if self.same_as_alone else "differ from"
-        yield (
-            f"  Packed logits {verb} those of each document alone: relative difference {self.difference:.1g}."
-        )
+        yield (f"  Packed logits {verb} those of each document alone: relative difference {self.difference:.1g}.")
         if self.ignored:
             yield (f"  The model ignores {self.boundaries} silently: without it, every bit is the same.")
         if self.mixes is False:
@@ -220,9 +218,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         _locate(documents, result, tokens, watched, slots)
 
 
-def _locate(
-    documents: Documents, result: LeakCheckResult, tokens: Tensor, watched: Tensor, slots: Tensor
-) -> None:
+def _locate(documents: Documents, result: LeakCheckResult, tokens: Tensor, watched: Tensor, slots: Tensor) -> None:
     """Add to ``result`` how far a leak reaches, and its first module; arguments (probes, L)."""
     last = documents.lengths[0] - 1
     if slots[0].any():

@@ -51,9 +51,7 @@ class Arm:
             self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
 
 
-def measure_throughput(
-    configs: list[Config], rounds: int, output: str, progress: bool = True
-) -> Iterator[Any]:
+def measure_throughput(configs: list[Config], rounds: int, output: str, progress: bool = True) -> Iterator[Any]:
     """Yield a record per configuration, whose steps alternate.
 
     Raises RuntimeError where losses of the same documents differ.

@@ -111,9 +111,7 @@ class RunMetrics(SavedCallback):
         """Start the run's clock."""
         self._clock = time.perf_counter()
 
-    def on_train_batch_end(
-        self, trainer: Trainer, module: Any, outputs: Any, batch: StepBatch, _: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Trainer, module: Any, outputs: Any, batch: StepBatch, _: int) -> None:
         """Count a step; every ``log_every`` steps log it and check its loss.
 
         Between these, neither the loss nor the clock waits for the GPU.
@@ -121,14 +119,7 @@ class RunMetrics(SavedCallback):
         step = trainer.global_step
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
         self._steps_of_process += 1
-        counts = (
-            1,
-            batch.num_tokens,
-            batch.num_slots,
-            batch.num_targets,
-            batch.num_behind,
-            batch.tokens_behind,
-        )
+        counts = (1, batch.num_tokens, batch.num_slots, batch.num_targets, batch.num_behind, batch.tokens_behind)
         wait = logged or self._steps_of_process <= self.WARMUP_STEPS
         self._count(wait, **dict(zip(self.COUNTS, counts, strict=True)))
         self._unchecked_losses.append(outputs["loss"])
@@ -440,9 +431,7 @@ class Evaluations(SavedCallback):
                 module.model.train()
             trainer.strategy.barrier()
 
-    def evaluate(
-        self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None
-    ) -> dict[str, EvalResult]:
+    def evaluate(self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None) -> dict[str, EvalResult]:
         """Run all evaluations, add their point, and log it; return their results by name."""
         max_slots = default_max_slots(model)
         results: dict[str, EvalResult] = {}

@@ -31,17 +31,7 @@ from packmamba.files import full_disk, space_for, write_whole
 try:
     from tqdm import tqdm
 
-    from packmamba.config import (
-        CONFIGS,
-        CONFIGURATION,
-        Config,
-        ConfigError,
-        DataConfig,
-        key,
-        load,
-        need,
-        registry,
-    )
+    from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, need, registry
     from packmamba.config.load import load_config, read_layers, resolve, sections_of, shown, suggest
 except ModuleNotFoundError as error:
     sys.exit(f"packmamba: error: {error}")
@@ -93,9 +83,7 @@ class GenerateConfig(LoadConfig):
 class LeakcheckConfig(LoadConfig):
     """Declare the keys of ``leakcheck``."""
 
-    boundaries: str = key(
-        "position_ids", "Boundary arguments (Hugging Face), joined by +, or attention_mask."
-    )
+    boundaries: str = key("position_ids", "Boundary arguments (Hugging Face), joined by +, or attention_mask.")
     patch: bool = key(False, "Patch the Hugging Face model first.")
     lengths: Optional[list[int]] = key(None, "Documents' lengths; null: awkward ones.", low=1)
     device: str = key("cpu", DEVICE)

@@ -49,9 +49,7 @@ MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
 def fit(
-    config: Config,
-    progress: bool = True,
-    stop: Callable[[callbacks.RunMetrics], bool] = lambda metrics: False,
+    config: Config, progress: bool = True, stop: Callable[[callbacks.RunMetrics], bool] = lambda metrics: False
 ) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
@@ -453,9 +451,7 @@ def _run_of_sweep(source: str, seed: int) -> Path:
     return paths.pop()
 
 
-def training_record(
-    config: Config, corpus_hash: str, module: Any, metrics: callbacks.RunMetrics
-) -> dict[str, Any]:
+def training_record(config: Config, corpus_hash: str, module: Any, metrics: callbacks.RunMetrics) -> dict[str, Any]:
     """Make a run's record from what its callbacks counted."""
     totals = metrics.totals
     last = metrics.validation[-1]
@@ -479,11 +475,7 @@ def training_record(
         values["started_from_checksum"] = metrics.started_from
     if "loss_last_weights" in last:
         values["val_loss_last_weights"] = last["loss_last_weights"]
-    curves = {
-        "train": metrics.train,
-        "validation": metrics.validation,
-        "loss_by_position": metrics.by_position,
-    }
+    curves = {"train": metrics.train, "validation": metrics.validation, "loss_by_position": metrics.by_position}
     experiment = run_id.name_of(config.output) if config.output else run_id.run_id(config)
     identity = ("training", experiment, config.name, run_id.recorded_config(config), config.seed, corpus_hash)
     return records.make_record(*identity, metrics=values, wall_seconds=0.0, curves=curves)

@@ -44,9 +44,7 @@ BEGINS = Status("begins")
 Report = Callable[..., None]
 
 
-def train(
-    config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0
-) -> Status:
+def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Status:
     """Train a run, which ``stop`` may stop after each step; ``wait`` seconds for its lock.
 
     Raises KeyboardInterrupt where a signal stopped it, and no other exception.
@@ -199,9 +197,7 @@ def check_slurm() -> None:
         raise ConfigError("launcher: slurm needs sbatch, and pip install 'packmamba[slurm]'")
 
 
-def run_as_jobs(
-    configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report
-) -> None:
+def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report) -> None:
     """Train runs as an array of at most ``jobs`` jobs at a time, and wait for them."""
     from submitit import AutoExecutor
 

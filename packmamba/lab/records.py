@@ -49,18 +49,7 @@ def make_record(
     metrics: Mapping[str, Any], wall_seconds: float, curves: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """Make a record of plain values, with the time, commit, hardware and versions of this process."""
-    values = (
-        SCHEMA,
-        kind,
-        experiment,
-        arm,
-        int(seed),
-        corpus_hash,
-        config,
-        metrics,
-        curves or {},
-        wall_seconds,
-    )
+    values = (SCHEMA, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     return _plain(dict(zip(KEYS, values)) | time | provenance())
 
@@ -88,9 +77,7 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
                     records.append(_renamed({key: record[key] for key in KEYS} | record))
                 except (ValueError, TypeError, KeyError) as error:
                     if line.strip() and line.endswith(b"\n"):  # else an append was interrupted
-                        raise ConfigError(
-                            f"{path}:{number}: expected a record, got one without {error}"
-                        ) from None
+                        raise ConfigError(f"{path}:{number}: expected a record, got one without {error}") from None
     if not records:
         raise ConfigError(f"{folder}: expected a folder with {' or '.join(FILES)}, got no record")
     sweeps = Path(folder) / SWEEPS
@@ -129,9 +116,7 @@ def _renamed(record: dict[str, Any]) -> dict[str, Any]:
     return record
 
 
-def write_sweep(
-    folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any
-) -> None:
+def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:
     """Write a sweep's entry of ``sweep.json``, with the arms that it trains or has trained.
 
     The entry is ``late`` if its margin, primary contrasts or baseline were named or changed after

@@ -23,10 +23,7 @@ SCHEMA_VERSION = 2  # raise it when a key's default changes
 SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
 # Keys that records leave out, and others that decide no result.
 UNRECORDED = "runs_dir output data.cache_dir data.num_proc trainer.leakcheck_every trainer.loggers".split()
-EXCLUDED = [
-    *UNRECORDED,
-    *"data.num_workers trainer.log_every trainer.checkpoint_every trainer.threads".split(),
-]
+EXCLUDED = [*UNRECORDED, *"data.num_workers trainer.log_every trainer.checkpoint_every trainer.threads".split()]
 LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost
 
 

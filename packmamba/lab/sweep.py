@@ -79,12 +79,8 @@ class SweepConfig:
     table: TableConfig = field(default_factory=TableConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
-    launcher: str = key(
-        "local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm")
-    )
-    slurm: dict[str, Any] = key(
-        {}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ..."
-    )
+    launcher: str = key("local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm"))
+    slurm: dict[str, Any] = key({}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ...")
     deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
 
     def check(self) -> None:
@@ -278,9 +274,7 @@ def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config
     return _with(config, **_points(tune.grid)[choose(means, key=means.__getitem__)])
 
 
-def run_sweep(
-    sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None
-) -> Path:
+def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
     """Time a sweep's arms and train its runs; return the folder of records.
 
     The same call goes on where the last one stopped: runs with a record are skipped. The deadline

@@ -49,9 +49,7 @@ class Block(nn.Module):
         arguments = (normed, self.norm.weight, *layouts_and_state)
         # A strict torch.export cannot run checkpoint.
         if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_exporting():
-            mixed, state = checkpoint(
-                self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False
-            )
+            mixed, state = checkpoint(self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False)
         else:
             mixed, state = self.mixer.mix(*arguments)
         residual, normed = add_norm(residual, mixed, self.norm.eps)

@@ -50,8 +50,7 @@ def linear_cross_entropy(
     """
     if is_transforming():
         raise RuntimeError(
-            "linear_cross_entropy: expected no transform of torch.func, got one; "
-            "take F.cross_entropy of the logits"
+            "linear_cross_entropy: expected no transform of torch.func, got one; take F.cross_entropy of the logits"
         )
     shares = None if shares is None else shares.flatten()
     flat = (hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), shares)

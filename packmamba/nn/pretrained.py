@@ -235,9 +235,7 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
         if index.is_file():
             shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
             return {
-                weight: tensor
-                for shard in sorted(shards)
-                for weight, tensor in _read_file(folder / shard).items()
+                weight: tensor for shard in sorted(shards) for weight, tensor in _read_file(folder / shard).items()
             }
     raise FileNotFoundError(f"directory: expected {' or '.join(WEIGHT_FILES)} in '{folder}', got neither")
 

@@ -40,9 +40,7 @@ class Backend:
     def missing(self) -> list[str]:
         """List its packages that are not installed."""
         return [
-            name
-            for name in self.packages
-            if name not in sys.modules and importlib.util.find_spec(name) is None
+            name for name in self.packages if name not in sys.modules and importlib.util.find_spec(name) is None
         ]
 
 
@@ -52,9 +50,7 @@ BACKENDS = {
     "cpu": Backend(COMPILED, device="cpu"),
     "cuda": Backend(COMPILED, device="cuda"),
     "mamba_ssm": Backend(
-        {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS},
-        "cuda",
-        ("mamba_ssm", "causal_conv1d"),
+        {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS}, "cuda", ("mamba_ssm", "causal_conv1d")
     ),
 }
 
@@ -86,9 +82,7 @@ def backend_name(backend: str | None, device: torch.device, operator: str = "ssm
     if name == "auto":
         name = "reference" if device.type == "cpu" and not build.ready("cpu") else device.type
     if name in BACKENDS and BACKENDS[name].device not in (None, device.type):
-        raise ValueError(
-            f"backend: '{name}' expected tensors on a {BACKENDS[name].device} device, got {device}"
-        )
+        raise ValueError(f"backend: '{name}' expected tensors on a {BACKENDS[name].device} device, got {device}")
     if name in BACKENDS and (name, operator) not in _implementations and not torch.compiler.is_compiling():
         load()  # a plugin's
     if (name, operator) not in _implementations:

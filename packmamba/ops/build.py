@@ -39,13 +39,7 @@ TORCH_TARGET_VERSION = 0x020B000000000000
 OLDEST_ARCHITECTURE = 80
 """Compute capability 8.0 (A100), without its dot."""
 TORCH = Path(torch.__file__).parent
-FLAGS = [
-    "-std=c++17",
-    "-O3",
-    f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION:#x}",
-    "-isystem",
-    f"{TORCH}/include",
-]
+FLAGS = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION:#x}", "-isystem", f"{TORCH}/include"]
 LINK_FLAGS = ["-shared", f"-L{TORCH}/lib", "-ltorch_cpu"]
 
 
@@ -148,9 +142,7 @@ class Kernel:
         schema = self._operator._schema.arguments
         self._in_order = itemgetter(*(argument.name for argument in schema))
         self.outputs = [
-            argument.name
-            for argument in schema
-            if argument.alias_info is not None and argument.alias_info.is_write
+            argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write
         ]
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
@@ -257,9 +249,7 @@ def _cuda_architectures() -> list[int]:
 
 def _compile(recipe: Build) -> None:
     """Compile each source in a thread of its own, link, and put the library in its place at once."""
-    print(
-        f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: a minute or two", file=sys.stderr
-    )
+    print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: a minute or two", file=sys.stderr)
     with tempfile.TemporaryDirectory(dir=recipe.path.parent) as scratch:
         objects = {source: f"{scratch}/{source.stem}.o" for source in recipe.sources}
         compiler = [recipe.compiler, *recipe.flags, "-c"]

@@ -187,9 +187,7 @@ def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
     """Raise RuntimeError if a transform of torch.func maps or differentiates a compiled operator's tensor."""
     functorch = torch._C._functorch
     for tensor in tensors:
-        if tensor is not None and (
-            functorch.is_batchedtensor(tensor) or functorch.is_gradtrackingtensor(tensor)
-        ):
+        if tensor is not None and (functorch.is_batchedtensor(tensor) or functorch.is_gradtrackingtensor(tensor)):
             raise RuntimeError(
                 f"{name}: expected tensors outside vmap and torch.func.grad, got one inside; "
                 "take backend='reference', or put vmap's samples in rows"
@@ -217,6 +215,4 @@ def _check_device(value: Tensor | SequenceLayout, name: str, like: Tensor, like_
 
 def _check_channel_stride(tensor: Tensor, name: str) -> None:
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
-        raise ValueError(
-            f"{name}: expected unit channel stride, got stride {tensor.stride(-1)}; use .contiguous()"
-        )
+        raise ValueError(f"{name}: expected unit channel stride, got stride {tensor.stride(-1)}; use .contiguous()")

@@ -82,9 +82,7 @@ class KernelSchedule:
         self.arguments = {"schedule": memory, **plan._asdict()}
 
 
-def plan(
-    slots: int, longest: int, channels: int, cuts: bool, device: torch.device, direction: str
-) -> CutPlan:
+def plan(slots: int, longest: int, channels: int, cuts: bool, device: torch.device, direction: str) -> CutPlan:
     """Plan the work of a batch.
 
     Args:
@@ -200,9 +198,7 @@ def launch(name: str, direction: str, arguments: dict[str, Any], like: Tensor, c
         return
     rows, row_length, channels = like.shape
     stream = torch._C._cuda_getCurrentRawStream(device)
-    work = schedule(
-        arguments["starts"], arguments["ends"], rows, row_length, channels, cuts, direction, stream
-    )
+    work = schedule(arguments["starts"], arguments["ends"], rows, row_length, channels, cuts, direction, stream)
     kernel("cuda", name)({**arguments, **work.arguments, "stream": stream})
 
 

@@ -127,9 +127,7 @@ class Signature(Generic[Arguments]):
     def layout_tensors(self, layouts_and_options: tuple) -> list[Tensor]:
         """List starts and ends of each layout; the argument: all arguments but the tensors."""
         return [
-            tensor
-            for layout in layouts_and_options[: self.num_layouts]
-            for tensor in (layout.starts, layout.ends)
+            tensor for layout in layouts_and_options[: self.num_layouts] for tensor in (layout.starts, layout.ends)
         ]
 
     def flatten(self, arguments: Arguments) -> tuple:
@@ -256,8 +254,7 @@ class PackedOperator(Generic[Arguments]):
         for tensor in tensors:
             if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
                 raise RuntimeError(
-                    f"{self.name}: compiled kernels have no forward-mode derivatives; "
-                    "take backend='reference'"
+                    f"{self.name}: compiled kernels have no forward-mode derivatives; take backend='reference'"
                 )
 
     def _define(self) -> None:
@@ -321,9 +318,7 @@ class _EagerCall(torch.autograd.Function):
     """Differentiate an eager call, whose outputs may be None."""
 
     @staticmethod
-    def forward(
-        ctx: Any, operator: PackedOperator, layouts_and_options: tuple, *tensors: Tensor | None
-    ) -> Any:
+    def forward(ctx: Any, operator: PackedOperator, layouts_and_options: tuple, *tensors: Tensor | None) -> Any:
         ctx.operator = operator
         ctx.layouts_and_options = layouts_and_options
         ctx.set_materialize_grads(False)  # None for the gradient of an output that nothing used
@@ -389,9 +384,7 @@ class _FirstDerivatives(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> tuple:
-        raise RuntimeError(
-            f"{ctx.name}: compiled kernels have no second derivatives; take backend='reference'"
-        )
+        raise RuntimeError(f"{ctx.name}: compiled kernels have no second derivatives; take backend='reference'")
 
 
 def _define(schema: str, num_results: int, run: Callable, fake: Callable) -> None:

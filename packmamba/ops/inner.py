@@ -166,13 +166,7 @@ def _checked(
     conv_layout = checks.check_layout(conv_layout, xz, "xz", "conv_layout")
     ssm_layout = checks.check_layout(ssm_layout, xz, "xz", "ssm_layout")
     a = InnerArguments(
-        xz=xz,
-        conv_layout=conv_layout,
-        ssm_layout=ssm_layout,
-        x_used=None,
-        dt_used=None,
-        out_used=None,
-        **remaining,
+        xz=xz, conv_layout=conv_layout, ssm_layout=ssm_layout, x_used=None, dt_used=None, out_used=None, **remaining
     )
     channels = xz.shape[2] // 2
     width = checks.check_columns(a.conv_weight, "conv_weight", channels, 2, 4)

@@ -30,21 +30,14 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
     if package not in sys.modules:
         spec = importlib.util.find_spec(package)
         if spec is None:
-            raise ValueError(
-                f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed"
-            )
+            raise ValueError(f"backend: 'mamba_ssm' needs {package.replace('_', '-')}, which is not installed")
         sys.modules[package] = importlib.util.module_from_spec(spec)
     return getattr(importlib.import_module(f"{package}.{module}"), name)
 
 
 def _real(layout: SequenceLayout) -> Tensor:
     """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds several documents."""
-    expect(
-        not layout.packed,
-        "layout",
-        "one document per row in backend 'mamba_ssm'",
-        "more; layout.flow() leaks",
-    )
+    expect(not layout.packed, "layout", "one document per row in backend 'mamba_ssm'", "more; layout.flow() leaks")
     return (layout.documents >= 0)[..., None]
 
 

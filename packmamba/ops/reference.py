@@ -196,9 +196,7 @@ def _chunk_starts(a: ScanArguments, chunks: Chunks, size: Tensor, drive: Tensor,
         first = a.A.new_zeros(a.layout.num_documents, *a.A.shape)
     continued = (chunks.index + 1 < chunks.count[chunks.document]).nonzero().flatten()
     zeros = a.A.new_zeros(chunks.index.numel(), *a.A.shape)
-    _, ends = _scan_steps(
-        size[:, continued], drive[:, continued], B[:, continued], None, a.A, zeros[continued]
-    )
+    _, ends = _scan_steps(size[:, continued], drive[:, continued], B[:, continued], None, a.A, zeros[continued])
     decays = torch.exp(size[:, continued].sum(0)[..., None] * a.A)
     absent = States(zeros, torch.full_like(chunks.index, -1))
     local = States.cat([ends], [continued], like=absent)
@@ -235,9 +233,7 @@ def mamba_inner(
     a: InnerArguments, conv1d_pack: Callable = conv1d_pack, ssm_pack: Callable = ssm_pack
 ) -> tuple[Tensor | None, ...]:
     """Compute ``ops.mamba_inner`` by implementations of the two operators."""
-    x_weight, dt_weight, out_weight = (
-        weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight)
-    )
+    x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
     x, z = a.xz.chunk(2, dim=-1)
     x, conv_final = conv1d_pack(
         ConvArguments(

@@ -21,15 +21,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
-from packmamba.ops.custom_op import (
-    KERNELS,
-    Outputs,
-    PackedOperator,
-    declare,
-    dense,
-    empty_grad_like,
-    unit_stride,
-)
+from packmamba.ops.custom_op import KERNELS, Outputs, PackedOperator, declare, dense, empty_grad_like, unit_stride
 
 SAVED_TOKENS = 32
 """Tokens between saved states (kernels/cuda/params.h, kernels/cpu/ssm.h)."""

@@ -330,9 +330,7 @@ def _output(a: SsdArguments, of: Tokens, start: Tensor | None) -> Tensor:
     return y if a.D is None else y + _skip(a.D) * of.x
 
 
-def _states_before(
-    a: SsdArguments, chunks: Chunks, tokens: list[Tokens]
-) -> tuple[States, Tensor | None, Tensor]:
+def _states_before(a: SsdArguments, chunks: Chunks, tokens: list[Tokens]) -> tuple[States, Tensor | None, Tensor]:
     """Compute states before chunks, final states, where tiles want them, and chunks' decays (K, H, 1, 1)."""
     none = States(a.A.new_empty(0, *a.state_shape[1:]), torch.full_like(chunks.index, -1))
     decays = [of.steps.from_start[:, -1, :, None, None] for of in tokens]

@@ -20,9 +20,7 @@ from packmamba.ops.custom_op import dense
 CHUNK = 64
 HEADS = 16
 """Maximum heads of a group that one program of the backward sums."""
-WALK, BACK, CHUNKS = (
-    {"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 2), (4, 2), (8, 3))
-)
+WALK, BACK, CHUNKS = ({"num_warps": warps, "num_stages": stages} for warps, stages in ((4, 2), (4, 2), (8, 3)))
 
 
 class Plan(NamedTuple):
@@ -43,10 +41,7 @@ def plan(layout: Any, offsets: Tensor | None, rows: int, row_length: int) -> Pla
     made_of = (*(tensor.data_ptr() for tensor in tensors), *cuda.versions(*tensors))
     known = schedules.get(("ssd", rows, row_length, stream))
     if known is None or known[0] != made_of:
-        known = schedules["ssd", rows, row_length, stream] = (
-            made_of,
-            _plan(layout, offsets, rows * row_length),
-        )
+        known = schedules["ssd", rows, row_length, stream] = (made_of, _plan(layout, offsets, rows * row_length))
     return known[1]
 
 
@@ -113,10 +108,7 @@ def _steps(
     Q: tl.constexpr, HEADS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     """Write step sizes, and sums of step * A from a chunk's start to each token: (H, slots)."""
-    start, length = (
-        tl.load(chunk_start + tl.program_id(0)).to(tl.int64),
-        tl.load(chunk_length + tl.program_id(0)),
-    )
+    start, length = (tl.load(chunk_start + tl.program_id(0)).to(tl.int64), tl.load(chunk_length + tl.program_id(0)))
     q, h, _, inside, a, step, _ = _of_chunk(
         delta, bias, A, start, length, L, H, low, high, d_b, d_l, Q, HEADS, SOFTPLUS, LIMIT, BIAS
     )
@@ -141,9 +133,7 @@ def _steps_back(
     before = tl.load(added + place, inside, 0.0) * step
     dlog = tl.cumsum(tl.load(passes + place, inside, 0.0), 0, reverse=True) + tl.cumsum(before, 0) - before
     dlog = tl.where(inside, dlog + tl.load(through + k * H + h, of_h & (length > 0), 0.0)[None, :], 0.0)
-    grad = (
-        tl.load(of_x + place, inside, 0.0) + tl.load(added + place, inside, 0.0) + dlog * a[None, :]
-    ) * slope
+    grad = (tl.load(of_x + place, inside, 0.0) + tl.load(added + place, inside, 0.0) + dlog * a[None, :]) * slope
     tl.store(ddelta + (start + q)[:, None] * H + h[None, :], grad.to(ddelta.dtype.element_ty), inside)
     tl.store(partial_A + k * H + h, tl.sum(dlog * step, 0), of_h)
     if BIAS:
@@ -261,9 +251,7 @@ def _walk(
                 tl.store(dz + place, (of_z * out).to(DTYPE), in_p)
             else:
                 if GATE:
-                    zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], in_p, 0.0).to(
-                        tl.float32
-                    )
+                    zk = tl.load(z + row * z_b + t[:, None] * z_l + h * z_h + p[None, :], in_p, 0.0).to(tl.float32)
                     out = out * zk / (1 + tl.exp(-zk))
                 tl.store(y + place, out.to(DTYPE), in_p)
         scaled = xf * (step * tl.exp(whole - total))[:, None]

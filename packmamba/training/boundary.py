@@ -257,9 +257,7 @@ class CarryScan(Carry):
     """Continue the state of the recurrence; start the convolution fresh."""
 
     def continued(self, incoming: States, fresh: States) -> States:
-        return [
-            (*fresh_layer[:-1], incoming_layer[-1]) for incoming_layer, fresh_layer in zip(incoming, fresh)
-        ]
+        return [(*fresh_layer[:-1], incoming_layer[-1]) for incoming_layer, fresh_layer in zip(incoming, fresh)]
 
 
 class StatePassing(Carry):

@@ -198,9 +198,7 @@ class BatchGraphs:
         total.backward()
         return total.detach(), losses, *others
 
-    def _capture(
-        self, shape: Shape, batch: PackedBatch, num_targets: int, inputs: Sequence[Tensor]
-    ) -> Captured:
+    def _capture(self, shape: Shape, batch: PackedBatch, num_targets: int, inputs: Sequence[Tensor]) -> Captured:
         """Warm up on a side stream, as PyTorch asks for, then capture."""
         static = StaticBatch(shape, batch.tokens.device)
         static.fill(batch, num_targets)

@@ -15,26 +15,10 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from packmamba.config import (
-    Config,
-    DataConfig,
-    TrainerConfig,
-    import_plugins,
-    need,
-    registry,
-    resolve,
-    validate,
-)
+from packmamba.config import Config, DataConfig, TrainerConfig, import_plugins, need, registry, resolve, validate
 from packmamba.data.batch import PackedBatch, StepBatch, count_step, make_batch
 from packmamba.data.corpus import Corpus
-from packmamba.data.schedule import (
-    StepPlan,
-    StepSchedule,
-    arrange,
-    arrange_as_trained,
-    micro_batches,
-    pieces_of,
-)
+from packmamba.data.schedule import StepPlan, StepSchedule, arrange, arrange_as_trained, micro_batches, pieces_of
 from packmamba.data.token_store import Corpora, evaluation_documents, load_corpora
 
 
@@ -69,9 +53,7 @@ class PackedDataModule(lightning.LightningDataModule):
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
         """Build from a run's configuration."""
         boundary = registry("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
-        return cls(
-            config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress
-        )
+        return cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
 
     @cached_property
     def corpora(self) -> Corpora:
@@ -101,9 +83,7 @@ class PackedDataModule(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         if self._boundary is None and self.boundary is not None:
-            validate(
-                Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks))
-            )
+            validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks)))
         self.steps = StepDataset(self.schedule(ranks), rank)
         if stage in (None, "fit"):
             self.steps.schedule.step(0)  # a strategy that overfills rows is refused here
@@ -196,11 +176,7 @@ class PackedDataModule(lightning.LightningDataModule):
         kind: type[DataLoader] = DataLoader,
     ) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
-        options: dict[str, Any] = {
-            "num_workers": self.config.num_workers,
-            "pin_memory": on_gpu,
-            "collate_fn": make,
-        }
+        options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu, "collate_fn": make}
         # A loader made on resuming must not move the global generator.
         options |= {"worker_init_fn": partial(_start_worker, self.plugins), "generator": torch.Generator()}
         return kind(dataset, batch_size=None, sampler=sampler, **options)

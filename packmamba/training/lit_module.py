@@ -13,16 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics import Metric
 
-from packmamba.config import (
-    Config,
-    ConfigError,
-    OptimizerConfig,
-    TrainerConfig,
-    need,
-    resolve,
-    suggest,
-    validate,
-)
+from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, need, resolve, suggest, validate
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
@@ -152,8 +143,7 @@ class PackedLitModule(lightning.LightningModule):
         trainer, optimizer = config.trainer, dict(vars(config.optimizer))
         optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
         more = {
-            name: getattr(trainer, name)
-            for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")
+            name: getattr(trainer, name) for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")
         }
         module = cls(make_model(config, vocab_size), compile=config.model.compile, **more, **optimizer)
         module._log_hyperparams = False  # a run logs its whole configuration
@@ -255,22 +245,16 @@ class PackedLitModule(lightning.LightningModule):
         if number + 1 in (1, self.trainer.max_steps) or (number + 1) % every == 0:
             # On the CPU, and only here: it waits for the GPU.
             self.log("train/loss", loss.cpu(), prog_bar=True)
-            logged: dict[str, Any] = {
-                f"train/{name}": value for name, value in self.boundary.measures().items()
-            }
+            logged: dict[str, Any] = {f"train/{name}": value for name, value in self.boundary.measures().items()}
             logged["train/learning_rate"] = self.learning_rate(number)
             logged["data/padding_fraction"] = 1 - step.num_tokens / step.num_slots
             if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
                 logged["train/gradient_norm"] = getattr(norm, "full_tensor", lambda: norm)()
-            self.log_dict(
-                {name: torch.tensor(float(value), dtype=torch.float64) for name, value in logged.items()}
-            )
+            self.log_dict({name: torch.tensor(float(value), dtype=torch.float64) for name, value in logged.items()})
         return loss
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
-        boundary, metric = (
-            (self.evaluation_boundary, self.as_trained) if dataloader_idx else (RESET, self.alone)
-        )
+        boundary, metric = (self.evaluation_boundary, self.as_trained) if dataloader_idx else (RESET, self.alone)
         losses = self.loss(batch, boundary)[1]
         metric.update(losses, batch.loss_mask, batch.layout.position_indices)
         if batch.source_names and metric is self.alone:
@@ -296,9 +280,7 @@ class PackedLitModule(lightning.LightningModule):
     test_step = validation_step
     on_test_epoch_start = on_validation_epoch_start
 
-    def predict_step(
-        self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0
-    ) -> dict[str, Tensor]:
+    def predict_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> dict[str, Tensor]:
         """Score the S documents of a batch, each from zero state, in the batch's order.
 
         Returns:

@@ -34,17 +34,10 @@ def open_source(data: DataConfig) -> Source:
         raise ConfigError(f"data.test_fraction: expected 0 with data.test_path, got {data.test_fraction}")
     for key, path in (("path", data.path), ("test_path", data.test_path)):
         if path is not None and data.source in WITHOUT_PATH:
-            raise ConfigError(
-                f"data.{key}: data.source={data.source} reads no path, got '{path}'; set data.source"
-            )
+            raise ConfigError(f"data.{key}: data.source={data.source} reads no path, got '{path}'; set data.source")
     if data.test_path is not None and data.path is not None:
         same = Path(data.test_path).resolve() == Path(data.path).resolve()
-        need(
-            not same,
-            "data.test_path",
-            "other documents than data.path's",
-            f"'{data.path}' for both; name others",
-        )
+        need(not same, "data.test_path", "other documents than data.path's", f"'{data.path}' for both; name others")
     source = _open(data)
     if data.test_path is not None:
         source = splits.test_from_path(source, _open_test_path(data))

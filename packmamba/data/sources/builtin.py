@@ -72,9 +72,7 @@ def open_task(data: DataConfig) -> Source:
     from packmamba.data.tasks import TASKS
 
     if data.task not in TASKS:
-        raise ConfigError(
-            f"data.task: expected one of {', '.join(TASKS)} with data.source=task, got '{data.task}'"
-        )
+        raise ConfigError(f"data.task: expected one of {', '.join(TASKS)} with data.source=task, got '{data.task}'")
     try:
         task: Any = TASKS[data.task](**data.task_options)
     except (TypeError, ValueError) as error:
@@ -90,6 +88,4 @@ def open_task(data: DataConfig) -> Source:
             example = task.example(SEED, index)
             yield Document(index >= trained, example.tokens, np.where(example.mask, example.targets, -1))
 
-    return Source(
-        [data.task, dict(sorted(data.task_options.items())), data.num_documents], read, task.vocab_size
-    )
+    return Source([data.task, dict(sorted(data.task_options.items())), data.num_documents], read, task.vocab_size)

@@ -156,9 +156,7 @@ def open_megatron(data: DataConfig) -> Source:
     fingerprint = hash_files(binary.parent, [binary.name, index.name])
     try:
         with open(index, "rb") as file:
-            magic, version, code, sequences, documents = MEGATRON_HEADER.unpack(
-                file.read(MEGATRON_HEADER.size)
-            )
+            magic, version, code, sequences, documents = MEGATRON_HEADER.unpack(file.read(MEGATRON_HEADER.size))
             lengths = np.frombuffer(file.read(4 * sequences), "<i4")
             file.seek(8 * sequences, 1)  # places: sequences follow each other
             firsts = np.frombuffer(file.read(8 * documents), "<i8")
@@ -194,9 +192,7 @@ def open_huggingface(data: DataConfig) -> Source:
         builder, revision = _builder(name, data.subset)
         version = builder.hash
         options = {"split": data.split, "revision": revision}
-        load = functools.partial(
-            extra("datasets").load_dataset, builder.repo_id or name, data.subset, **options
-        )
+        load = functools.partial(extra("datasets").load_dataset, builder.repo_id or name, data.subset, **options)
 
     def rows() -> Iterator[Any]:
         loaded = load()
@@ -216,8 +212,6 @@ def _builder(path: str, subset: str | None) -> tuple[Any, str | None]:
     """Return builder and revision; once a process, since the Hub may be gone later."""
     name, _, revision = (path, "", "") if Path(path).exists() else path.partition("@")
     try:
-        return extra("datasets").load_dataset_builder(
-            name, subset, revision=revision or None
-        ), revision or None
+        return extra("datasets").load_dataset_builder(name, subset, revision=revision or None), revision or None
     except Exception as error:
         raise ConfigError(f"data.path: cannot load '{path}' as a data set ({error!r})") from None

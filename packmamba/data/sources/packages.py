@@ -68,9 +68,7 @@ def open_packages(data: DataConfig) -> Source:
             whole = unit == "files" or (unit == "mixture" and int(hash[-1], 16) % 2 == 0)
             texts = [code.decode()] if whole else functions_of(code) or []
             if not whole and len(texts) != len(chosen):
-                raise ConfigError(
-                    f"data.path: {path} has other functions than in the manifest; use its Python"
-                )
+                raise ConfigError(f"data.path: {path} has other functions than in the manifest; use its Python")
             for text in texts if whole else itertools.compress(texts, chosen):
                 yield Document(package["split"] == "validation", text, group=package["name"])
 
@@ -91,9 +89,7 @@ def functions_of(code: bytes) -> list[str] | None:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
     lines = code.splitlines(keepends=True)  # of bytes: splits where the parser counts lines, not at \f
-    starts = [
-        (min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno) for one in _functions(tree)
-    ]
+    starts = [(min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno) for one in _functions(tree)]
     return [b"".join(lines[start - 1 : end]).decode(encoding) for start, end in starts]
 
 

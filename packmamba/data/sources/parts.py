@@ -23,17 +23,10 @@ def parts_of(data: DataConfig) -> list[Part]:
     parts = []
     for number, entry in enumerate(data.sources):
         place = f"data.sources[{number}]"
-        need(
-            isinstance(entry, dict),
-            place,
-            "keys and values, such as {source: text, path: a, weight: 3}",
-            entry,
-        )
+        need(isinstance(entry, dict), place, "keys and values, such as {source: text, path: a, weight: 3}", entry)
         keys = {**entry}
         weight = keys.pop("weight", None)
-        is_positive = (
-            isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < float("inf")
-        )
+        is_positive = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < float("inf")
         need(is_positive, f"{place}.weight", "a number above 0", weight)
         name = str(keys.pop("name", None) or Path(str(keys.get("path") or keys.get("source", number))).stem)
         for key in keys:
@@ -45,7 +38,5 @@ def parts_of(data: DataConfig) -> list[Part]:
             raise ConfigError(f"{place}: {error}") from None
     names = [part.name for part in parts]
     repeated = next((name for name in names if names.count(name) > 1), None)
-    need(
-        repeated is None, "data.sources", "a name of its own for each source; set name", f"'{repeated}' twice"
-    )
+    need(repeated is None, "data.sources", "a name of its own for each source; set name", f"'{repeated}' twice")
     return parts

@@ -54,9 +54,7 @@ def read_document(record: Any, data: DataConfig) -> Document:
     if data.text_key in fields or not fields.keys() & set(PROMPT_KEYS):
         text = fields.get(data.text_key)
         if not isinstance(text, str):
-            raise ValueError(
-                f"expected text in the field '{data.text_key}' (data.text_key), got {text!r:.60}"
-            )
+            raise ValueError(f"expected text in the field '{data.text_key}' (data.text_key), got {text!r:.60}")
         return Document(False, text)
     if "messages" in fields:
         text, answers = _conversation(fields["messages"], data)
@@ -120,10 +118,7 @@ def _render(messages: list[Any], data: DataConfig, add_generation_prompt: bool =
         return ""
     template, tokens = chat_template(data)
     rendered, _ = extra("transformers.utils.chat_template_utils").render_jinja_template(
-        conversations=[messages],
-        chat_template=template,
-        add_generation_prompt=add_generation_prompt,
-        **tokens,
+        conversations=[messages], chat_template=template, add_generation_prompt=add_generation_prompt, **tokens
     )
     return rendered[0]
 
@@ -160,6 +155,4 @@ def _read_template(path: str) -> str:
     try:
         return Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"data.chat_template: expected chatml or a Jinja file, got '{path}' ({error})"
-        ) from None
+        raise ConfigError(f"data.chat_template: expected chatml or a Jinja file, got '{path}' ({error})") from None

@@ -98,7 +98,4 @@ def hash_files(root: Path, files: list[str]) -> str:
 
 def share_of(name: bytes, seed: int = SEED) -> float:
     """Hash a name to a uniform number in [0, 1)."""
-    return (
-        int.from_bytes(hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest(), "little")
-        / 2**48
-    )
+    return int.from_bytes(hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest(), "little") / 2**48

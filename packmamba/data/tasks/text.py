@@ -30,11 +30,7 @@ class Passkey:
     DEPTHS, OTHERS = (0.1, 0.5, 0.9), 2
 
     def __init__(
-        self,
-        length: Span = (1024, 2048),
-        depth: float | None = None,
-        digits: int = 5,
-        documents: Documents = None,
+        self, length: Span = (1024, 2048), depth: float | None = None, digits: int = 5, documents: Documents = None
     ) -> None:
         self.digits, self.depth = integer("digits", digits, 1), depth
         self.length = span("length", length, (32 + digits) * (self.OTHERS + 2))
@@ -81,10 +77,7 @@ class NextLine:
     def __init__(
         self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None
     ) -> None:
-        self.context, self.num_choices = (
-            integer("context", context, 1),
-            integer("num_choices", num_choices, 2),
-        )
+        self.context, self.num_choices = (integer("context", context, 1), integer("num_choices", num_choices, 2))
         self.per_package, self.chance = integer("per_package", per_package, 1), 1 / num_choices
         packages: dict[str, list[bytes]] = {}
         for package, text in documents or standard_library():

@@ -27,9 +27,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if heads else xz.chunk(2, dim=-1)
     inputs = x
     # A wrapped projection (adapter, hook, quantisation) is called; else one operator takes the weights.
-    if not (heads or hasattr(mixer, "dt_layernorm")) and all(
-        map(_plain, (mixer.x_proj, mixer.dt_proj, out_proj))
-    ):
+    if not (heads or hasattr(mixer, "dt_layernorm")) and all(map(_plain, (mixer.x_proj, mixer.dt_proj, out_proj))):
         mixed, states = ops.mamba_inner(
             xz, *conv, mixer.x_proj.weight, mixer.dt_proj.weight, A, D, mixer.dt_proj.bias.to(wide), out_proj.weight,
             conv_layout=layout, ssm_layout=layout, return_state=keeps,
@@ -55,9 +53,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
             low, B, C = _split(mixer, mixer.x_proj(x))
             if hasattr(mixer, "dt_layernorm"):
                 normed = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
-                low, B, C = (
-                    part.to(x.dtype) for part in normed
-                )  # Jamba's norms return float32 under autocast
+                low, B, C = (part.to(x.dtype) for part in normed)  # Jamba's norms return float32 under autocast
             if _plain(mixer.dt_proj):  # the bias is not rounded
                 delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(wide)
             else:
@@ -111,12 +107,7 @@ def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
 
 
 def _plain(linear: nn.Module) -> bool:
-    hooks = (
-        linear._forward_hooks,
-        linear._forward_pre_hooks,
-        linear._backward_hooks,
-        linear._backward_pre_hooks,
-    )
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 
 

@@ -59,17 +59,11 @@ def check_supported(module: Any) -> None:
         raise _different(name, f"its forward takes {', '.join(takes)}")
     if holds is None:
         return
-    has = {child for child, _ in module.named_children()} | {
-        p for p, _ in module.named_parameters(recurse=False)
-    }
+    has = {child for child, _ in module.named_children()} | {p for p, _ in module.named_parameters(recurse=False)}
     if wrong := sorted((has - {"act"}) ^ holds):
         raise _different(name, f"{wrong[0]} {'is new' if wrong[0] in has else 'is missing'}")
     for key, fits, expected in (
-        (
-            "conv_kernel_size",
-            2 <= module.conv_kernel_size <= 4 and type(module.conv1d) is nn.Conv1d,
-            "2, 3 or 4",
-        ),
+        ("conv_kernel_size", 2 <= module.conv_kernel_size <= 4 and type(module.conv1d) is nn.Conv1d, "2, 3 or 4"),
         ("activation", module.activation in ("silu", "swish"), "'silu'"),
         ("ssm_state_size", 1 <= module.ssm_state_size <= 256, "from 1 to 256"),
     ):
@@ -96,9 +90,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
     tokens, cache, mask = (_first(kwargs, INPUTS), _first(kwargs, CACHES), kwargs.get("attention_mask"))
     cached = cache is not None or bool(kwargs.get("use_cache"))
-    prepared = isinstance(mask, dict) and (
-        not given or (cache is not None and given.keys() == {"position_ids"})
-    )
+    prepared = isinstance(mask, dict) and (not given or (cache is not None and given.keys() == {"position_ids"}))
     if not isinstance(tokens, Tensor) or prepared:
         return kwargs
     if cache is not None and _continues(model, cache):
@@ -115,9 +107,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
         kwargs |= _own_labels(kwargs, packing)
     if packing.last is not None:
         return kwargs | {"packing": packing}
-    expect(
-        not (packing.packed and cached), "use_cache", "False and no cache for several documents a row", "one"
-    )
+    expect(not (packing.packed and cached), "use_cache", "False and no cache for several documents a row", "one")
     return kwargs if cached else kwargs | {"packing": packing, "use_cache": False}
 
 
@@ -141,10 +131,7 @@ def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
 def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, Any]:
     """Return masks of a hybrid's two kinds of layers."""
     shape = _first(kwargs, INPUTS).shape[:2]
-    arguments = {
-        "config": model.config,
-        "inputs_embeds": model.get_input_embeddings().weight.new_empty(*shape, 0),
-    }
+    arguments = {"config": model.config, "inputs_embeds": model.get_input_embeddings().weight.new_empty(*shape, 0)}
     cache = next(name for name in CACHES if name in inspect.signature(create_causal_mask).parameters)
     arguments |= {"attention_mask": kwargs.get("attention_mask"), cache: _first(kwargs, CACHES)}
     if packing.packed:
@@ -157,9 +144,7 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
             kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
             kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), int(ends.diff().max()))
         arguments["attention_mask"] = None
-        arguments["and_mask_function"] = lambda row, _, query, key: (
-            documents[row, query] == documents[row, key]
-        )
+        arguments["and_mask_function"] = lambda row, _, query, key: documents[row, query] == documents[row, key]
         if kernel == "sdpa" and not torch.compiler.is_compiling():
             return {"full_attention": DocumentMask(documents, arguments), "linear_attention": packing}
     return {"full_attention": create_causal_mask(**arguments), "linear_attention": packing}
@@ -239,9 +224,7 @@ def _generates(original: Any) -> Callable:
 
 @functools.wraps(transformers.PreTrainedModel.save_pretrained)
 def _saves(self: Any, *args: Any, **kwargs: Any) -> Any:
-    warnings.warn(
-        "save_pretrained: the folder loads unpatched, and leaks; call enable() or patch()", stacklevel=2
-    )
+    warnings.warn("save_pretrained: the folder loads unpatched, and leaks; call enable() or patch()", stacklevel=2)
     return transformers.PreTrainedModel.save_pretrained(self, *args, **kwargs)
 
 

@@ -22,14 +22,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from packmamba.lab.report import statistics
-from packmamba.lab.report.statistics import (
-    Comparison,
-    Divergence,
-    Estimate,
-    Ruling,
-    difference_by_group,
-    estimate,
-)
+from packmamba.lab.report.statistics import Comparison, Divergence, Estimate, Ruling, difference_by_group, estimate
 
 Record = Mapping[str, Any]
 Records = Sequence[Record]

@@ -215,7 +215,9 @@ def _speed_bars(bars: Arms) -> list[Figure]:
     ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     heading = "Speed: non-padding tokens per second, and slots lost to padding (hatched)"
     ax.set(title=heading, xlabel="slots per second")
-    caption = "Non-padding tokens/s (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
+    caption = (
+        "Non-padding tokens/s (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
+    )
     return [finish(fig, "speed", caption)]
 
 
@@ -226,9 +228,7 @@ def _loss_by_position(arms: Arms) -> list[Figure]:
         if len(points):
             line = _over_seeds(points, ["start", "end"])
             losses[arm] = line.set_axis([_middle(start, end) for start, end in line.index])
-        estimates = {
-            _middle(start, end): found for start, end, found in aggregate.difference_by_position(arm)
-        }
+        estimates = {_middle(start, end): found for start, end, found in aggregate.difference_by_position(arm)}
         if estimates:
             differences[arm] = pd.DataFrame([*estimates.values()], [*estimates])
     position = "position in the document (tokens)"

@@ -333,9 +333,7 @@ def rule(
         if one.is_leak:
             harm = rulings[key].shows_harm(higher_is_better)
             caught[one.setting] = max(caught.get(one.setting, 0), harm)
-    return {
-        key: rulings[key]._replace(leak_caught=caught.get(one.setting)) for key, one in comparisons.items()
-    }
+    return {key: rulings[key]._replace(leak_caught=caught.get(one.setting)) for key, one in comparisons.items()}
 
 
 def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Ruling]:
@@ -448,7 +446,5 @@ def _upper(count: int) -> float:
 def seeds_for(pilot: Any, weights: Any, margin: float, family: int = 1) -> int | None:
     """Return the fewest seeds whose ``power`` reaches 80 %, from 5 to 100, or None."""
     candidates = range(FEW_SEEDS, 101)
-    place = bisect_left(
-        candidates, True, key=lambda seeds: power(pilot, weights, margin, seeds, family) >= 0.8
-    )
+    place = bisect_left(candidates, True, key=lambda seeds: power(pilot, weights, margin, seeds, family) >= 0.8)
     return candidates[place] if place < len(candidates) else None

@@ -192,9 +192,7 @@ class Mixer(nn.Module):
         """Translate this mixer's arguments to transformers' configuration. Raises ValueError."""
         learned = options.get("learned_initial_state")
         expect(not learned, "learned_initial_state", "False in this format", True)
-        published = {
-            key: options.get(argument, default) for argument, (key, default) in cls.HUGGING_FACE.items()
-        }
+        published = {key: options.get(argument, default) for argument, (key, default) in cls.HUGGING_FACE.items()}
         return published | {"hidden_act": "silu"}
 
 
