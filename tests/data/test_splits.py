@@ -210,3 +210,11 @@ def test_a_test_split_that_cannot_be_is_refused_before_any_work(tmp_path, monkey
         (tmp_path / name).write_text(text)
     with pytest.raises(ConfigError, match=f"^{key}: [^\n]*$"):
         open_source(of(**{"path": "texts", "source": "text"} | keys) if keys.get("path", 1) else DataConfig(**keys))
+
+
+def test_a_broken_test_file_is_named_by_its_key(tmp_path):
+    path = write_lines(tmp_path / "a.jsonl")
+    broken = tmp_path / "broken.jsonl"
+    broken.write_text('{"text": "one"}\n{"text": 2}\n')
+    error = refused(of(path, test_path=str(broken), cache_dir=str(tmp_path / "cache")))
+    assert error.startswith(f"data.test_path: {broken}:2: expected text")

@@ -1,13 +1,14 @@
 """Sources of documents: a document's split depends on its name or content alone, never on the order of documents."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.sources import builtin, files, packages, splits
 from packmamba.data.sources.parts import parts_of
-from packmamba.data.sources.source import Source
+from packmamba.data.sources.source import Document, Source
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "stdlib": builtin.open_stdlib,
@@ -62,7 +63,18 @@ def _open(data: DataConfig) -> Source:
 def _open_test_path(data: DataConfig) -> Source:
     fraction = DataConfig.validation_fraction  # of no effect: every document is for test
     others = replace(data, path=data.test_path, test_path=None, validation_fraction=fraction)
-    try:
-        return _open(others)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace("data.path", "data.test_path")) from None
+
+    @contextmanager
+    def named() -> Iterator[None]:
+        try:
+            yield
+        except ConfigError as error:
+            raise ConfigError(str(error).replace("data.path", "data.test_path")) from None
+
+    def read() -> Iterator[Document]:
+        with named():
+            yield from source.read()
+
+    with named():
+        source = _open(others)
+    return replace(source, read=read)
