@@ -6,6 +6,9 @@ row is padding. So two numbers a document say all, and kernels take them as two 
 whatever the lengths are. Conversions from other libraries' formats check their arguments once, on
 the host, so that operators need not.
 
+A document here is what lies in one row. Where the data layer cut a longer one (its *pieces*,
+``packmamba.data.packing``), each piece is a document here.
+
 Shapes: B rows, L slots of a row, S documents, counted in row order, then position order.
 """
 

@@ -298,9 +298,9 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     """Refuse keys that are not at their default where they have no effect."""
     data = config.data
     trainer = config.trainer
-    streams = data.batching == "stream"
+    is_stream = data.batching == "stream"
     sharded = trainer.strategy == "fsdp2"
-    shuffles = streams and strategy.pads and data.row_length and not boundary.continues
+    shuffles = is_stream and strategy.pads and data.row_length and not boundary.continues
     mixer = options(registry(MIXERS)[config.model.mixer])
     graphs = "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
     used: dict[str, tuple[Any, str]] = {
@@ -308,7 +308,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "data.path": (not data.sources, "data.sources is empty"),
         "data.unit": (data.source == "packages", "data.source=packages"),
         "data.streams": (strategy.splits_documents, "data.strategy=concat_split"),
-        "data.stagger": (streams and strategy.splits_documents, "in streams of concat_split"),
+        "data.stagger": (is_stream and strategy.splits_documents, "in streams of concat_split"),
         "data.shuffle_steps": (shuffles, "batching=stream without carry"),
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.average_snapshots": (not sharded, "without fsdp2"),

@@ -130,14 +130,17 @@ class DataConfig:
 
     @property
     def step_rows(self) -> int:
+        """Return how many rows a step has."""
         return self.tokens_per_step // (self.row_length or self.tokens_per_step)
 
     @property
     def takes_turns(self) -> bool:
+        """Return whether there are more streams than a step has rows, so that steps read them in turn."""
         return self.batching == "stream" and self.streams > self.step_rows >= 1
 
     @property
     def batch_rows(self) -> int:
+        """Return how many of a step's rows a micro-batch has."""
         return min(self.step_rows, max(1, self.max_tokens_per_batch // (self.row_length or 1)))
 
 
@@ -188,7 +191,11 @@ class OptimizerConfig:
 class TrainerConfig:
     boundary: str = key("reset", "Boundary scheme.", choices=BOUNDARIES)
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme.")
-    mean_over: str = key("targets", "Mean of a step's loss; rows: of each row's mean.", choices=("targets", "rows"))
+    mean_over: str = key(
+        "targets",
+        "Mean of a step's loss; rows: of row means, micro-batch by micro-batch.",
+        choices=("targets", "rows"),
+    )
     max_steps: int = key(200, "Optimizer steps.", low=1)
     validate_every: int = key(50, "Steps between validations.", low=1)
     average_snapshots: int = key(1, "Average the weights of this many steps.", low=1)

@@ -144,8 +144,10 @@ class RowPlan(Pieces):
     Iterate over it for one ``Row`` of ``Piece`` after another.
 
     Attributes:
-        offset: (P,) int64, the piece's tokens in earlier rows: above 0 where a row's end cut a
-            document, whose state may be carried into this row.
+        offset: (P,) int64, tokens in earlier rows of what was arranged: above 0 where a row's end
+            cut it (``concat_split``, or overlong ``split``), so that its state may be carried into
+            this row. Cuts before the arrangement, at a step's end or by ``cut_documents``, begin
+            anew at 0.
         row_offsets: (R + 1,) int64; row i is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``.
         slots: (R,) int64, each row's width, padding included.
     """
@@ -194,12 +196,13 @@ class Strategy:
     """Decide the row of each piece, and say what the decision does to documents.
 
     Attributes:
-        assign: ``(lengths, row_length, buffer) -> rows``: (P,) tokens of pieces that each fit a
+        assign: by default a row for each piece. ``(lengths, row_length, buffer) -> rows``: (P,) tokens of pieces that each fit a
             row, to (P,) row numbers from 0 without gaps. In rows, pieces keep their order. With
             ``splits_documents`` it is ``(lengths, row_length, streams)`` ->
             (document, start, length, row), (P,) each.
         keeps_order: rows (of a stream) hold the documents in the order they came in.
-        pads: rows have ``row_length`` slots; else as many slots as tokens.
+        pads: rows have ``row_length`` slots; else as many slots as tokens, and a micro-batch is one
+            row.
         needs_row_length: False: without ``row_length`` a row is as long as its document.
         splits_documents: a document may go on in the next row.
         drops_tokens: not every token has a place.
@@ -314,7 +317,7 @@ def _fit_to_rows(pieces: Pieces, limit: int, overlong: str) -> tuple[Pieces, Int
     """Truncate or cut pieces longer than a row; return them, and their tokens in earlier rows."""
     too_long = np.flatnonzero(pieces.length > limit)
     if overlong == "error" and len(too_long):
-        longest = f"{pieces.length[too_long[0]]} in document {too_long[0]}"
+        longest = f"{pieces.length[too_long[0]]} in document {pieces.document[too_long[0]]}"
         got = f"{longest}, more in {len(too_long)} of {len(pieces.length)}; set overlong=split"
         raise ValueError(f"lengths: expected at most row_length={limit} tokens, got {got}")
     if overlong == "truncate":
@@ -421,7 +424,7 @@ def _best_fit_decreasing(lengths: Integers, row_length: int, _: int) -> Integers
     return _decreasing(lengths, row_length, buffer=LONGEST)
 
 
-def _shortest_pack_first(lengths: Integers, row_length: int, _: int) -> Integers:
+def _spfhp(lengths: Integers, row_length: int, _: int) -> Integers:
     """Place the longest documents first, each in the emptiest row (SPFHP, arXiv 2107.02027).
 
     Equal documents share a new row here, where the paper's histogram opens one for each.
@@ -442,7 +445,7 @@ STRATEGIES = {
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
     "best_fit_decreasing": Strategy(_best_fit_decreasing, keeps_order=False),
-    "spfhp": Strategy(_shortest_pack_first, keeps_order=False),
+    "spfhp": Strategy(_spfhp, keeps_order=False),
     "concat_split": Strategy(_concat_split, splits_documents=True),
 }
 """Values of ``data.strategy``; plugins may add to it."""

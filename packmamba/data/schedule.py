@@ -4,12 +4,14 @@ A schedule is a pure function of (corpus, configuration, step number): resuming 
 two ranks that count alike read alike. Documents are shuffled in *windows* of a million, so that
 memory stays bounded; an epoch is every window once. Nothing is dropped.
 
-Two ways to cut a window into steps (``data.batching``), here with steps of 8 tokens in rows of 8:
+Three ways to make steps (``data.batching``), here with steps of 8 tokens in rows of 8:
 
 - ``matched``: the next documents up to ``tokens_per_step`` tokens are *drawn first and then
   arranged*. Every strategy reads the same documents in the same step, so that padded and packed
-  runs have the same gradient up to rounding. With ``cut_at_steps`` the last document is cut and
-  goes on in the next step, so that every step holds exactly ``tokens_per_step`` tokens.
+  runs have the same gradient up to rounding. With ``cut_at_steps``, the default, the last document
+  is cut and goes on in the next step: step n is tokens n * 8 to (n + 1) * 8, across windows, and
+  ``StepSchedule`` counts tokens. Without, a step ends with a document of its window
+  (``MatchedWindow``), and ``StepSchedule`` counts steps.
 
       drawn     aaabbbbb|ccddddee|eeeeff..      steps 0, 1, 2
       step 1    padded: cc......  packed: ccddddee
@@ -18,7 +20,7 @@ Two ways to cut a window into steps (``data.batching``), here with steps of 8 to
 
 - ``stream``: the window's documents are *arranged first*; a step is the next rows up to
   ``tokens_per_step`` slots. Rows are full, streams may continue from step to step, but another
-  strategy reads other documents in a step.
+  strategy reads other documents in a step (``StreamWindow``).
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ WINDOW_DOCUMENTS = 1_000_000
 class StepPlan:
     """Plan a step: its rows, and the row numbers of each micro-batch, of all ranks.
 
-    Micro-batch i belongs to rank i modulo the number of ranks.
+    Micro-batch i belongs to rank i modulo the number of ranks; a plan for evaluation has those of
+    its rank alone.
     """
 
     corpus: Documents
@@ -70,7 +73,7 @@ def arrange(pieces: Pieces, data: DataConfig) -> RowPlan:
             streams=data.streams,
         )
     except ValueError as error:
-        raise ConfigError(f"data.{error}") from None
+        raise ConfigError(f"data.{error}".replace("data.lengths", "data.row_length")) from None
 
 
 def arrange_as_trained(corpus: Documents, documents: Integers, data: DataConfig, carry: bool) -> StepPlan:
@@ -225,7 +228,11 @@ class StepSchedule:
         return sum(self._size(window) for window in range(self.windows_per_epoch))
 
     def turn(self, numbers: Integers) -> int:
-        """Return a batch's number in its rank's round; 0 unless streams take turns."""
+        """Return which group of streams a batch holds, whose carried states are stored under it.
+
+        Where there are more streams than a step has rows, steps read groups of them in turn, and
+        row r belongs to stream r modulo the number of streams. Otherwise there is one group, 0.
+        """
         if not (self.carry and self.data.takes_turns and len(numbers)):
             return 0
         return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size

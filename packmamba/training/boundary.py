@@ -138,6 +138,9 @@ class LeakScan(Leak):
 class StatefulBoundary(Boundary):
     """Start documents from detached final states of earlier batches' rows.
 
+    ``layouts`` must hold the documents of the batch's own layout, since each of these starts from a
+    state: a scheme cannot both carry states and merge documents.
+
     CUDA graphs replay ``forward`` between ``incoming`` and ``store``: it and ``initial_states`` do
     tensor operations alone, and read of a layout only ``shape``, ``starts`` and ``offsets``.
     """

@@ -96,7 +96,8 @@ class PackedLitModule(lightning.LightningModule):
     Args:
         model: arguments of MambaLM, a MambaLM, or another module with its methods.
         boundary: a key of BOUNDARIES, with ``boundary_options`` as arguments.
-        mean_over: "targets"; or "rows", the mean over rows of each row's mean.
+        mean_over: "targets"; or "rows": the mean of each micro-batch's row means, weighted by the
+            micro-batch's targets, so that it depends on ``max_tokens_per_batch``.
         cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph.
         compile: torch.compile the blocks and the loss.
         lr, optimizer: keys of the section ``optimizer``; ``schedule_steps`` None: the Trainer's steps.

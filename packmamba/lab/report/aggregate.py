@@ -31,6 +31,7 @@ SCHEMES = (
     "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry"
 ).split()  # in the order of tables
 LEAKS = ("leak", "leak_conv", "leak_scan")  # boundary schemes that are failures by design
+LETS_LEAK = "lets documents leak"  # the end of such a run's ``leakcheck`` in its record
 HIGHER_IS_BETTER = ("accuracy", "gain")  # words in the names of such metrics
 BASELINES = ("padded", "single", "packed-reset")
 OPEN_END = 2**31 - 1  # of the last range of positions
@@ -123,7 +124,9 @@ class Arm:
     @property
     def leaks(self) -> bool:
         """Tell if the arm lets documents cross their boundaries: the failure that is looked for."""
-        return self.says("trainer.boundary", "reset") in LEAKS
+        # A plugin's scheme is not in LEAKS: its run said that leakcheck had nothing to look for.
+        of_plugin = str(self.runs.iloc[0].get("leakcheck")).endswith(LETS_LEAK)
+        return of_plugin or self.says("trainer.boundary", "reset") in LEAKS
 
     @property
     def diverged(self) -> set[int]:
