@@ -310,6 +310,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "data.streams": (strategy.splits_documents, "data.strategy=concat_split"),
         "data.stagger": (is_stream and strategy.splits_documents, "in streams of concat_split"),
         "data.shuffle_steps": (shuffles, "batching=stream without carry"),
+        "optimizer.decay_fraction": (config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.average_snapshots": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (_allows_cuda_graphs(config), graphs),

@@ -11,6 +11,7 @@ BOUNDARIES = "packmamba.training.boundary:BOUNDARIES"
 LENGTH_DISTRIBUTIONS = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 MIXERS = "packmamba.nn.mixers:MIXERS"
 OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
+SCHEDULES = "packmamba.training.optimizer:SCHEDULES"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
 NOT_OF_CHECKPOINTS = ("pretrained", "compile", "recompute")  # keys of the section model
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")  # of the section model
@@ -182,8 +183,10 @@ class OptimizerConfig:
     betas: list[float] = key([0.9, 0.95], "Decay rates of AdamW's moments.", check=TWO_RATES)
     weight_decay: float = key(0.1, "Only matrices decay.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
+    schedule: str = key("cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES)
+    decay_fraction: float = key(0.2, "Last fraction of the steps, in which wsd falls.", above=0, high=1)
     schedule_steps: Optional[int] = key(None, "Steps of the schedule.", null="max_steps", low=1)
-    final_lr_fraction: float = key(0.1, "Of the peak, at the cosine's end.", low=0, high=1)
+    final_lr_fraction: float = key(0.1, "Of the peak, at the schedule's end.", low=0, high=1)
     grad_clip: Optional[float] = key(1.0, "Maximum gradient norm.", null="no clipping", above=0)
 
 

@@ -39,6 +39,7 @@ METRICS = """steps real_tokens targets train_seconds parameters peak_memory_byte
 LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
     data.task_options data.test_fraction data.test_path data.loss_on data.chat_template data.sources model.mixer
     model.mixer_options model.pretrained optimizer.name optimizer.options
+    optimizer.schedule optimizer.decay_fraction
     optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
     trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
     trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()

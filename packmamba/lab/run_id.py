@@ -24,6 +24,7 @@ SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
 # Keys that records leave out, and others that decide no result.
 UNRECORDED = "runs_dir output data.cache_dir data.num_proc trainer.leakcheck_every trainer.loggers".split()
 EXCLUDED = [*UNRECORDED, *"data.num_workers trainer.log_every trainer.checkpoint_every trainer.threads".split()]
+WITHOUT_END = ("constant", "inverse_sqrt")  # schedules that do not know the last step
 LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost
 
 
@@ -56,7 +57,7 @@ def id_of(arm: str, values: dict[str, Any]) -> str:
     # The mean of snapshots is over the run's last steps, so with it another number is another run.
     if keys["trainer.average_snapshots"] == 1:
         steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
-        constant = keys["optimizer.final_lr_fraction"] == 1
+        constant = keys["optimizer.final_lr_fraction"] == 1 or keys["optimizer.schedule"] in WITHOUT_END
         keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
     # Where bits matter the number of threads decides them.
     excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED

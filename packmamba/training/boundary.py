@@ -193,6 +193,7 @@ class Carry(StatefulBoundary):
         self.age: int | None = None  # steps since the states that were last used ended
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
+        """Return the stored states, exchanged; fresh ones if no document of the batch continues."""
         fresh = map_states(Tensor.detach, model.start_states(batch.layout.shape[0]))
         layout = on_host(batch.layout)
         continuing = layout.continues

@@ -203,6 +203,7 @@ class PackedLitModule(lightning.LightningModule):
         return total
 
     def _replay(self, step: StepBatch) -> Tensor:
+        """Accumulate by CUDA graphs; on one device, as the configuration demands."""
         if self._graphs is None:
             self._graphs = BatchGraphs(self.graph_loss, list(self.model.parameters()))
         losses, scheme = [], self.boundary

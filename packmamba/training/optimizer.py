@@ -52,11 +52,44 @@ def clip(optimizer: Optimizer, limit: float) -> None:
     optimizer.gradient_norm = norm  # type: ignore[attr-defined]
 
 
+def cosine(config: OptimizerConfig, progress: float, step: int) -> float:
+    """Fall along half a cosine."""
+    return (1 + math.cos(math.pi * progress)) / 2
+
+
+def linear(config: OptimizerConfig, progress: float, step: int) -> float:
+    """Fall along a line."""
+    return 1 - progress
+
+
+def warmup_stable_decay(config: OptimizerConfig, progress: float, step: int) -> float:
+    """Stay at the peak, then fall along a line in the last ``decay_fraction`` (arXiv 2404.06395)."""
+    return min(1.0, (1 - progress) / max(config.decay_fraction, 1e-9))
+
+
+def inverse_square_root(config: OptimizerConfig, progress: float, step: int) -> float:
+    """Fall as the inverse square root of the steps, in units of the warm-up (arXiv 1706.03762)."""
+    return math.sqrt(max(config.warmup_steps, 1) / max(step, 1))
+
+
+SCHEDULES: dict[str, Callable[[OptimizerConfig, float, int], float]] = {
+    "cosine": cosine,
+    "linear": linear,
+    "constant": lambda config, progress, step: 1.0,
+    "wsd": warmup_stable_decay,
+    "inverse_sqrt": inverse_square_root,
+}
+"""Values of ``optimizer.schedule``: functions (config, progress after the warm-up, step from 1) -> height.
+
+Progress and height go from 0 to 1; a height of 0 is ``final_lr_fraction`` of the peak.
+"""
+
+
 def learning_rate(config: OptimizerConfig, step: int, steps: float) -> float:
-    """Return the learning rate of a step, from 0: linear warm-up, then a cosine."""
+    """Return the learning rate of a step, from 0: linear warm-up, then ``optimizer.schedule``."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
-    cosine = (1 + math.cos(math.pi * min(progress, 1.0))) / 2
+    height = SCHEDULES[config.schedule](config, min(progress, 1.0), step + 1)
     last = config.final_lr_fraction
-    return config.lr * (last + (1 - last) * cosine)
+    return config.lr * (last + (1 - last) * height)

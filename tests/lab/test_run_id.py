@@ -28,7 +28,7 @@ def test_defaults_are_those_of_the_schema_version():
     """Keys at their defaults are no part of an id: where a default changes, raise ``SCHEMA_VERSION``, and put the hash here."""
     defaults = {key: value for key, value in ids.flatten(to_dict(Config())).items() if key not in ids.EXCLUDED}
     digest = hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:10]
-    assert (ids.SCHEMA_VERSION, digest) == (2, "b22f4d9b4d")
+    assert (ids.SCHEMA_VERSION, digest) == (2, "4af9da12b6")
 
 
 def test_keys_that_decide_the_result_are_the_id(tmp_path):
@@ -51,6 +51,8 @@ def test_a_run_has_the_id_of_one_that_ends_with_its_schedule(tmp_path):
     assert run_folder(whole) == run_folder(short)
     steady = [having(config, optimizer__final_lr_fraction=1, trainer__max_steps=n) for n in (6, 8)]
     assert len({run_id(config) for config in steady}) == 1
+    endless = [having(config, optimizer__schedule="constant", trainer__max_steps=n) for n in (6, 8)]
+    assert len({run_id(config) for config in endless}) == 1
     means = [having(config, trainer__average_snapshots=2) for config in (whole, short, *steady)]
     assert len({run_id(config) for config in means}) == 4, "the mean is of the weights before the last step"
 

@@ -14,7 +14,7 @@ from packmamba.config import ConfigError, DataConfig, OptimizerConfig
 from packmamba.lab.sweep import load_sweep
 from packmamba.training import PackedDataModule, PackedLitModule
 from packmamba.training.lit_module import LossByPosition
-from packmamba.training.optimizer import learning_rate
+from packmamba.training.optimizer import SCHEDULES, learning_rate
 from processes import fork_ranks, statuses
 
 SHAPE = {"d_model": 8, "n_layer": 2, "d_state": 4}
@@ -382,6 +382,19 @@ def test_learning_rate_warms_up_and_falls_to_its_fraction():
     rates = [learning_rate(config, step, 20) for step in range(24)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and max(rates) == 1.0
     assert rates[19:] == pytest.approx([0.1] * 5) and rates[4:] == sorted(rates[4:], reverse=True)
+
+
+def test_learning_rate_follows_the_schedule_that_is_named():
+    def rates(schedule, **keys):
+        config = OptimizerConfig(lr=1.0, warmup_steps=4, final_lr_fraction=0.0, schedule=schedule, **keys)
+        return [learning_rate(config, step, 25) for step in range(25)]
+
+    for schedule in SCHEDULES:
+        assert rates(schedule)[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates("constant")[4:] == [1.0] * 21
+    assert rates("linear")[4:] == pytest.approx([1 - n / 20 for n in range(21)])
+    assert rates("wsd", decay_fraction=0.5)[4:] == pytest.approx([1.0] * 11 + [1 - n / 10 for n in range(1, 11)])
+    assert rates("inverse_sqrt")[4:] == pytest.approx([(4 / n) ** 0.5 for n in range(5, 26)])
 
 
 @pytest.mark.parametrize("limit", [0.01, 1e9])
