@@ -5,9 +5,7 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 outside = {"kernels": ["*.h", "*.cpp", "*.cu", "*.cuh"], "configs": ["*.yaml"]}
-folders = [
-    name for top in outside for name in (top, *(f"{top}/{p.name}" for p in Path(top).iterdir() if p.is_dir()))
-]
+folders = [name for top in outside for name in (top, *(f"{top}/{p.name}" for p in Path(top).iterdir() if p.is_dir()))]
 packages = {f"packmamba.{name.replace('/', '.')}": outside[name.split("/")[0]] for name in sorted(folders)}
 setup(
     packages=[*find_packages(include=["packmamba*"]), *packages],

@@ -19,10 +19,7 @@ from packmamba.isolation import LeakCheckResult, leakcheck
 from packmamba.isolation.adapters import forward_parameters
 from packmamba.isolation.batch import LeakError, check_batch, check_packed
 
-TRAINERS = {
-    "TrainerLeakCheck": ("transformers", "TrainerCallback"),
-    "LightningLeakCheck": ("lightning", "Callback"),
-}
+TRAINERS = {"TrainerLeakCheck": ("transformers", "TrainerCallback"), "LightningLeakCheck": ("lightning", "Callback")}
 MAX_SLOTS = 16384
 """Slots of a PackedLitModule's step that each rank checks, so that long steps take no minutes."""
 MIN_SLOTS = 1024

@@ -15,13 +15,7 @@ from matplotlib.patches import Circle, FancyArrowPatch, Rectangle
 
 INK, MUTED, LEAK, PADDING = "#24292f", "#5c6370", "#B2182B", "#f3f4f6"
 # Okabe and Ito's colours, distinct for the colour-blind.
-DOCUMENTS = {
-    "A": (5, "#56B4E9"),
-    "B": (3, "#E69F00"),
-    "C": (6, "#009E73"),
-    "D": (2, "#CC79A7"),
-    "E": (3, "#F0E442"),
-}
+DOCUMENTS = {"A": (5, "#56B4E9"), "B": (3, "#E69F00"), "C": (6, "#009E73"), "D": (2, "#CC79A7"), "E": (3, "#F0E442")}
 ROW = 10  # slots of a packed row
 SLOT, HEIGHT = 0.232, 0.25  # inches
 Piece = tuple[str, int, int]  # a document's name, the first of its tokens that is here, how many are

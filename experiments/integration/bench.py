@@ -245,7 +245,7 @@ def run(c: IntegrationConfig, records_path: Path, progress: bool = True) -> None
     torch.manual_seed(c.seed)
     config = MambaConfig(
         vocab_size=sizes.vocab_size or 50280, hidden_size=sizes.d_model, num_hidden_layers=sizes.n_layer,
-        state_size=sizes.d_state, expand=sizes.expand, tie_word_embeddings=sizes.tie_embeddings,
+        state_size=sizes.d_state or 16, expand=sizes.expand, tie_word_embeddings=sizes.tie_embeddings,
     )  # fmt: skip
     named = {"model": c.model, "overrides": list(c.overrides)}
     measure(c, MambaForCausalLM(config), named, records_path, progress)

@@ -70,9 +70,7 @@ need = functools.partial(expect, kind=ConfigError)
 structured: Any = functools.cache(OmegaConf.structured)
 
 
-def load(
-    schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None
-) -> Schema:
+def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None) -> Schema:
     """Build ``schema`` from its defaults, a YAML file for ``command`` and ``key=value`` overrides.
 
     Raises ConfigError.
@@ -304,7 +302,6 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     mixer = options(registry(MIXERS)[config.model.mixer])
     graphs = "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
     used: dict[str, tuple[Any, str]] = {
-        "data.source": (not data.sources, "data.sources is empty"),
         "data.path": (not data.sources, "data.sources is empty"),
         "data.unit": (data.source == "packages", "data.source=packages"),
         "data.streams": (strategy.splits_documents, "data.strategy=concat_split"),

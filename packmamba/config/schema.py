@@ -82,19 +82,13 @@ def options(function: Callable[..., Any]) -> list[str]:
 class DataConfig:
     source: str = key("stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES")
     path: Optional[str] = key(None, "Folder, file or pattern; dataset (huggingface); prefix (megatron).")
-    sources: list[Any] = key(
-        [], "A mixture instead: [{source: text, path: a, weight: 3}, ...], by weight in tokens."
-    )
-    unit: Optional[str] = key(
-        None, "Documents of packages.", null="files", choices=("files", "functions", "mixture")
-    )
+    sources: list[Any] = key([], "A mixture instead: [{source: text, path: a, weight: 3}, ...], by weight in tokens.")
+    unit: Optional[str] = key(None, "Documents of packages.", null="files", choices=("files", "functions", "mixture"))
     text_key: str = key(
         "text", "Field or column of the document (jsonl, parquet, huggingface); without it prompts are read."
     )
     loss_on: str = key("completion", "Of prompts: answers, or all tokens.", choices=("completion", "all"))
-    chat_template: Optional[str] = key(
-        None, "Template of messages: chatml, or a Jinja file.", null="the tokenizer's"
-    )
+    chat_template: Optional[str] = key(None, "Template of messages: chatml, or a Jinja file.", null="the tokenizer's")
     subset: Optional[str] = key(None, "Configuration of the dataset (huggingface).")
     split: str = key("train", "Split, such as train[:10%] (huggingface).")
     tokenizer: str = key("bytes", "bytes; or a tokenizer.json, a folder or Hub name with one.")
@@ -102,9 +96,7 @@ class DataConfig:
     end_token: Optional[str] = key("</s>", "Token after every document.", null="none")
     validation_fraction: float = key(0.05, "Fraction of files (text) or documents held out.", above=0, high=0.99)
     test_fraction: float = key(0.0, "Fraction of files (text) or documents for the test split.", low=0, high=0.99)
-    test_path: Optional[str] = key(
-        None, "Test documents of the same source; null: none, or test_fraction of path's."
-    )
+    test_path: Optional[str] = key(None, "Test documents of the same source; null: none, or test_fraction of path's.")
     distribution: str = key("documents-2k", "Lengths of synthetic documents.", choices=LENGTH_DISTRIBUTIONS)
     num_documents: int = key(10000, "Synthetic documents, or a task's examples.", low=1)
     vocab_size: int = key(256, "Vocabulary of synthetic documents.", low=1)
@@ -237,9 +229,7 @@ class Config:
     name: str = key("train", "Name of the run and of its arm in tables.")
     output: Optional[str] = key(None, "Folder of the record.", null="the run's own")
     plugins: list[str] = key([], "Modules to import first.")
-    evaluations: list[str] = key(
-        [], "Run them after training.", choices="packmamba.evaluation.registry:EVALUATIONS"
-    )
+    evaluations: list[str] = key([], "Run them after training.", choices="packmamba.evaluation.registry:EVALUATIONS")
     evaluation_options: dict[str, Any] = key({}, "Such as evaluation_options.mqar.num_pairs=4.")
     evaluation_examples: int = key(200, "Examples of each task.", low=1)
     seed: int = key(0, "Seed of initial weights and the order of documents.", low=0, high=2**32 - 1)

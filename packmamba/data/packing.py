@@ -217,12 +217,7 @@ class Strategy:
 
 
 def plan_rows(
-    lengths: Any,
-    row_length: int | None,
-    strategy: str,
-    overlong: str = "error",
-    buffer: int = 4096,
-    streams: int = 1,
+    lengths: Any, row_length: int | None, strategy: str, overlong: str = "error", buffer: int = 4096, streams: int = 1
 ) -> RowPlan:
     """Arrange documents in rows (PackMamba, arXiv 2408.03865).
 
@@ -286,9 +281,7 @@ def _check_arguments(row_length: int | None, strategy: str, overlong: str, buffe
         if not hasattr(value, "__index__") or not 1 <= value <= LONGEST:
             raise ValueError(f"{name}: expected an integer from 1 to 2**31 - 1, got {value!r}")
     if streams > 1 and not chosen.splits_documents:
-        raise ValueError(
-            f"streams: expected 1 with strategy '{strategy}', which splits no documents, got {streams}"
-        )
+        raise ValueError(f"streams: expected 1 with strategy '{strategy}', which splits no documents, got {streams}")
     return int(limit)
 
 
@@ -333,9 +326,7 @@ def _enumerate(counts: Integers) -> tuple[Integers, Integers]:
     return group, np.arange(len(group)) - first[group]
 
 
-def _concat_split(
-    lengths: Integers, row_length: int, streams: int
-) -> tuple[Integers, Integers, Integers, Integers]:
+def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Integers, Integers, Integers, Integers]:
     """Concatenate the documents of each stream and split them at the ends of rows."""
     # A heap of tokens * streams + stream: its least has the fewest tokens, then the first stream.
     heap = list(range(streams))

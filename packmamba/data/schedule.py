@@ -206,7 +206,11 @@ class StepSchedule:
             return
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or LONGEST)
         if longest > data.row_length and not STRATEGIES[data.strategy].splits_documents:
-            got = f"{data.row_length}; set data.overlong=split"
+            # Split, an answer would be trained without its prompt.
+            remedy = (
+                "raise it, or set data.overlong=truncate" if self.corpus.has_answers else "set data.overlong=split"
+            )
+            got = f"{data.row_length}; {remedy}"
             raise ConfigError(f"data.row_length: expected at least {longest}, the longest document, got {got}")
 
     def step(self, step: int) -> StepPlan:

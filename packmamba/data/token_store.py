@@ -81,7 +81,12 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
 
 def _load_mixture(data: DataConfig, progress: bool) -> Corpora:
     parts = parts_of(data)
-    corpora = [load_corpora(part.data, progress) for part in parts]
+    corpora = []
+    for number, part in enumerate(parts):
+        try:
+            corpora.append(load_corpora(part.data, progress))
+        except ConfigError as error:
+            raise ConfigError(f"data.sources[{number}]: {error}") from None
     mixed = {}
     for split in SPLITS:
         chosen = [(getattr(one, split), part) for one, part in zip(corpora, parts) if getattr(one, split)]
@@ -182,9 +187,7 @@ class _SplitWriter:
         lengths = np.array(list(map(len, parts)), "<i4")
         self.counts.update(documents=len(documents), tokens=int(lengths.sum()))
         columns = {"tokens": np.concatenate(parts), "lengths": lengths}
-        targets = [
-            self._targets(document, encoded, tokens) for (document, encoded), tokens in zip(documents, parts)
-        ]
+        targets = [self._targets(document, encoded, tokens) for (document, encoded), tokens in zip(documents, parts)]
         if targets[0] is not None:
             columns["targets"] = np.concatenate(targets).astype("<i4")
             self.counts["answers"] += int((columns["targets"] >= 0).sum())

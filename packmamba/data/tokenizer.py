@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig
+from packmamba.errors import expect
 from packmamba.files import write_whole
 
-TOKENIZER, OPTIONS = "tokenizer.json", "tokenizer_config.json"
+TOKENIZER, OPTIONS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 BYTES = "packmamba_bytes"  # marks a byte tokenizer in ``tokenizer_config.json``
 
 
@@ -51,7 +52,11 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
 def tokenizer_file(name: str) -> Path:
     """Return the tokenizer.json which a file, a folder or a Hub's name means. Raises ConfigError."""
     path = Path(name)
-    if path.is_dir() and (path / TOKENIZER).is_file():
+    if path.is_dir():
+        is_there = (path / TOKENIZER).is_file()
+        expect(
+            is_there, "data.tokenizer", f"a folder with {TOKENIZER}", f"'{name}' without; name another", ConfigError
+        )
         return path / TOKENIZER
     if path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.parent.exists():
         return path
@@ -64,7 +69,7 @@ def _download(name: str) -> Path:
     try:
         import huggingface_hub
 
-        files = [TOKENIZER, OPTIONS, "chat_template.jinja"]
+        files = [TOKENIZER, OPTIONS, TEMPLATE]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     except Exception as error:
         reason = " ".join(str(error).split())
@@ -82,9 +87,7 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, begin_token: str | None = None, end_token: str | None = None) -> None:
         names = _named(begin_token, end_token)
-        self.begin_id, self.end_id = (
-            256 + names.index(t) if t in names else None for t in (begin_token, end_token)
-        )
+        self.begin_id, self.end_id = (256 + names.index(t) if t in names else None for t in (begin_token, end_token))
         self.vocab_size = 256 + len(names)
         self.fingerprint = f"bytes {begin_token!r} {end_token!r}"
 
@@ -106,9 +109,7 @@ class FileTokenizer(Tokenizer):
             content = Path(path).read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
         except ImportError:
-            raise ConfigError(
-                "data.tokenizer: a file needs the package tokenizers; pip install tokenizers"
-            ) from None
+            raise ConfigError("data.tokenizer: a file needs the package tokenizers; pip install tokenizers") from None
         except Exception as error:  # the package raises plain Exception
             raise ConfigError(
                 f"data.tokenizer: expected bytes, or a JSON file or a folder with one, got '{path}' ({error})"
@@ -145,19 +146,24 @@ class TokenIds(Tokenizer):
         return np.asarray(text, token_dtype(self.vocab_size))
 
 
-def write_tokenizer(folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None) -> None:
-    """Write a tokenizer into a folder, made if need be, for PackMamba and transformers' AutoTokenizer."""
+def write_tokenizer(
+    folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None, template: str | None = None
+) -> None:
+    """Write a tokenizer into a folder, made if need be, for PackMamba and transformers' AutoTokenizer.
+
+    template: a chat template in Jinja.
+    """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     content = (
-        _byte_level(begin_token, end_token)
-        if tokenizer == "bytes"
-        else tokenizer_file(tokenizer).read_text("utf-8")
+        _byte_level(begin_token, end_token) if tokenizer == "bytes" else tokenizer_file(tokenizer).read_text("utf-8")
     )
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     options |= {BYTES: tokenizer == "bytes", "bos_token": begin_token, "eos_token": end_token}
     options = {name: value for name, value in options.items() if value is not None}
     write_whole(folder / TOKENIZER, content.encode())
+    if template is not None:
+        write_whole(folder / TEMPLATE, template.encode())
     write_whole(folder / OPTIONS, (json.dumps(options, indent=2) + "\n").encode())
 
 

@@ -46,9 +46,7 @@ def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]]
     for i, (start, end) in enumerate(spans):
         if reach := [(own[i], len(part[i])) for own, part in zip(sums, parts) if len(own) > i]:
             nats, count = map(sum, zip(*reach))
-            means.append(
-                {"start": start, "end": end, "loss": nats / count, "count": count, "documents": len(reach)}
-            )
+            means.append({"start": start, "end": end, "loss": nats / count, "count": count, "documents": len(reach)})
     return sums, means
 
 
@@ -57,6 +55,11 @@ class Validation(NamedTuple):
     labels: list[dict[str, int]]  # documents' numbers and groups
     documents: list[np.ndarray]
     options: dict[str, int]
+
+    def answered(self, index: int) -> np.ndarray:
+        """Return which tokens of a document, from the second on, are answers (n - 1,)."""
+        number, length = self.labels[index]["document"], len(self.documents[index])
+        return self.corpus.read(number, 0, length, True)[1][:-1] >= 0
 
     def items(self, which: Iterable[int], **columns: Sequence[Any]) -> list[dict[str, Any]]:
         rows = zip(which, *columns.values(), strict=True)
@@ -72,13 +75,7 @@ class Validation(NamedTuple):
 
 OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
     "positions": {"window": (None, 2), "most": (64, 2)},
-    "long_context": {
-        "window": (None, 2),
-        "most": (64, 2),
-        "context": (0, 0),
-        "documents": (1, 1),
-        "groups": (1, 1),
-    },
+    "long_context": {"window": (None, 2), "most": (64, 2), "context": (0, 0), "documents": (1, 1), "groups": (1, 1)},
     "remembrance": {"length": (None, 4)},
 }
 """Integer options: default (None: the row length) and minimum."""
@@ -111,6 +108,8 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
             f"{context.key}.{name}.{SPLIT}: expected validation, since the documents have no test "
             "split, got 'test'; set data.test_path or data.test_fraction"
         )
+    scores_all = name != "perplexity" and corpus.has_answers and context.data.source != "task"
+    need(not scores_all, name, "documents without prompts", "answers; set data.loss_on=all to score prompts too")
     fits = corpus.vocab_size <= vocab_size
     need(fits, "data.tokenizer", f"at most {vocab_size} tokens", corpus.vocab_size)
     numbers, groups = evaluation_documents(corpus, context.data).tolist(), corpus.groups
@@ -123,16 +122,21 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
 
 
 def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate loss, bits per byte and loss by position; the loss as trained too."""
+    """Evaluate loss, bits per byte and loss by position; the loss as trained too; of answers alone if there are."""
     texts = validation("perplexity", context, len(model.lm_head.weight))
     losses = {"": token_losses(model, texts.documents, context.max_slots)}
     boundary = context.trainer.scheme()
     if boundary.as_trained:
         rows = TrainingLayoutReader(texts.documents, context.data, boundary)
         losses["_as_trained"] = token_losses(model, texts.documents, passes=rows.read(model))
+    documents = texts.documents
+    if texts.corpus.has_answers:  # positions count answers' tokens, too
+        answered = [texts.answered(number) for number in range(len(documents))]
+        documents = [document[1:][kept] for document, kept in zip(documents, answered)]
+        losses = {suffix: [each[kept] for each, kept in zip(some, answered)] for suffix, some in losses.items()}
     targets = [len(some) for some in losses[""]]
     decode = context.tokenizer.decode if context.tokenizer else lambda _: ""
-    sizes = [len(decode(document).encode("utf-8", "replace")) for document in texts.documents]
+    sizes = [len(decode(document).encode("utf-8", "replace")) for document in documents]
     edges = [2**i for i in range(max(targets).bit_length() + 1)]
     columns: dict[str, Any] = {"targets": targets, "bytes": sizes}
     for suffix, some in losses.items():

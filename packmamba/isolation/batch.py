@@ -137,9 +137,7 @@ class BatchDocuments(Documents):
         self.in_document = number >= 0
         self.slots = (self.in_document.flatten().cumsum(0) - 1).clamp(min=0).view(rows.shape)
         self.tokens = rows[self.in_document]
-        _, self.number, counts = number[self.in_document].unique_consecutive(
-            return_inverse=True, return_counts=True
-        )
+        _, self.number, counts = number[self.in_document].unique_consecutive(return_inverse=True, return_counts=True)
         self.lengths = counts.tolist()
         self.position = torch.arange(len(self.tokens), device=rows.device)
         self.position -= (counts.cumsum(0) - counts)[self.number]

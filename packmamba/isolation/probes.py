@@ -164,9 +164,7 @@ class Entries(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor) or not any(
-            id(leaf) in self._whole for leaf in tree_leaves((args, kwargs))
-        ):
+        if not isinstance(result, Tensor) or not any(id(leaf) in self._whole for leaf in tree_leaves((args, kwargs))):
             return result
         if not result.is_floating_point():
             return self._whole.setdefault(id(result), result)

@@ -208,9 +208,7 @@ class Stopped(UserError):
     """A run was stopped after a step and has a checkpoint; by a signal, or (1) by ``stop``."""
 
     def __init__(self, step: int, max_steps: int, signum: int) -> None:
-        super().__init__(
-            f"stopped after step {step} of {max_steps}, with a checkpoint; the same command resumes it"
-        )
+        super().__init__(f"stopped after step {step} of {max_steps}, with a checkpoint; the same command resumes it")
         self.step = step
         self.status = 128 + signum if signum > 1 else 3
 
@@ -221,9 +219,7 @@ class Checkpoint(LightningCheckpoint):
     The last two stay: the newest may be damaged, as by a disk, where its write was not interrupted.
     """
 
-    def __init__(
-        self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]
-    ) -> None:
+    def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
         self.folder = folder
         self.options = config.trainer
         self.metrics = metrics

@@ -148,6 +148,8 @@ def evaluate(words: list[str]) -> None:
 
     run = read_config(folder)
     layers = [({"data": dataclasses.asdict(run.data)}, folder), *read_layers(None, overrides)]
+    if run.data.sources and any(word.startswith(("data.source=", "data.path=")) for word in overrides):
+        layers[0][0]["data"]["sources"] = []  # other documents than the run's mixture
     config = resolve(EvalConfig, layers)
     need(config.tasks, "tasks", f"one or more of {', '.join(EVALUATIONS)}", "none")
     for name, keys in config.options.items():
@@ -307,6 +309,7 @@ def export(words: list[str]) -> None:
 
 def _export(model: Any, path: Path) -> None:
     """Write weights, tokenizer, chat template and model card."""
+    from packmamba.data.sources.records import find_chat_template
     from packmamba.data.tokenizer import write_template, write_tokenizer
     from packmamba.evaluation.load import model_card
     from packmamba.lab.run_id import find_record, records_of
@@ -317,7 +320,8 @@ def _export(model: Any, path: Path) -> None:
         raise ConfigError(str(error)) from None
     if model.tokenizer is not None:
         data = model.config.data
-        write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token)
+        template, _ = find_chat_template(data.tokenizer, data.chat_template)
+        write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token, template)
         if model.trained:
             write_template(path, data.begin_token, model.tokenizer.begin_id)
         # Without eos_token_id, transformers takes 0.

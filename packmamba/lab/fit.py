@@ -32,6 +32,7 @@ from omegaconf import OmegaConf
 
 from packmamba.config import CONFIGURATION, Config, TrainerConfig, import_plugins, need, registry, to_dict
 from packmamba.data.sources import reads_text
+from packmamba.data.sources.records import find_chat_template
 from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.errors import ConfigError, UserError
@@ -232,7 +233,7 @@ class _Run:
         validated = min(held_out, self.config.data.validation_documents or held_out)
         parameters = sum(parameter.numel() for parameter in module.model.parameters())
         max_steps = self.config.trainer.max_steps
-        tokens = max_steps * self.config.data.tokens_per_step
+        tokens = max_steps * min(self.config.data.tokens_per_step, train.num_tokens)
         epochs = tokens / train.num_tokens
         of_sources = [f"{passes:.2g} of {name}" for name, passes in self._passes(tokens).items()]
         sources = f" ({', '.join(of_sources)})" if of_sources else ""
@@ -281,7 +282,8 @@ class _Run:
         write_pretrained(self.folder, dict(module.model.config), weights)
         data = self.config.data
         if reads_text(data):
-            write_tokenizer(self.folder, data.tokenizer, data.begin_token, data.end_token)
+            template, _ = find_chat_template(data.tokenizer, data.chat_template)
+            write_tokenizer(self.folder, data.tokenizer, data.begin_token, data.end_token, template)
 
     def _evaluate(self, record: dict[str, Any]) -> None:
         """Evaluate the model as it was written; add metrics and curves to the record."""

@@ -39,9 +39,7 @@ class TableConfig:
     """Say what the report's table shows."""
 
     metrics: list[str] = key([], "Metrics, such as [val_loss, mqar.accuracy]; []: val_loss.")
-    columns: Optional[list[str]] = key(
-        None, "Further metrics and keys, such as optimizer.lr; null: the usual ones."
-    )
+    columns: Optional[list[str]] = key(None, "Further metrics and keys, such as optimizer.lr; null: the usual ones.")
 
 
 @dataclass
@@ -64,9 +62,7 @@ class SweepConfig:
     name: Optional[str] = key(None, "Name in sweep.json; null for the file's.")
     base: Optional[str] = key(None, "Configuration that runs start from, relative to this file.")
     common: dict[str, Any] = key({}, "Keys of every run, such as data.row_length: 512.")
-    arms: dict[str, dict[str, Any]] = key(
-        {}, "Keys of each arm that is compared.", check=("at least one arm", bool)
-    )
+    arms: dict[str, dict[str, Any]] = key({}, "Keys of each arm that is compared.", check=("at least one arm", bool))
     grid: dict[str, list[Any]] = key({}, "Values of keys, combined with every arm, such as seed: [0, 1].")
     evaluations: list[str] = key([], "Run on every model, such as [next_line, passkey].")
     evaluation_options: dict[str, Any] = key({}, "Parameters of each evaluation.")
@@ -391,11 +387,7 @@ def _write_sweep_entry(sweep: SweepConfig, configs: list[Config]) -> None:
         seeds.setdefault(config.name, []).append(config.seed)
     more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
     if sweep.tune.grid:
-        more["tuned"] = {
-            "keys": [*sweep.tune.grid],
-            "tried": [*sweep.tune.grid.values()],
-            "seeds": sweep.tune.seeds,
-        }
+        more["tuned"] = {"keys": [*sweep.tune.grid], "tried": [*sweep.tune.grid.values()], "seeds": sweep.tune.seeds}
     if sweep.table != TableConfig():
         more["table"] = vars(sweep.table)
     write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)

@@ -76,9 +76,7 @@ class MambaLM(nn.Module):
         for layer in layers:
             layer.mixer.initialise_in_stack(n_layer)
         norm = nn.RMSNorm(d_model, eps=norm_epsilon)
-        self.backbone: Any = nn.ModuleDict(
-            {"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm}
-        )
+        self.backbone: Any = nn.ModuleDict({"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm})
         self.lm_head = Head(d_model, vocab_size, bias=False)
         if tie_embeddings:
             self.lm_head.tie(embedding)

@@ -85,9 +85,7 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"{path}: expected JSON, got {error}") from None
     translate = _from_hugging_face if "hidden_size" in published else _from_state_spaces
     arguments = translate(published, path)
-    weights = {
-        name.replace(".embeddings.", ".embedding."): tensor for name, tensor in _read_weights(folder).items()
-    }
+    weights = {name.replace(".embeddings.", ".embedding."): tensor for name, tensor in _read_weights(folder).items()}
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
@@ -216,9 +214,7 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
     """Translate transformers' configuration to MambaLM's arguments. Raises ValueError."""
-    mixers = {
-        mixer.PUBLISHED["hugging_face"]: name for name, mixer in MIXERS.items() if hasattr(mixer, "PUBLISHED")
-    }
+    mixers = {mixer.PUBLISHED["hugging_face"]: name for name, mixer in MIXERS.items() if hasattr(mixer, "PUBLISHED")}
     model_type = published.get("model_type")
     expect(model_type in mixers, f"{path}: model_type", " or ".join(mixers), repr(model_type))
     mixer = mixers[model_type]

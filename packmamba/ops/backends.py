@@ -39,9 +39,7 @@ class Backend:
     @property
     def missing(self) -> list[str]:
         """List its packages that are not installed."""
-        return [
-            name for name in self.packages if name not in sys.modules and importlib.util.find_spec(name) is None
-        ]
+        return [name for name in self.packages if name not in sys.modules and importlib.util.find_spec(name) is None]
 
 
 BACKENDS = {

@@ -66,9 +66,7 @@ def check_tensors(
             _check_channel_stride(tensor, name)
 
 
-def check_layout(
-    layout: SequenceLayout | None, like: Tensor, like_name: str, name: str = "layout"
-) -> SequenceLayout:
+def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, name: str = "layout") -> SequenceLayout:
     """Check and return the layout of ``like`` (B, L, ...); None: each row is one document.
 
     Raises ValueError, TypeError.

@@ -346,12 +346,7 @@ class _DispatchedCall(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        operator: PackedOperator,
-        keys: Any,
-        keep: bool,
-        layouts_and_options: tuple,
-        *tensors: Tensor | None,
+        ctx: Any, operator: PackedOperator, keys: Any, keep: bool, layouts_and_options: tuple, *tensors: Tensor | None
     ) -> Any:
         ctx.operator = operator
         ctx.keep = keep
@@ -367,9 +362,7 @@ class _DispatchedCall(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         operator: PackedOperator = ctx.operator
         if not ctx.keep:
-            raise RuntimeError(
-                f"packmamba::{operator.name}: called with keep=False, so it cannot be differentiated"
-            )
+            raise RuntimeError(f"packmamba::{operator.name}: called with keep=False, so it cannot be differentiated")
         gradients = operator.backward_dispatched(ctx.saved_tensors, ctx.layouts_and_options, grads)
         return (*(None,) * 4, *gradients, *(None,) * len(operator.signature.constants))
 

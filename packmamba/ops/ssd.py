@@ -74,9 +74,7 @@ def ssd_pack(
         expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
         raise ValueError(f"B: expected shape {expected}, got {tuple(B.shape)}")
     by_group = rows, row_length, *B.shape[2:]
-    checks.check_tensors(
-        x, "x", near, True, delta=(delta, shape[:3]), B=(B, by_group), C=(C, by_group), z=(z, shape)
-    )
+    checks.check_tensors(x, "x", near, True, delta=(delta, shape[:3]), B=(B, by_group), C=(C, by_group), z=(z, shape))
     skip = (heads, channels) if isinstance(D, Tensor) and D.dim() == 2 else (heads,)
     checks.check_tensors(
         x, "x", wide, A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)),
@@ -90,9 +88,7 @@ def ssd_pack(
             or not all(isinstance(one, (int, float)) for one in delta_limit)
             or delta_limit[0] > delta_limit[1]
         ):
-            raise ValueError(
-                f"delta_limit: expected (low, high) with low at most high, or None, got {delta_limit!r}"
-            )
+            raise ValueError(f"delta_limit: expected (low, high) with low at most high, or None, got {delta_limit!r}")
     a = SsdArguments(
         x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets, layout, delta_softplus, delta_limit,
         return_final_state,

@@ -59,9 +59,7 @@ def _plan(layout: Any, offsets: Tensor | None, slots: int) -> Plan:
     at = torch.searchsorted(ends, slot, right=True).clamp(max=len(starts) - 1)
     padding = (slot < starts[at]) | (slot >= ends[at])
     order = torch.argsort(count, descending=True, stable=True)
-    documents = torch.stack(
-        [order, *(of[order] for of in (behind - count, count, starts, ends, starts - before))], 1
-    )
+    documents = torch.stack([order, *(of[order] for of in (behind - count, count, starts, ends, starts - before))], 1)
     return Plan(*(tensor.int() for tensor in (torch.where(length > 0, start, 0), length, documents, padding)))
 
 
@@ -91,15 +89,7 @@ def _of_chunk(delta, bias, A, start, length, L, H, low, high, d_b, d_l,
     b0 = tl.load(bias + h, of_h, 0.0)[None, :] if BIAS else 0.0
     step = tl.load(delta + row * d_b + t[:, None] * d_l + h[None, :], inside, 0.0).to(tl.float32)
     step, slope = _step(step, b0, low, high, SOFTPLUS, LIMIT)
-    return (
-        q,
-        h,
-        of_h,
-        inside,
-        tl.load(A + h, of_h, 0.0),
-        tl.where(inside, step, 0.0),
-        tl.where(inside, slope, 0.0),
-    )
+    return (q, h, of_h, inside, tl.load(A + h, of_h, 0.0), tl.where(inside, step, 0.0), tl.where(inside, slope, 0.0))
 
 
 @triton.jit

@@ -143,9 +143,7 @@ class PackedLitModule(lightning.LightningModule):
     def from_config(cls, config: Config, vocab_size: int) -> "PackedLitModule":
         trainer, optimizer = config.trainer, dict(vars(config.optimizer))
         optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
-        more = {
-            name: getattr(trainer, name) for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")
-        }
+        more = {name: getattr(trainer, name) for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")}
         module = cls(make_model(config, vocab_size), compile=config.model.compile, **more, **optimizer)
         module._log_hyperparams = False  # a run logs its whole configuration
         return module
@@ -210,9 +208,7 @@ class PackedLitModule(lightning.LightningModule):
         for i, batch in enumerate(step.batches):
             incoming = scheme.incoming(self.model, batch) if isinstance(scheme, StatefulBoundary) else []
             edges = {"first": i == 0, "last": i + 1 == len(step.batches)}
-            total, _, *final = self._graphs(
-                batch, max(step.num_targets, 1), **edges, inputs=flatten_states(incoming)
-            )
+            total, _, *final = self._graphs(batch, max(step.num_targets, 1), **edges, inputs=flatten_states(incoming))
             losses.append(total.clone())
             if isinstance(scheme, StatefulBoundary):
                 scheme.store(batch, unflatten_states([part.clone() for part in final], incoming))
@@ -355,9 +351,7 @@ def make_model(config: Config, vocab_size: int) -> MambaLM:
         return _load_pretrained(config, vocab_size)
     rows = vocab_size if model.vocab_size is None else model.vocab_size
     need(rows >= vocab_size, "model.vocab_size", f"at least the corpus's {vocab_size}", rows)
-    options = {
-        name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")
-    }
+    options = {name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")}
     try:
         return MambaLM(rows, backend=config.ops.backend, **options, **model.of_mixer())
     except (ValueError, TypeError) as error:

@@ -116,6 +116,11 @@ def test_prompts_and_texts_mix(sources):
     ("entry", "message"),
     [
         ({"source": "text", "path": "a"}, r"data.sources\[0\].weight: expected a number above 0, got None"),
+        ({"source": "text", "path": "a", "wieght": 1}, r"data.sources\[0\]: expected weight, .* did you mean 'weight'"),
+        (
+            {"source": "text", "path": "a", "weight": "1"},
+            r"data.sources\[0\].weight: expected a number above 0, got '1'",
+        ),
         ({"source": "text", "path": "a", "weight": 0}, r"data.sources\[0\].weight: expected a number above 0, got 0"),
         ({"source": "tex", "path": "a", "weight": 1}, r"data.sources\[0\]: source: expected one of"),
         ({"sourc": "text", "weight": 1}, r"data.sources\[0\]: expected weight, name, source, .* got 'sourc'"),
@@ -139,3 +144,9 @@ def test_from_the_command_line():
     assert [(part.name, part.weight) for part in parts_of(load_config(None, words).data)] == [("a", 3), ("b", 1)]
     with pytest.raises(ConfigError, match="data.path"):
         load_config(None, [*words, "data.path=c"])
+
+
+def test_a_source_that_cannot_be_read_is_named(sources):
+    data = mixed(sources, {"short": 1, "missing": 1})
+    with pytest.raises(ConfigError, match=r"^data.sources\[1\]: data.path: .*missing.jsonl"):
+        load_corpora(data, progress=False)

@@ -124,8 +124,21 @@ def test_tables_hold_prompts_too(tmp_path, kind):
 @pytest.mark.parametrize(
     ("records", "keys", "message"),
     [
-        ([{"prompt": "a"}], {}, "a.jsonl:1: expected text or messages in the field 'completion', got None"),
+        ([{"prompt": "a"}], {}, "a.jsonl:1: expected both prompt and completion as text, .* got completion None"),
         ([{"messages": "hello"}], {}, "a.jsonl:1: expected messages with role and content, got 'hello'"),
+        (
+            [{"messages": CHAT[:2]}],
+            {"chat_template": "chatml"},
+            "expected an answer of the role assistant, got system, user",
+        ),
+        ([{"prompt": CHAT[:2], "completion": []}], {"chat_template": "chatml"}, "expected an answer of the role"),
+        ([{"messages": [{"content": "hi"}]}], {}, "expected messages with role and content"),
+        (
+            [{"messages": [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [{}]}]}],
+            {"chat_template": "chatml"},
+            "expected messages of text alone",
+        ),
+        ([{"instruction": "a", "output": "b"}], {}, "got None of the fields instruction, output"),
         ([{"messages": CHAT}], {}, "data.chat_template: expected chatml or a Jinja file for messages"),
         ([{"messages": CHAT}], {"chat_template": "no.jinja"}, "data.chat_template: .* 'no.jinja'"),
         ([PAIRS[0], {"text": "plain"}], {}, "expected prompts in all documents or in none"),

@@ -8,10 +8,13 @@ import torch.nn.functional as F
 
 from packmamba import MambaLM
 from packmamba.config import ConfigError, load_config
+from packmamba.data.sources.records import find_chat_template
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.evaluation.load import load_model
+from packmamba.lab import cli
 from packmamba.lab.callbacks import Stopped
 from packmamba.lab.fit import fit
+from packmamba.lab.records import read_records
 from packmamba.lab.run_id import run_folder
 from packmamba.training import PackedDataModule, PackedLitModule
 from packmamba.training.datamodule import StepDataset
@@ -129,6 +132,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
     [
         (["model.d_model=32"], "model.d_model: expected 128, unless model.pretrained is null, got 32"),
         (["model.pretrained=no/such/folder"], "data.tokenizer: expected"),
+        (["model.pretrained=."], "data.tokenizer: expected a folder with tokenizer.json, got '.' without"),
         (["model.pretrained=no/such/folder", "data.tokenizer=bytes"], "model.pretrained: directory: expected"),
     ],
 )
@@ -136,6 +140,44 @@ def test_what_does_not_fit_a_checkpoint_is_refused(tmp_path, overrides, message)
     write_checkpoint(tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match=message):
         fit(configure(tmp_path, *overrides), progress=False)
+
+
+def test_evaluation_scores_answers_and_a_mixture_s_run_reads_what_it_is_told(tmp_path, capsys):
+    write_checkpoint(tmp_path / "checkpoint")
+    config = configure(tmp_path)
+    record = fit(config, progress=False)
+    assert not cli.main(["eval", str(run_folder(config)), "tasks=[perplexity]"], prog="run.py")
+    (evaluated,) = read_records(run_folder(config) / "evaluation")
+    assert evaluated["metrics"]["loss"] == pytest.approx(record["metrics"]["val_loss"], rel=1e-5)
+    answers = sum(len(pair["completion"]) + 1 for pair in PAIRS)
+    assert record["metrics"]["targets"] > 0 and evaluated["metrics"]["targets"] < answers
+    assert cli.main(["eval", str(run_folder(config)), "tasks=[positions]"], prog="run.py") == 2
+    assert "set data.loss_on=all" in capsys.readouterr().err
+    sources = [{"source": "jsonl", "path": str(write_pairs(tmp_path)), "weight": 1}]
+    mixed = configure(tmp_path, "data.source=stdlib", "data.path=null", f"data.sources={json.dumps(sources)}")
+    fit(mixed, progress=False)
+    (tmp_path / "other.txt").write_text("another text of a few words, " * 9)
+    words = [
+        "tasks=[perplexity]",
+        "data.source=text",
+        f"data.path={tmp_path}/other.txt",
+        f"output={tmp_path}/evaluated",
+    ]
+    assert not cli.main(["eval", str(run_folder(mixed)), *words], prog="run.py")
+    (other,) = read_records(tmp_path / "evaluated")
+    assert other["corpus_hash"] != evaluated["corpus_hash"]
+
+
+def test_a_chat_model_has_its_template(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint")
+    path = tmp_path / "chat.jsonl"
+    chat = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "!"}] for i in range(30)]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chat))
+    config = configure(tmp_path, f"data.path={path}", "data.chat_template=chatml", "data.row_length=128")
+    fit(config, progress=False)
+    assert find_chat_template(str(run_folder(config)), None) == find_chat_template("bytes", "chatml")[:1] + (
+        {"eos_token": "</s>"},
+    )
 
 
 def test_a_corpus_of_other_ids_is_refused(tmp_path):

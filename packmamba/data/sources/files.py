@@ -165,9 +165,7 @@ def open_megatron(data: DataConfig) -> Source:
         if (magic, version, len(firsts), bounds[-1]) != (b"MMIDIDX\0\0", 1, documents, len(tokens)):
             raise ValueError(f"other contents than {binary} of {len(tokens)} tokens")
     except (struct.error, LookupError, ValueError) as error:
-        raise ConfigError(
-            f"data.path: expected a whole Megatron index of version 1, got {index} ({error})"
-        ) from None
+        raise ConfigError(f"data.path: expected a whole Megatron index of version 1, got {index} ({error})") from None
 
     def vocabulary() -> int:
         if tokens.min() < 0:

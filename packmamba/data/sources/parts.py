@@ -3,7 +3,7 @@
 import dataclasses
 from pathlib import Path
 
-from packmamba.config import ConfigError, DataConfig, need, resolve
+from packmamba.config import ConfigError, DataConfig, need, resolve, suggest
 
 OF_SOURCES = ("source", "path", "unit", "text_key", "loss_on", "subset", "split", "test_path")
 """Keys of ``data`` that an entry of ``data.sources`` may have, beside ``weight`` and ``name``."""
@@ -25,12 +25,13 @@ def parts_of(data: DataConfig) -> list[Part]:
         place = f"data.sources[{number}]"
         need(isinstance(entry, dict), place, "keys and values, such as {source: text, path: a, weight: 3}", entry)
         keys = {**entry}
-        weight = keys.pop("weight", None)
-        is_positive = isinstance(weight, int | float) and not isinstance(weight, bool) and 0 < weight < float("inf")
-        need(is_positive, f"{place}.weight", "a number above 0", weight)
-        name = str(keys.pop("name", None) or Path(str(keys.get("path") or keys.get("source", number))).stem)
         for key in keys:
-            need(key in OF_SOURCES, place, f"weight, name, {', '.join(OF_SOURCES)}", f"'{key}'")
+            allowed = ("weight", "name", *OF_SOURCES)
+            need(key in allowed, place, ", ".join(allowed), f"'{key}'{suggest(key, allowed)}")
+        weight = keys.pop("weight", None)
+        is_positive = type(weight) in (int, float) and 0 < weight < float("inf")
+        need(is_positive, f"{place}.weight", "a number above 0", repr(weight))
+        name = str(keys.pop("name", None) or Path(str(keys.get("path") or keys.get("source", number))).stem)
         common = dataclasses.replace(data, sources=[])
         try:
             parts.append(Part(name, float(weight), resolve(DataConfig, [(common, "data"), (keys, place)])))

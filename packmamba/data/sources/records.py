@@ -20,7 +20,7 @@ from typing import Any
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources.source import Document, extra
-from packmamba.data.tokenizer import OPTIONS, tokenizer_file
+from packmamba.data.tokenizer import OPTIONS, TEMPLATE, tokenizer_file
 
 Range = tuple[int, int]
 PROMPT_KEYS = ("prompt", "completion", "messages")
@@ -54,7 +54,10 @@ def read_document(record: Any, data: DataConfig) -> Document:
     if data.text_key in fields or not fields.keys() & set(PROMPT_KEYS):
         text = fields.get(data.text_key)
         if not isinstance(text, str):
-            raise ValueError(f"expected text in the field '{data.text_key}' (data.text_key), got {text!r:.60}")
+            raise ValueError(
+                f"expected text in the field '{data.text_key}' (data.text_key), or prompt and completion, or "
+                f"messages, got {text!r:.60} of the fields {', '.join(fields) or 'none'}"
+            )
         return Document(False, text)
     if "messages" in fields:
         text, answers = _conversation(fields["messages"], data)
@@ -78,28 +81,38 @@ def of_one_kind(documents: Iterable[Document]) -> Iterator[Document]:
 
 def _prompt_and_completion(prompt: Any, completion: Any, data: DataConfig) -> tuple[str, tuple[Range, ...]]:
     if isinstance(prompt, list) and isinstance(completion, list):
-        start = _render(prompt, data, add_generation_prompt=True)
-        text = _render([*prompt, *completion], data)
-        return text, (_continuation(start, text),)
+        return _conversation([*prompt, *completion], data, first=len(prompt))
     for name, part in (("prompt", prompt), ("completion", completion)):
         if not isinstance(part, str):
-            raise ValueError(f"expected text or messages in the field '{name}', got {part!r:.60}")
+            raise ValueError(f"expected both prompt and completion as text, or as messages, got {name} {part!r:.60}")
     return prompt + completion, ((len(prompt), len(prompt) + len(completion)),)
 
 
-def _conversation(messages: Any, data: DataConfig) -> tuple[str, tuple[Range, ...]]:
-    """Return a conversation's text, and the ranges of what the assistant says."""
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-        raise ValueError(f"expected messages with role and content, got {messages!r:.60}")
+def _conversation(messages: Any, data: DataConfig, first: int = 0) -> tuple[str, tuple[Range, ...]]:
+    """Return a conversation's text, and the ranges of what the assistant says from message ``first`` on."""
+    _check_messages(messages, data)
     text = _render(messages, data)
     answers = []
     for number, message in enumerate(messages):
-        if message.get("role") == "assistant" and data.loss_on == "completion":
+        if number >= first and message["role"] == "assistant" and data.loss_on == "completion":
             start = _render(messages[:number], data, add_generation_prompt=True)
             until = _render(messages[: number + 1], data)
             _continuation(until, text)
             answers.append(_continuation(start, until))
+    if data.loss_on == "completion" and not answers:
+        roles = ", ".join(message["role"] for message in messages) or "no message"
+        raise ValueError(f"expected an answer of the role assistant, got {roles}; set data.loss_on=all")
     return text, tuple(answers)
+
+
+def _check_messages(messages: Any, data: DataConfig) -> None:
+    """Raise ValueError for what a template would write as Python's words, or leave out."""
+    is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
+    if not is_list or not all(isinstance(message.get("role"), str) for message in messages):
+        raise ValueError(f"expected messages with role and content, got {messages!r:.60}")
+    for message in messages if data.chat_template == "chatml" else ():
+        if not isinstance(message.get("content"), str) or message.get("tool_calls"):
+            raise ValueError(f"expected messages of text alone with data.chat_template=chatml, got {message!r:.80}")
 
 
 def _continuation(start: str, text: str) -> Range:
@@ -125,28 +138,30 @@ def _render(messages: list[Any], data: DataConfig, add_generation_prompt: bool =
 
 def chat_template(data: DataConfig) -> tuple[str, dict[str, Any]]:
     """Return the chat template and the special tokens that it may name. Raises ConfigError."""
-    return _chat_template(data.tokenizer, data.chat_template)
+    template, tokens = find_chat_template(data.tokenizer, data.chat_template)
+    if template is None:
+        raise ConfigError(
+            f"data.chat_template: expected chatml or a Jinja file for messages, since the tokenizer "
+            f"'{data.tokenizer}' has no template, got null"
+        )
+    return template, tokens
 
 
 @functools.lru_cache
-def _chat_template(tokenizer: str, chosen: str | None) -> tuple[str, dict[str, Any]]:
+def find_chat_template(tokenizer: str, chosen: str | None) -> tuple[str | None, dict[str, Any]]:
+    """Return the template that is chosen, or lies beside the tokenizer, if any; and special tokens."""
     options: dict[str, Any] = {}
     template = None
     if tokenizer != "bytes":
         folder = tokenizer_file(tokenizer).parent
         if (folder / OPTIONS).is_file():
             options = json.loads((folder / OPTIONS).read_text("utf-8"))
-        file = folder / "chat_template.jinja"
+        file = folder / TEMPLATE
         template = file.read_text("utf-8") if file.is_file() else options.get("chat_template")
     if chosen is not None:
         template = CHATML if chosen == "chatml" else _read_template(chosen)
-    if not isinstance(template, str):
-        raise ConfigError(
-            f"data.chat_template: expected chatml or a Jinja file for messages, since the tokenizer "
-            f"'{tokenizer}' has no template, got null"
-        )
     tokens = {name: value for name, value in options.items() if name.endswith("_token")}
-    return template, {
+    return template if isinstance(template, str) else None, {
         name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()
     }
 

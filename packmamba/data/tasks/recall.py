@@ -65,10 +65,7 @@ class FuzzyRecall:
     KEYS, MOTIF = 8, 3
 
     def __init__(self, length: Span = (64, 128), vocab_size: int = 16) -> None:
-        self.length, self.vocab_size = (
-            span("length", length, 4 * self.MOTIF),
-            integer("vocab_size", vocab_size, 16),
-        )
+        self.length, self.vocab_size = (span("length", length, 4 * self.MOTIF), integer("vocab_size", vocab_size, 16))
         self.chance = 1 / (vocab_size - vocab_size // 2)
 
     def example(self, seed: int, index: int) -> Example:

@@ -76,9 +76,7 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         projected = mixer.in_proj(hidden)
     groups, states = mixer.n_groups, mixer.ssm_state_size
     gate, inputs, delta = projected.split((mixer.intermediate_size, mixer.conv_dim, mixer.num_heads), dim=-1)
-    xbc = ops.conv1d_pack(
-        inputs, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, layout=layout, activation="silu"
-    )
+    xbc = ops.conv1d_pack(inputs, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, layout=layout, activation="silu")
     x, B, C = xbc.split((mixer.intermediate_size, groups * states, groups * states), dim=-1)
     wide = accumulation_dtype(x.dtype)
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.to(wide)

@@ -97,9 +97,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
         position = given.pop("position_ids", None)
         expect(not given, " and ".join(given), "none beside a cache that holds states", "some")
         if position is not None and ((position == 0).any() or (position.diff(dim=-1) != 1).any()):
-            raise ValueError(
-                "position_ids: expected to rise by one, from above 0, beside a cache that holds states"
-            )
+            raise ValueError("position_ids: expected to rise by one, from above 0, beside a cache that holds states")
         return kwargs
     expect(given or cached or not required, "position_ids", "position_ids, seq_idx or cu_seq_lens_q", "none")
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
@@ -267,11 +265,7 @@ WHOLE: dict[type, Callable] = {}
 
 def _subclass(original: type, **attributes: Any) -> None:
     # Loading initialises no custom code's buffers; unregistered, a class records no hidden states.
-    attributes |= {
-        "__module__": __name__,
-        "require_boundaries": False,
-        "is_custom_code": staticmethod(lambda: False),
-    }
+    attributes |= {"__module__": __name__, "require_boundaries": False, "is_custom_code": staticmethod(lambda: False)}
     CLASSES[original] = globals()[original.__name__] = ours = type(original.__name__, (original,), attributes)
     dict.__setitem__(_CAN_RECORD_REGISTRY, str(ours), getattr(original, "_can_record_outputs", None))
 

@@ -215,9 +215,7 @@ def _speed_bars(bars: Arms) -> list[Figure]:
     ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     heading = "Speed: non-padding tokens per second, and slots lost to padding (hatched)"
     ax.set(title=heading, xlabel="slots per second")
-    caption = (
-        "Non-padding tokens/s (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
-    )
+    caption = "Non-padding tokens/s (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
     return [finish(fig, "speed", caption)]
 
 
