@@ -215,7 +215,7 @@ def test_evaluation_as_trained_has_few_empty_rows(lengths, streams):
 def test_errors_name_the_key():
     with pytest.raises(ConfigError, match="data.row_length"):
         StepSchedule(Numbered([30]), DataConfig(row_length=8), 0)
-    with pytest.raises(ConfigError, match="data.lengths"):
+    with pytest.raises(ConfigError, match="data.row_length: .* got 30 in document 0"):
         arrange(pieces_of(Numbered([30]), np.arange(1)), DataConfig(row_length=8))
 
 
