@@ -25,6 +25,9 @@ demo:
 	@.ci/setup "$(PREFIX)" core "$(ACTIVE)"
 	"$(PYTHON)" run.py demo
 
+# A worker of pytest has a core: more threads in each would only take turns.
+test test-slow test-extras: export OMP_NUM_THREADS ?= 1
+
 test:
 	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
 	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal

@@ -60,6 +60,7 @@ def registry():
     BOUNDARIES.update(before)
 
 
+@pytest.mark.slow
 def test_a_run_that_fails_or_dies_does_not_stop_the_others(tmp_path, monkeypatch):
     (tmp_path / "breaking.py").write_text(PLUGIN)
     monkeypatch.chdir(tmp_path)

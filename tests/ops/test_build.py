@@ -67,6 +67,7 @@ def build_small(kernels):
     print(build.build("cpu"))
 
 
+@pytest.mark.slow
 def test_eight_processes_build_once(small_kernels, tmp_path):
     counting = tmp_path / "compiler"
     counting.write_text(
