@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pandas as pd
 
@@ -319,7 +319,20 @@ def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | No
     return None if other is arm else estimate(*paired(arm, other, metric))
 
 
-def divergence(arm: Arm, other: Arm) -> Divergence:
+class Seeded(Protocol):
+    """Give the runs of an arm by seed, the seeds that diverged, and those that sweeps name."""
+
+    @property
+    def runs(self) -> pd.DataFrame: ...
+
+    @property
+    def diverged(self) -> set[int]: ...
+
+    @property
+    def expected(self) -> set[int]: ...
+
+
+def divergence(arm: Seeded, other: Seeded) -> Divergence:
     """Count the runs of two arms, the diverged ones among them, and seeds that lack a run."""
     runs = len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs)
     seeds = arm.expected & other.expected
