@@ -34,7 +34,7 @@ from packmamba.config import CONFIGURATION, Config, TrainerConfig, import_plugin
 from packmamba.data.sources import reads_text
 from packmamba.data.sources.records import find_chat_template
 from packmamba.data.token_store import evaluation_documents
-from packmamba.data.tokenizer import write_tokenizer
+from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, write_tokenizer
 from packmamba.errors import ConfigError, UserError
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
@@ -184,6 +184,8 @@ class _Run:
         module = PackedLitModule.from_config(self.config, self.data.vocab_size)
         check_run(self.config, len(module.model.lm_head.weight))
         starts_from = self.config.trainer.init_from or self.config.model.pretrained
+        if self.config.model.pretrained is not None and self.trainer.is_global_zero:
+            warn_of_another_tokenizer(self.config)
         if starts_from is not None and not self.reached:
             if self.config.trainer.init_from is not None:
                 load_initial_weights(module.model, self.config)
@@ -430,6 +432,17 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
         load_weights(model, weights, path, "this run's keys of model")
     except (ValueError, FileNotFoundError, KeyError) as error:
         raise ConfigError(f"trainer.init_from: {error}") from None
+
+
+def warn_of_another_tokenizer(config: Config) -> None:
+    """Warn where ``data.tokenizer`` writes a text otherwise than the checkpoint's own does, if it has one."""
+    folder = Path(str(config.model.pretrained))
+    if not (folder / TOKENIZER).is_file() or not reads_text(config.data):
+        return
+    text = "The quick brown fox, 0123 of them."
+    theirs = read_tokenizer(folder).encode(text).tolist()
+    if load_tokenizer(config.data).encode(text).tolist() != theirs:
+        warnings.warn(f"data.tokenizer: expected ids as of {folder / TOKENIZER}, got others", stacklevel=2)
 
 
 def weights_checksum(model: MambaLM) -> int:

@@ -1,6 +1,7 @@
 """Fine-tune a checkpoint on prompts and answers: which loss, which weights, on any ranks, after any stop."""
 
 import json
+import warnings
 
 import pytest
 import torch
@@ -178,6 +179,20 @@ def test_a_chat_model_has_its_template(tmp_path):
     assert find_chat_template(str(run_folder(config)), None) == find_chat_template("bytes", "chatml")[:1] + (
         {"eos_token": "</s>"},
     )
+
+
+def test_another_tokenizer_of_equal_size_is_warned_of(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint")
+    write_tokenizer(tmp_path / "other", "bytes", None, "</s>")
+    content = json.loads((tmp_path / "other" / "tokenizer.json").read_text())
+    ids = content["model"]["vocab"]
+    content["model"]["vocab"] = dict(zip(ids, reversed(ids.values())))
+    (tmp_path / "other" / "tokenizer.json").write_text(json.dumps(content))
+    with pytest.warns(UserWarning, match="data.tokenizer: expected ids as of"):
+        fit(configure(tmp_path, f"data.tokenizer={tmp_path}/other", "trainer.max_steps=1"), progress=False)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="data.tokenizer")
+        fit(configure(tmp_path, "trainer.max_steps=1"), progress=False)
 
 
 def test_a_corpus_of_other_ids_is_refused(tmp_path):
