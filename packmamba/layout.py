@@ -277,7 +277,7 @@ class SequenceLayout:
 
     @cached_property
     def packed(self) -> bool:
-        """Whether any row holds several documents. Waits for a GPU, once."""
+        """Return whether any row holds several documents. Waits for a GPU, once."""
         return bool((self.starts % self.shape[1]).any())
 
     @property

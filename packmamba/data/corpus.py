@@ -1,4 +1,4 @@
-"""What is trained on: the documents of a tokenized split, and mixtures of several.
+"""Hold what is trained on: the documents of a tokenized split, and mixtures of several.
 
 Schedule, batches and evaluation read a corpus by a document's number: ``lengths`` says how long it
 is, ``read`` gives a piece's tokens and targets. Tokens are memory-mapped, so that a corpus may be

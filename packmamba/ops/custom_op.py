@@ -78,7 +78,7 @@ def _run_on_cpu(name: str, arguments: dict[str, Any]) -> None:
 
 
 class Outputs(NamedTuple):
-    """What a packed operator returns, and (in a backward) the gradients of it; None: absent, or zero."""
+    """Hold what a packed operator returns, and (in a backward) the gradients of it; None: absent, or zero."""
 
     y: Tensor
     final_state: Tensor | None

@@ -149,7 +149,7 @@ class InnerSaved(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What the forward's kernels write to."""
+    """Hold what the forward's kernels write to."""
 
     y: Tensor
     conv_state: Tensor | None

@@ -286,7 +286,7 @@ class Steps(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """What a tile reads: x (K, Q, H, P), B and C (K, Q, G, N), and its steps."""
+    """Hold what a tile reads: x (K, Q, H, P), B and C (K, Q, G, N), and its steps."""
 
     tile: Tile
     x: Tensor

@@ -111,6 +111,17 @@ def test_a_template_lies_beside_the_tokenizer_or_in_a_file(tmp_path):
     assert [one.content for one in in_a_file][1] == "user <s> 3 + 3?!assistant <s> 6!"
 
 
+def test_another_template_beside_the_tokenizer_is_another_corpus(tmp_path):
+    path = write(tmp_path / "a.jsonl", [{"messages": [*CHAT, {"role": "user", "content": str(i)}]} for i in range(9)])
+    hashes = set()
+    for name, mark in (("one", "!"), ("two", "?")):
+        write_tokenizer(
+            tmp_path / name, "bytes", "<s>", "</s>", "{% for m in messages %}{{ m.content }}" + mark + "{% endfor %}"
+        )
+        hashes.add(open_corpora(path, tokenizer=str(tmp_path / name)).corpus_hash)
+    assert len(hashes) == 2
+
+
 @pytest.mark.parametrize("kind", ["parquet", "huggingface"])
 def test_tables_hold_prompts_too(tmp_path, kind):
     datasets = pytest.importorskip("datasets")

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, need
-from packmamba.data.sources.records import PROMPT_KEYS, chat_template, of_one_kind, read_documents
+from packmamba.data.sources.records import PROMPT_KEYS, find_chat_template, of_one_kind, read_documents
 from packmamba.data.sources.source import Document, Source, extra, find_files, hash_files, list_files
 from packmamba.data.sources.splits import least_length, refuse_splits, split_by_content, split_names
 
@@ -112,8 +112,9 @@ def _records(data: DataConfig, records: Callable[[Path], Iterator[Any]], suffixe
 
 def _kind(data: DataConfig) -> list[Any]:
     """Return what else decides documents of records, where it is not as by default."""
-    chosen = [data.loss_on] if data.loss_on != DataConfig.loss_on else []
-    return chosen if data.chat_template is None else [*chosen, *chat_template(data)]
+    chosen: list[Any] = [data.loss_on] if data.loss_on != DataConfig.loss_on else []
+    template, tokens = find_chat_template(data.tokenizer, data.chat_template)
+    return chosen if template is None else [*chosen, template, tokens]
 
 
 def _lines(path: Path, text_key: str) -> Iterator[Any]:

@@ -113,7 +113,7 @@ class Arm:
 
     @property
     def setting(self) -> tuple[str, str]:
-        """What arms share that are compared: the variant, and the point of the grid."""
+        """Return what arms share that are compared: the variant, and the point of the grid."""
         return repr(self.variant), parts_of(self.name)[1]
 
     @property
@@ -355,7 +355,7 @@ class Contrast(NamedTuple):
 
     @property
     def primary(self) -> bool:
-        """Whether the sweep named it beforehand."""
+        """Return whether the sweep named it beforehand."""
         return self.comparison.family == "primary"
 
     @property

@@ -140,17 +140,7 @@ class PackedMamba(Mixer):
         """Mix as ``ops.mamba_inner`` does, but call the projections, some of which are adapters."""
         conv_state, ssm_state = self.initial_states(state, projected.shape[0], ssm_layout)
         x, z = projected.chunk(2, dim=-1)
-        convolved = ops.conv1d_pack(
-            x,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            activation="silu",
-            layout=conv_layout,
-            initial_state=conv_state,
-            return_final_state=return_state,
-            backend=self.backend,
-        )
-        u, conv_state = convolved if return_state else (convolved, None)
+        u, conv_state = self._convolve(x, conv_layout, conv_state, return_state)
         delta, B, C = self.x_proj(u).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         accumulation = accumulation_dtype(u.dtype)
         scanned = ops.ssm_pack(

@@ -163,17 +163,7 @@ class PackedMamba2(Mixer):
         """Mix in_proj's output (B, L, 2 D + 2 G N + H): z, x, B, C and delta."""
         conv_state, ssm_state = self.initial_states(state, projected.shape[0], ssm_layout)
         z, xBC, delta = projected.split([self.d_inner, self.conv_dim, self.nheads], dim=-1)
-        convolved = ops.conv1d_pack(
-            xBC,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            activation="silu",
-            layout=conv_layout,
-            initial_state=conv_state,
-            return_final_state=return_state,
-            backend=self.backend,
-        )
-        xBC, conv_state = convolved if return_state else (convolved, None)
+        xBC, conv_state = self._convolve(xBC, conv_layout, conv_state, return_state)
         by_group = self.ngroups * self.d_state
         x, B, C = xBC.split([self.d_inner, by_group, by_group], dim=-1)
         accumulation = accumulation_dtype(x.dtype)

@@ -1,4 +1,4 @@
-"""What both Mambas' mixers share: arguments and states, initialisation, names in checkpoints.
+"""Share between both Mambas' mixers: arguments and states, initialisation, names in checkpoints.
 
 A mixer projects tokens (``in_proj``), convolves them, scans them by a recurrence and projects back
 (``out_proj``). The convolution and the recurrence take a layout each, since an experiment may let
@@ -128,6 +128,22 @@ class Mixer(nn.Module):
         dtype = self.in_proj.weight.dtype
         fits = hidden.dtype == dtype or torch.is_autocast_enabled(hidden.device.type)
         expect(fits, "hidden", f"the weights' {dtype}", hidden.dtype, TypeError)
+
+    def _convolve(
+        self, x: Tensor, layout: SequenceLayout | None, state: Tensor | None, return_state: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        """Convolve x (B, L, D) and apply SiLU; return final states (S, D, W - 1) if they are asked for."""
+        convolved = ops.conv1d_pack(
+            x,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            activation="silu",
+            layout=layout,
+            initial_state=state,
+            return_final_state=return_state,
+            backend=self.backend,
+        )
+        return convolved if return_state else (convolved, None)
 
     def start_state(self, documents: int) -> State:
         """Return initial states of so many documents: zeros, or the learned state in the recurrence."""
