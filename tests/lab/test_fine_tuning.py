@@ -203,3 +203,9 @@ def test_a_corpus_of_other_ids_is_refused(tmp_path):
     MambaLM(vocab_size=100, **SIZES["mamba1"]).save_pretrained(tmp_path / "checkpoint")
     with pytest.raises(ConfigError, match="data.tokenizer"):
         fit(configure(tmp_path, "data.tokenizer=bytes"), progress=False)
+
+
+def test_a_step_larger_than_the_corpus_is_an_epoch(tmp_path, capsys):
+    write_checkpoint(tmp_path / "checkpoint")
+    fit(configure(tmp_path, "data.tokens_per_step=100000", "trainer.max_steps=2"), progress=True)
+    assert "2 steps, 2 epochs;" in capsys.readouterr().err
