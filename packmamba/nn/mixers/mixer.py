@@ -60,6 +60,7 @@ class Mixer(nn.Module):
     in_proj: Projection
     conv1d: nn.Conv1d
     out_proj: Projection
+    backend: str | None
     D: nn.Parameter
     state_shape: tuple[int, ...]
     initial_state: nn.Parameter | None
