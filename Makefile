@@ -11,7 +11,7 @@ WORKERS ?= 2
 help:
 	@echo "make demo          train one small model under every scheme and report (CPU, minutes)"
 	@echo "make test          the tests of library, training and laboratory, without a GPU (minutes)"
-	@echo "make test-slow     the tests marked slow: committed pages and tables, code in docs/, killed processes"
+	@echo "make test-slow     the tests marked slow: experiments, committed pages, code in pages, killed processes"
 	@echo "make test-extras   install the extras eval and integrations, run the tests marked extras"
 	@echo "make test-newest   the tests on the newest PyTorch, in an environment of its own (several GB)"
 	@echo "make test-gpu      the tests marked gpu"

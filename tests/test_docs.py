@@ -119,7 +119,7 @@ def run_page(page, folder):
 def page_and_marks(page):
     text = page.read_text(encoding="utf-8")
     marks = [pytest.mark.extras] * ("<!-- extra" in text)
-    if page.parent.name == "docs" and BLOCK.search(text):
+    if BLOCK.search(text):
         marks.append(pytest.mark.slow)
     return pytest.param(page, id=page.name, marks=marks)
 

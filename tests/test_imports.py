@@ -93,6 +93,7 @@ def test_layer_operators_and_leakcheck_need_torch_numpy_and_safetensors_alone():
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "missing",
     [

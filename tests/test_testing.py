@@ -248,6 +248,7 @@ def fit_rank(patched):
         return 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("patched", [True, False])
 def test_ranks_check_their_own_batches(patched, tmp_path):
     """Where one rank alone has two documents in a row, neither waits for the other; a leak ends its process."""

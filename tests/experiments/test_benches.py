@@ -45,6 +45,8 @@ from packmamba.ops import custom_op
 from packmamba.training.boundary import Leak
 from packmamba.training.lit_module import PackedLitModule
 
+pytestmark = pytest.mark.slow
+
 
 def tables(question, records):
     sections = build_sections(records, figures=False, kinds=kinds_of(find(question), records))
@@ -359,7 +361,6 @@ def test_wrong_scores_are_not_timed(tmp_path, monkeypatch):
         scoring.run(load_bench("scoring", SCORING).config, tmp_path / "records.jsonl", progress=False)
 
 
-@pytest.mark.slow
 def test_gradients_of_packed_and_padded_along_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run.main(["bench", "parity/gradients", *GRADIENTS, f"output={tmp_path}"]) == 0
@@ -380,7 +381,6 @@ def test_tasks_of_untrained_models(tmp_path):
     assert len(tables("tasks", read_records(tmp_path))["untrained"].rows) == 2
 
 
-@pytest.mark.slow
 def test_hugging_face_s_trainer(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
@@ -419,7 +419,6 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
         integration.run(config, tmp_path / "r.jsonl", progress=False)
 
 
-@pytest.mark.slow
 def test_hugging_face_s_trainer_of_other_models(tmp_path):
     """Arms that do not run keep an error in their place."""
     pytest.importorskip("transformers")
@@ -442,7 +441,6 @@ def test_hugging_face_s_trainer_of_other_models(tmp_path):
     assert len(made["trainer"].rows) == 1 and len(made["trainer-arms"].rows) == 4
 
 
-@pytest.mark.slow
 def test_audit_of_transformers(tmp_path):
     pytest.importorskip("transformers")
     from experiments.leakcheck import bench as audit

@@ -16,6 +16,8 @@ from made_records import throughput, training
 from packmamba.config import load_config, to_dict
 from packmamba.lab.report.tables import write_table
 
+pytestmark = pytest.mark.slow
+
 NOISE = (0.0004, -0.0003, 0.0002, -0.0004, 0.0001, 0.0003, -0.0002, -0.0001)
 POOL = (
     "data.strategy=concat_split data.streams=1024 data.stagger=true data.batching=stream data.row_length=2048".split()

@@ -22,6 +22,8 @@ from packmamba.lab.report.statistics import NOTHING, Estimate, margin_from_pilot
 from packmamba.lab.report.tables import write_table
 from packmamba.lab.sweep import load_sweep, run_sweep
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(reproduce.__file__).parent
 GROUPS = 20
 
@@ -44,7 +46,6 @@ def sample(tmp_path_factory):
     return path
 
 
-@pytest.mark.slow
 def test_small_sweeps_make_every_table(sample, tmp_path):
     wanted = [step for step in reproduce.STEPS if step.small and "mamba2" not in " ".join(step.overrides)]
     few = ("trainer.max_steps=2", f"data.cache_dir={tmp_path}/corpora", "data.validation_documents=40")

@@ -16,6 +16,8 @@ from experiments.verdicts.report import KINDS
 from packmamba.lab.records import read_records
 from packmamba.lab.report.html import table_files
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path(bench.__file__).parent
 SEEDS = [3, 5, 8, 16]
 
@@ -52,7 +54,6 @@ def test_an_arm_that_diverges_is_never_equivalent():
         assert bool(found["different (diverges)"]) == (seeds > 3)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("seeds", SEEDS)
 def test_false_verdicts_of_simulated_studies(seeds):
     for study in studies([seeds]):

@@ -200,6 +200,7 @@ class MambaLMHeadModel(nn.Module):
         return SimpleNamespace(logits=self.lm_head(x))
 
 
+@pytest.mark.slow
 def test_a_model_s_layers_are_exchanged():
     torch.manual_seed(0)
     model = MambaLMHeadModel([Theirs(8, d_state=4, layer_idx=i) for i in range(2)]).eval()

@@ -125,6 +125,7 @@ def test_a_sweep_that_is_killed_twice_has_each_record_once(tmp_path):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.slow
 def test_a_locked_run_is_left_to_its_process(tmp_path):
     sweep, configs = load_sweep(write_sweep(tmp_path, grid={"seed": [0]}))
     holder = hold(run_folder(configs[0]))

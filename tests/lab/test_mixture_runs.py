@@ -48,6 +48,7 @@ def test_a_run_says_the_loss_and_the_epochs_of_each_source(tmp_path):
         assert record["epochs_by_source"][name] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
     whole, stopped = configure(tmp_path, f"runs_dir={tmp_path}/whole"), configure(tmp_path)
     expected = fit(whole, progress=False)

@@ -82,6 +82,7 @@ def signal_at(monkeypatch, name, step, *signals):
     monkeypatch.setattr(PackedLitModule, name, call_and_signal)
 
 
+@pytest.mark.slow
 def test_a_run_killed_at_any_moment(tmp_path, whole):
     """SIGKILL after a checkpoint, at a random moment of the next steps; then a half-written checkpoint as the newest."""
     config = tiny_config(tmp_path, *KEYS, *SCHEMES["packed"])
@@ -100,6 +101,7 @@ def test_a_run_killed_at_any_moment(tmp_path, whole):
     assert_same(config, whole("packed"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("scheme", "where", "step", "signum"),
     [

@@ -91,6 +91,7 @@ def test_a_failed_compilation_shows_the_compilers_words(small_kernels):
     assert not list((small_kernels.parent / "cache").glob("*.so"))
 
 
+@pytest.mark.slow
 def test_without_a_compiler_an_explicit_backend_raises_and_one_warning_names_the_fix(tmp_path):
     """In one process: what was refused is warned of all the same, and the reference runs."""
     explicit = FORWARD.replace("layout=layout)", "layout=layout, backend='cpu')")

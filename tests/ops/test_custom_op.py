@@ -46,7 +46,11 @@ def random_layouts(count, rows, row_length):
 
 
 @pytest.mark.parametrize(
-    "mixer", [PackedMamba, lambda **sizes: PackedMamba2(**sizes, headdim=8)], ids=["mamba1", "mamba2"]
+    "mixer",
+    [
+        pytest.param(PackedMamba, id="mamba1"),
+        pytest.param(lambda **sizes: PackedMamba2(**sizes, headdim=8), id="mamba2", marks=pytest.mark.slow),
+    ],
 )
 def test_one_graph_for_a_hundred_layouts(mixer):
     torch.manual_seed(0)

@@ -75,6 +75,7 @@ def test_recomputing_changes_no_bit(config, recompute, given, how):
         assert torch.equal(found[1][name], value), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", block.RECOMPUTE)
 @pytest.mark.parametrize(
     "given", [pytest.param(False, id="fresh"), pytest.param(True, id="states", marks=pytest.mark.slow)]

@@ -78,6 +78,7 @@ def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
     assert_trained_as_one(killed, whole, 1e-5)
 
 
+@pytest.mark.slow
 def test_ranks_end_together_when_any_is_told_to(tmp_path):
     keys = ["data.strategy=greedy", "trainer.devices=2", "trainer.strategy=ddp", "trainer.max_steps=200",
             "trainer.checkpoint_every=4", "trainer.validate_every=200", "trainer.log_every=10"]  # fmt: skip

@@ -25,6 +25,7 @@ def test_a_folder_without_records_is_named(tmp_path):
         write_report(tmp_path / "nothing")
 
 
+@pytest.mark.slow
 def test_the_report_is_one_file_that_makes_no_requests(tmp_path):
     arms = ["single", "padded", "packed-reset", "packed-leak"]
     records = [training(arm, seed, 2.0 + 0.1 * i + 0.01 * seed * i) for i, arm in enumerate(arms) for seed in (0, 1)]
