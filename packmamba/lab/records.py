@@ -21,11 +21,10 @@ from typing import Any
 from filelock import FileLock
 
 import packmamba
-from packmamba.config.schema import RENAMED_KEYS, RENAMED_VALUES
 from packmamba.errors import ConfigError
 from packmamba.files import space_for, write_whole
 
-SCHEMA = 2  # of new records; in those of 1 a model.d_state of 16 was the mixer's default
+SCHEMA = 2  # raise it when the meaning of a field changes, and rewrite the committed records
 SWEEPS = "sweep.json"
 SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit dirty
 FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
@@ -75,7 +74,7 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
             for number, line in enumerate(file, start=1):
                 try:
                     record = json.loads(line)
-                    records.append(_renamed({key: record[key] for key in KEYS} | record))
+                    records.append({key: record[key] for key in KEYS} | record)
                 except (ValueError, TypeError, KeyError) as error:
                     if line.strip() and line.endswith(b"\n"):  # else an append was interrupted
                         raise ConfigError(f"{path}:{number}: expected a record, got one without {error}") from None
@@ -95,26 +94,6 @@ def record_files(folder: str | Path) -> list[Path]:
 def has_records(folder: str | Path) -> bool:
     """Check if a folder has a record: a file with a line that was written whole."""
     return any(path.suffix == ".gz" or b"\n" in path.read_bytes() for path in record_files(folder))
-
-
-def _renamed(record: dict[str, Any]) -> dict[str, Any]:
-    """Give a record of an earlier version today's keys and values."""
-    record.pop("checksum", None)
-    if record["kind"] == "packing":  # whose arms are strategies
-        record["arm"] = RENAMED_VALUES["strategy"].get(record["arm"], record["arm"])
-    config = record["config"]
-    if "data" in config:
-        config["data"] = {
-            RENAMED_KEYS.get(f"data.{key}", f"data.{key}").removeprefix("data."): value
-            for key, value in config["data"].items()
-        }
-    model = config.get("model", {})
-    if record["schema"] < SCHEMA and isinstance(model, dict) and model.get("d_state") == 16:
-        model["d_state"] = None
-    for section in (config, config.get("data", {}), config.get("trainer", {})):
-        for key in section.keys() & {"strategy", "overlong", "boundary"}:
-            section[key] = RENAMED_VALUES[key].get(str(section[key]), section[key])
-    return record
 
 
 def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from made_records import training, write
 from packmamba.lab import records as records_module
-from packmamba.lab.records import append_record, make_record, provenance, read_records, write_sweep
+from packmamba.lab.records import append_record, provenance, read_records, write_sweep
 
 
 def test_round_trip(tmp_path):
@@ -28,22 +28,12 @@ def test_round_trip(tmp_path):
     "name", ["record.json", "records.jsonl", "records.jsonl.gz", "records/a.jsonl", "records/a.jsonl.gz"]
 )
 def test_all_places_of_records_are_read(tmp_path, name):
-    line = json.dumps(training("single") | {"checksum": "0badc0de"}).encode() + b"\n"  # as lines once had
+    line = json.dumps(training("single")).encode() + b"\n"
     path = tmp_path / name
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(gzip.compress(line) if name.endswith("gz") else line)
     (record,) = read_records(tmp_path)
-    assert record["arm"] == "single" and "checksum" not in record
-
-
-def test_keys_and_values_of_old_records_are_renamed(tmp_path):
-    old = {"data": {"mode": "stream", "strategy": "best_fit"}, "trainer": {"boundary": "noise", "strategy": "auto"}}
-    packing = make_record("packing", "q", "split", {"strategy": "split"}, 0, "c", {}, 1)
-    write(tmp_path, [training("padded", config=old), packing])
-    first, second = read_records(tmp_path)
-    assert first["config"]["data"] == {"batching": "stream", "strategy": "best_fit_decreasing"}
-    assert first["config"]["trainer"] == {"boundary": "fitted_noise", "strategy": "auto"}
-    assert second["arm"] == second["config"]["strategy"] == "concat_split"
+    assert record["arm"] == "single"
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"kind": "training"}'])
