@@ -166,8 +166,7 @@ def test_a_configuration_built_in_code_is_checked():
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
-    [("streaming: 1", "'data.streaming' .*: remove it$"), ("mode: x", "'data.mode' .*: remove it$")],
+    ("keys", "says"), [("streaming: 1", "'data.streaming' .*: remove it$"), ("mode: x", "'data.mode' .*: remove it$")]
 )
 def test_a_run_of_an_older_version_names_its_old_keys(keys, says, tmp_path):
     path = tmp_path / "configuration.yaml"

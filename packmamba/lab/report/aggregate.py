@@ -433,16 +433,28 @@ def same_documents(arm: Arm, other: Arm) -> bool:
 def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
     """Return (start, end, the arm's loss minus its baseline's) by range of positions."""
     # Positions are of the document, so a leak shows at the first and a longer memory at the last.
-    curves = [side.points("loss_by_position") for side in (arm, arm.baseline)]
+    found = _difference_along(arm, "loss_by_position", ["start", "end"])
+    return [(start, end, estimated) for (start, end), estimated in found]
+
+
+def difference_by_step(arm: Arm) -> list[tuple[int, Estimate]]:
+    """Return (step, the arm's validation loss minus its baseline's), if steps hold the same documents."""
+    if not same_documents(arm, arm.baseline):
+        return []
+    return [(step, estimated) for (step,), estimated in _difference_along(arm, "validation", ["step"])]
+
+
+def _difference_along(arm: Arm, curve: str, places: list[str]) -> list[tuple[tuple[int, ...], Estimate]]:
+    """Return the paired differences of a curve's losses at each place that both arms have."""
+    curves = [side.points(curve) for side in (arm, arm.baseline)]
     if arm.baseline is arm or any(points.empty for points in curves):
         return []
-    index = ["start", "end", "seed"]
-    ours, theirs = (points.set_index(index)["loss"].astype(float) for points in curves)
+    ours, theirs = (points.groupby([*places, "seed"])["loss"].last().astype(float) for points in curves)
     found = []
-    for (start, end), values in (ours - theirs).dropna().groupby(level=["start", "end"]):
+    for place, values in (ours - theirs).dropna().groupby(level=places):
         estimated = statistics.interval(values)
         if estimated is not None:
-            found.append((start, end, estimated))
+            found.append((place, estimated))
     return found
 
 

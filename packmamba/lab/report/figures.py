@@ -41,6 +41,7 @@ STYLES: dict[str, dict[str, Any]] = {
 }
 OTHERS = ("#56B4E9", "#882255", "#B2182B", "#1B7837", "#4D4D4D")
 DPI = 160
+PAGE_WIDTH = 4.6  # inches; scaled to a screen of 390 pixels, text still has 10
 
 
 class Figure(NamedTuple):
@@ -98,6 +99,15 @@ def legend_below(fig: Canvas, columns: int = 5) -> None:
         legend.remove()
 
 
+def name_above(ax: Axes, labels: Sequence[str]) -> None:
+    """Name rows from the top down, the first at y = 0, by text above each, within the panel."""
+    name_bars(ax, labels, shown=False)
+    ax.set_ylim(len(labels) - 0.5, -0.8)
+    ax.tick_params(axis="y", length=0)
+    for y, label in enumerate(labels):
+        ax.text(0.01, y - 0.3, label, transform=ax.get_yaxis_transform(), va="center", fontsize=9)
+
+
 def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
     """Name rows from the top down, the first at y = 0."""
     ax.set_yticks(range(len(labels)), labels if shown else [""] * len(labels))
@@ -116,12 +126,13 @@ class _Panel(NamedTuple):
 
 
 def _line_figure(name: str, caption: str, arms: Arms, panels: Sequence[_Panel]) -> list[Figure]:
-    """Draw arms' lines with intervals; no panel where no line has two points."""
+    """Draw arms' lines with intervals, panel below panel; no panel where no line has two points."""
     panels = [panel for panel in panels if any(len(line) > 1 for line in panel.lines.values())]
     if not panels:
         return []
-    fig, grid = axes(len(panels), width=10.0 if len(panels) > 1 else 6.5)
-    for ax, panel in zip(grid, panels):
+    size = (PAGE_WIDTH, 3.2 * len(panels) + 0.3)
+    fig, grid = plt.subplots(len(panels), 1, figsize=size, layout="constrained", squeeze=False)
+    for ax, panel in zip(grid.flat, panels):
         for arm, line in panel.lines.items():
             style = _style_in(arm, arms) | ({"marker": "o"} if len(line) == 1 else {})
             ax.plot(line.index, line["mean"], label=arm.label, **style)
@@ -131,6 +142,7 @@ def _line_figure(name: str, caption: str, arms: Arms, panels: Sequence[_Panel]) 
         ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
         if panel.xscale == "log":
             ax.set_xscale("log", base=2)
+            ax.xaxis.set_major_locator(matplotlib.ticker.LogLocator(base=2, numticks=6))
             ax.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
             ax.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     legend_below(fig)
@@ -156,7 +168,7 @@ def throughput_figures(records: Records) -> list[Figure]:
 
 
 def _learning_curves(arms: Arms) -> list[Figure]:
-    by_tokens, by_time = {}, {}
+    by_tokens, by_time, differences = {}, {}, {}
     for arm in arms:
         points = arm.points("validation")
         if len(points):
@@ -166,11 +178,18 @@ def _learning_curves(arms: Arms) -> list[Figure]:
             tokens = points.groupby("step")["real_tokens"].mean()
             by_tokens[arm] = line.set_axis(tokens)
             by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
+            estimates = {tokens[step]: found for step, found in aggregate.difference_by_step(arm) if step in tokens}
+            if estimates:
+                differences[arm] = pd.DataFrame([*estimates.values()], [*estimates])
     panels = [_Panel("Against data", "non-padding tokens", "validation loss (nats)", by_tokens)]
     # Runs of their own may have shared a machine: only speeds of one timing compare.
     if all(arm.timing for arm in arms):
         panels.append(_Panel("Against time", "training time (s), at the measured speed", "", by_time))
-    caption = "Validation loss by tokens and time. Bands: range of seeds."
+    minus = _minus(arms)
+    panels.append(_Panel(minus, "non-padding tokens", "difference (nats)", differences))
+    caption = (
+        "Validation loss by tokens and time; bands: range of seeds. Paired differences: 95 % intervals over seeds."
+    )
     return _line_figure("learning-curves", caption, arms, panels)
 
 
@@ -179,7 +198,7 @@ def _differences(arms: Arms) -> list[Figure]:
     contrasts = [each for each in aggregate.contrasts(arms, metric) if each.ruling.estimate.seeds > 1]
     if not contrasts:
         return []
-    fig, (ax,) = axes(1, height=1.4 + 0.45 * len(contrasts))
+    fig, (ax,) = axes(1, width=PAGE_WIDTH, height=1.2 + 0.5 * len(contrasts))
     for y, contrast in enumerate(contrasts):
         color = _style_in(contrast.arm, arms)["color"]
         mean, low, high = contrast.ruling.estimate[:3]
@@ -190,7 +209,7 @@ def _differences(arms: Arms) -> list[Figure]:
     margin = contrasts[0].margin
     if margin is not None:
         ax.axvspan(-margin, margin, color=MUTED, alpha=0.12, linewidth=0)
-    name_bars(ax, [f"{each.name} (n = {each.ruling.estimate.seeds})" for each in contrasts])
+    name_above(ax, [f"{each.name} (n = {each.ruling.estimate.seeds})" for each in contrasts])
     ax.set(title="Paired differences", xlabel=title(metric))
     caption = f"Paired differences in {title(metric)}: each seed (dots), mean and 95 % interval."
     return [finish(fig, "differences", caption)]
@@ -199,22 +218,21 @@ def _differences(arms: Arms) -> list[Figure]:
 def _speed_bars(bars: Arms) -> list[Figure]:
     if not bars:
         return []
-    fig, (ax,) = axes(1, height=1.3 + 0.5 * len(bars))
+    fig, (ax,) = axes(1, width=PAGE_WIDTH, height=1.2 + 0.6 * len(bars))
     slots = [arm["slots_per_second"].mean() for arm in bars]
     for y, arm in enumerate(bars):
         color = _style_in(arm, bars)["color"]
         tokens = arm["real_tokens_per_second"].mean()
         speedup = arm["speedup"].mean()
-        ax.barh(y, tokens, height=0.62, color=color)
+        ax.barh(y, tokens, height=0.36, color=color)
         hatched = {"facecolor": "white", "edgecolor": color, "hatch": "////"}
-        ax.barh(y, slots[y] - tokens, left=tokens, height=0.62, **hatched)
+        ax.barh(y, slots[y] - tokens, left=tokens, height=0.36, **hatched)
         times = "" if pd.isna(speedup) else f"   {speedup:.2f}x"
         ax.text(slots[y], y, f" {tokens:,.0f}{times}", va="center")
-    name_bars(ax, [arm.label for arm in bars])
-    ax.set_xlim(0, 1.2 * np.max(slots))
+    name_above(ax, [arm.label for arm in bars])
+    ax.set_xlim(0, 1.45 * np.max(slots))
     ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    heading = "Speed: non-padding tokens per second, and slots lost to padding (hatched)"
-    ax.set(title=heading, xlabel="slots per second")
+    ax.set(title="Speed", xlabel="slots per second")
     caption = "Non-padding tokens/s (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
     return [finish(fig, "speed", caption)]
 
@@ -230,13 +248,19 @@ def _loss_by_position(arms: Arms) -> list[Figure]:
         if estimates:
             differences[arm] = pd.DataFrame([*estimates.values()], [*estimates])
     position = "position in the document (tokens)"
-    minus = f"The same, minus {aggregate.versus(arms)}"
+    minus = _minus(arms)
     panels = [
         _Panel("Validation loss by position", position, "loss (nats)", losses, "log"),
         _Panel(minus, position, "difference (nats)", differences, "log"),
     ]
     caption = "Validation loss by position in the document; paired differences, 95 % intervals over seeds."
     return _line_figure("loss-by-position", caption, arms, panels)
+
+
+def _minus(arms: Arms) -> str:
+    """Return the title of a panel of differences."""
+    several = len({arm.baseline for arm in arms}) > 1
+    return "The same, minus " + ("each arm's baseline" if several else aggregate.versus(arms))
 
 
 def _middle(start: float, end: float) -> float:

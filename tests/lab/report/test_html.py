@@ -94,9 +94,21 @@ def test_time_in_learning_curves_is_at_the_speed_timed_in_turns(drawn):
     by_time = drawn["learning-curves"][0].axes[1]
     assert [list(line.get_xdata()) for line in by_time.lines] == [[5.0, 10.0], [2.5, 5.0]]
     training_figures([*trained, throughput("single", 100.0)])
-    assert len(drawn["learning-curves"][0].axes) == 1, "runs of their own may have shared a machine"
+    panels = [ax.get_title() for ax in drawn["learning-curves"][0].axes]
+    assert panels == ["Against data", "The same, minus padded"], "runs of their own may have shared a machine"
     trained[0]["curves"]["loss_by_position"] = [{"start": 0, "end": 8, "loss": None, "count": 80}] * 2
     training_figures(trained)  # all of an arm's runs diverged
+
+
+def test_curves_that_coincide_are_drawn_as_paired_differences(drawn):
+    records = [training(arm, seed=seed) for arm in ("padded", "packed-reset") for seed in range(3)]
+    for record in records:
+        for point in record["curves"]["validation"]:
+            point["loss"] = 10 * record["seed"] + (0.25 if record["arm"] == "packed-reset" else 0)
+    training_figures(records)
+    panel = drawn["learning-curves"][0].axes[-1]
+    assert panel.get_title() == "The same, minus padded"
+    assert [line.get_ydata().tolist() for line in panel.lines] == [[0.25, 0.25]]
 
 
 def test_nothing_drawn_is_cut_and_no_panel_is_empty(drawn):
