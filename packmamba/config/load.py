@@ -252,6 +252,7 @@ def _check_rules(config: Config) -> None:
         rule(boundary.sharded, "trainer.strategy", scheme)
         is_float32 = config.trainer.precision in ("32-true", "bf16-mixed")
         rule(is_float32, "trainer.precision", "32-true or bf16-mixed with fsdp2")
+        rule(config.optimizer.name != "muon", "optimizer.name", "adamw with fsdp2, since Muon needs whole matrices")
 
 
 class _Rules:

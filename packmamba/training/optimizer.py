@@ -6,8 +6,10 @@ fused optimizer divides while it reads the gradients, instead of writing them on
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
+from torch import nn
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 from torch.optim import Optimizer
 
@@ -23,7 +25,66 @@ def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=fused)
 
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw}
+class Joint(Optimizer):
+    """Step several optimizers as one, each with parameters of its own.
+
+    Groups and state are shared with the parts, so that a schedule sets all learning rates and a
+    checkpoint holds all states.
+    """
+
+    def __init__(self, *parts: Optimizer) -> None:
+        self.parts = parts
+        super().__init__([group for part in parts for group in part.param_groups], {})
+        self._share()
+
+    def _share(self) -> None:
+        groups = iter(self.param_groups)
+        for part in self.parts:
+            part.param_groups = [next(groups) for _ in part.param_groups]
+            part.state = self.state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load the state of all parts."""
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def step(self, closure: Any = None) -> Any:
+        """Step each part, after the closure."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for part in self.parts:
+            part.step()
+        return loss
+
+
+def muon(
+    model: MambaLM, config: OptimizerConfig, fused: bool, momentum: float = 0.95, ns_steps: int = 5
+) -> Optimizer:
+    """Make Muon (Jordan et al., 2024) for the projections of layers, and AdamW for all else.
+
+    Updates of Muon have the root mean square of AdamW's (arXiv 2502.16982), so that both take the
+    learning rate and the weight decay that AdamW had.
+    """
+    projections = {module.weight for module in model.backbone.layers.modules() if isinstance(module, nn.Linear)}
+    rest = []
+    for group in model.weight_decay_groups(config.weight_decay):
+        rest.append(group | {"params": [weight for weight in group["params"] if weight not in projections]})
+    in_order = [weight for weight in model.parameters() if weight in projections]
+    matrices = torch.optim.Muon(
+        in_order,
+        lr=config.lr,
+        weight_decay=config.weight_decay,
+        momentum=momentum,
+        ns_steps=ns_steps,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    first_decay, second_decay = config.betas
+    return Joint(matrices, torch.optim.AdamW(rest, lr=config.lr, betas=(first_decay, second_decay)))
+
+
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw, "muon": muon}
 """Values of ``optimizer.name``: functions (model, config, fused, **optimizer.options) -> optimizer.
 
 ``fused``: the optimizer may divide gradients by its attribute ``grad_scale`` while it steps.

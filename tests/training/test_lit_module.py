@@ -114,14 +114,14 @@ def test_the_trainer_decides_the_steps_and_the_schedule(tmp_path, limits):
     assert [tokens_of(step) for step in seen.steps] == of_number
 
 
-@pytest.mark.parametrize("resumed", [{"max_steps": 10}, {"max_epochs": 2}])
-def test_a_resumed_training_has_the_same_bits(tmp_path, resumed, recwarn):
+@pytest.mark.parametrize("resumed, optimizer", [({"max_steps": 10}, "adamw"), ({"max_epochs": 2}, "muon")])
+def test_a_resumed_training_has_the_same_bits(tmp_path, resumed, optimizer, recwarn):
     """Stopped inside an epoch by its Trainer; carried states and the order of documents go on."""
     keys = {"batching": "stream", "strategy": "concat_split", "streams": 2}
 
     def train(stop=None, ckpt_path=None):
         data = data_module(tmp_path, **keys)
-        module = lit_module(data, boundary="carry", schedule_steps=10)
+        module = lit_module(data, boundary="carry", schedule_steps=10, name=optimizer)
         checkpoint = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1)
         limits = resumed if stop is None else {"max_steps": stop}
         trainer = trainer_of(tmp_path, callbacks=[checkpoint], enable_checkpointing=True, limit_val_batches=0, **limits)
