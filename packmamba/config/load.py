@@ -31,6 +31,8 @@ from packmamba.config.schema import (
     MIXERS,
     NOT_OF_CHECKPOINTS,
     OPTIMIZERS,
+    RENAMED_KEYS,
+    RENAMED_VALUES,
     STRATEGIES,
     Config,
     options,
@@ -142,8 +144,10 @@ def _model_size(name: str, origin: str) -> DictConfig:
 
 
 def _unknown_key(key: str, origin: str, schema: type) -> ConfigError:
-    """Explain an unknown key by its other section or the nearest name."""
-    if origin.endswith(CONFIGURATION):
+    """Explain an unknown key by its new name, its other section or the nearest name."""
+    if key in RENAMED_KEYS:
+        hint = f"; rename it to {RENAMED_KEYS[key]}"
+    elif origin.endswith(CONFIGURATION):
         hint = "; an older version's key: remove it"
     else:
         hint = _nearest_key(key, schema())
@@ -227,7 +231,12 @@ def _check(
 def _check_choice(name: str, value: Any, choices: Any) -> None:
     if value in choices:
         return
-    hint = suggest(value, choices).partition("; known")[0]
+    key = name.rpartition(".")[2]
+    renamed = RENAMED_VALUES.get(key, {}).get(value)
+    if renamed:
+        hint = f"; write {renamed}"
+    else:
+        hint = suggest(value, choices).partition("; known")[0]
     names = ", ".join(map(str, choices))
     raise ConfigError(f"{name}: expected one of {names}, got {shown(value)}{hint}")
 
@@ -349,8 +358,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
 def suggest(name: str, names: Iterable[Any], cutoff: float = 0.6) -> str:
     """Return ``; did you mean 'nearest'?``, or ``; known: ...`` if no name is near."""
     texts = [str(text) for text in names]
-    begun = [text for text in texts if name and text.startswith(str(name))]  # bf16: bf16-mixed
-    close = begun or difflib.get_close_matches(str(name), texts, 1, cutoff)
+    close = difflib.get_close_matches(str(name), texts, 1, cutoff)
     if close:
         return f"; did you mean '{close[0]}'?"
     return f"; known: {', '.join(texts) or 'none'}"

@@ -132,6 +132,7 @@ def test_every_answer_of_a_task_is_a_target_once(tmp_path, strategy):
     assert found == Counter(answers) and step.num_targets == len(answers)
 
 
-def test_an_argument_that_is_no_key_gets_the_command_line_s_answer():
-    with pytest.raises(ConfigError, match="data.row_length"):
-        PackedDataModule(row_lenght="stream")
+@pytest.mark.parametrize("name, hint", [("mode", "rename it to data.batching"), ("row_lenght", "data.row_length")])
+def test_an_argument_that_is_no_key_gets_the_command_line_s_answer(name, hint):
+    with pytest.raises(ConfigError, match=hint):
+        PackedDataModule(**{name: "stream"})
