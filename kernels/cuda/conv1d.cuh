@@ -55,14 +55,9 @@ __device__ __forceinline__ float scaled_sigmoid(float exponent) {
 
 // The document at a slot, moving forward; the next one's place is loaded ahead. Uniform over a warp.
 struct Walk {
-  const int *starts, *ends, *positions;
-  int documents, slots, document, start, end, next_start, next_end;
-  __device__ Walk(const ConvParams& p, int slot) : starts(p.starts), ends(p.ends), documents(p.documents), slots(p.slots()) {
-    positions = PER_TOKEN_INDICES && !p.initial_state && !p.dfinal ? p.schedule.positions : nullptr;
-    if (PER_TOKEN_INDICES && positions) {
-      look(slot);
-      return;
-    }
+  const int *starts, *ends;
+  int documents, document, start, end, next_start, next_end;
+  __device__ Walk(const ConvParams& p, int slot) : starts(p.starts), ends(p.ends), documents(p.documents) {
     const int row = slot / p.row_length, tiles = (p.row_length + CONV_TILE - 1) / CONV_TILE;
     document = p.schedule.tile_documents[row * tiles + (slot - row * p.row_length) / CONV_TILE];
     bounds(document, start, end), bounds(document + 1, next_start, next_end);
@@ -73,17 +68,7 @@ struct Walk {
   }
   __device__ void step() { document++, start = next_start, end = next_end, bounds(document + 1, next_start, next_end); }
   __device__ void reach(int slot) {
-    if (PER_TOKEN_INDICES && positions) return look(slot);
     if (slot >= end) step();
-  }
-  // By position: one slot a lane, as far as a group and the taps after it look; further on nothing is known to end.
-  __device__ void look(int slot) {
-    constexpr int AHEAD = 16;
-    static_assert(AHEAD >= GROUP + 3);
-    const int lane = threadIdx.x & 31, position = lane < AHEAD && slot + lane < slots ? positions[slot + lane] : -1;
-    const uint32_t others = __ballot_sync(~0u, position <= 0) >> 1 | 1u << (AHEAD - 1);
-    const int here = __shfl_sync(~0u, position, 0);
-    start = here < 0 ? slot + 1 : slot - here, end = slot + __ffs(others);
   }
 };
 

@@ -18,15 +18,6 @@ struct View {
 constexpr int CONV_TILE = 64;   // slots between places where the convolution finds its document
 constexpr int SAVE_EVERY = 32;  // tokens between saved states, counted from a document's start
 
-// An ablation, chosen when the library is built: the scan of bfloat16 with 16 states and the convolution find a document's start by
-// a position per token, as the paper's kernels do, and not by the schedule, which then only shares out work. (Where states go in
-// or out, they come and go by the schedule.)
-#ifdef PACKMAMBA_PER_TOKEN_INDICES
-constexpr bool PER_TOKEN_INDICES = true;
-#else
-constexpr bool PER_TOKEN_INDICES = false;
-#endif
-
 // How a batch is made into work. A document is walked in segments that end at multiples of cut_length tokens (a multiple of
 // SAVE_EVERY) from its token 0: there its state is the combination of the segment's start and of its end from zero, so that the
 // bits are the same whether segments are walked in turn, by one work item, or at once: those of documents longer than cut_above.
@@ -65,19 +56,16 @@ struct Schedule {
   int* cut_segments;   // their place among all segments
   int* row_ends;       // (B,) the slot after each row's last token
   int* tile_documents; // the first document that ends after each tile of CONV_TILE slots begins
-  int* positions;      // of each slot in its document, -1 for padding; only if PER_TOKEN_INDICES
   int max_items, max_cut_segments, max_cut_documents;  // grids are made from these
   bool combines;
   Schedule() = default;
   Schedule(int* memory, const Plan& p)
       : counts(memory), segments((int4*)(memory + 4)), cut_documents(segments + p.segments()),
         items((int2*)(cut_documents + p.cut_documents())), unsorted(items + p.items()), cut_segments((int*)(unsorted + p.items())),
-        row_ends(cut_segments + p.cut_segments()), tile_documents(row_ends + p.rows),
-        positions(tile_documents + p.tiles()), max_items(p.items()),
+        row_ends(cut_segments + p.cut_segments()), tile_documents(row_ends + p.rows), max_items(p.items()),
         max_cut_segments(p.cut_segments()), max_cut_documents(p.cut_documents()), combines(p.combines()) {}
   static int64_t size(const Plan& p) {
-    return 4 + 4 * (p.segments() + p.cut_documents()) + 4 * p.items() + p.cut_segments() + p.rows + p.tiles() +
-           (PER_TOKEN_INDICES ? p.slots() : 0);
+    return 4 + 4 * (p.segments() + p.cut_documents()) + 4 * p.items() + p.cut_segments() + p.rows + p.tiles();
   }
 };
 

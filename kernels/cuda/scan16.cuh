@@ -200,10 +200,6 @@ __device__ __forceinline__ void set_zero(float (&h)[2][4]) {
 #pragma unroll
   for (int j = 0; j < 4; j++) h[0][j] = h[1][j] = 0.f;
 }
-__device__ __forceinline__ void copy_state(float (&h)[2][4], const float (&from)[2][4]) {
-#pragma unroll
-  for (int j = 0; j < 4; j++) h[0][j] = from[0][j], h[1][j] = from[1][j];
-}
 __device__ __forceinline__ void load_decay(float (&A)[2][4], const ScanParams& p, const Lane& l) {
   load_state(A, p.A, l);
 #pragma unroll
@@ -219,18 +215,6 @@ __device__ __forceinline__ void pack_state(uint32_t (&a)[4], const float (&h)[2]
 __device__ __forceinline__ void unpack_state(float (&h)[2][4], const uint32_t (&a)[4]) {
   h[0][0] = low(a[0]), h[0][1] = high(a[0]), h[1][0] = low(a[1]), h[1][1] = high(a[1]);
   h[0][2] = low(a[2]), h[0][3] = high(a[2]), h[1][2] = low(a[3]), h[1][3] = high(a[3]);
-}
-// Of a tile's tokens, those that begin a document; `position` is that of token lane % TILE. None where states go in: those are the
-// schedule's.
-__device__ __forceinline__ uint32_t begins(const ScanParams& p, int position, bool inside) {
-  return p.initial_state ? 0u : __ballot_sync(~0u, inside && position == 0);
-}
-// h, or zero
-template <class T, int C, int N> __device__ __forceinline__ void zero_if(bool zero, T (&h)[C][N]) {
-#pragma unroll
-  for (int c = 0; c < C; c++)
-#pragma unroll
-    for (int j = 0; j < N; j++) h[c][j] = zero ? T(0) : h[c][j];
 }
 // One token of the recurrence; with FROM_ZERO also of the one that started from zero. e: the step sizes of the lane's channels;
 // w: split delta * u of the token's half of the tile.

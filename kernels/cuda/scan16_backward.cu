@@ -26,8 +26,6 @@ struct Warp {
   uint4 states[SAVE_EVERY + 1][32];  // before the chunk's first token, after it, ...: four 8 x 8 matrices each
   Tile tiles[TILES];
   uint32_t in[8][32];                // the next tile's u, delta, z, dy: staged by each lane for itself
-  int positions[PER_TOKEN_INDICES ? 32 : 1];
-  uint32_t first[PER_TOKEN_INDICES ? TILES : 1];  // of a tile's tokens, those that begin a document
   uint4 saved[32];                   // the next chunk's saved state
   float4 constants[8];               // bias and D of a lane group's channels
   // Once a tile has been walked, its states' place holds this warp's share of dB and dC.
@@ -63,7 +61,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     m.constants[g] = make_float4(bias.x, bias.y, D.x, D.y);
   }
   const int2 item = p.schedule.items[number];
-  if (PER_TOKEN_INDICES) set_zero(carry);
   int parity = 0;
   for (int i = item.y - 1; i >= item.x; i--) {
     const int4 segment = p.schedule.segments[i];
@@ -72,7 +69,7 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
     if (segment.w >= 0) load_state(carry, p.cut_states + (int64_t)segment.w * p.channels * N16, l);
     else if (segment.y < p.ends[document]) {}  // the segment behind began with it
     else if (p.dfinal) load_state(carry, p.dfinal + state, l);
-    else if (!PER_TOKEN_INDICES || p.initial_state) set_zero(carry);
+    else set_zero(carry);
     if (!l.live) set_zero(carry);
     const char *u = at(p.u, segment.x, p.row_length, l.loaded), *delta = at(p.delta, segment.x, p.row_length, l.loaded);
     const char *z = GATE ? at(p.z, segment.x, p.row_length, l.loaded) : nullptr;
@@ -94,7 +91,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
         if (GATE) copy4(&m.in[4 + k][lane], token(z, p.z, t));
         copy4(&m.in[6 + k][lane], token(dy, p.dy, t));
       }
-      if (PER_TOKEN_INDICES) copy4(&m.positions[lane], p.schedule.positions + segment.x + min(t0 + lane % TILE, length - 1));
       copies_issued();
     };
 
@@ -132,7 +128,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             unpack_state(h, a);
           } else {
             if (p.initial_state) load_state(h, p.initial_state + state, l);
-            else if (PER_TOKEN_INDICES) copy_state(h, carry);  // whatever is there
             else set_zero(h);
             pack_state(a, h);
             if (COMBINES && segment.z & STARTS_AT_CUT) unpack_state(h, a);  // as a pass that was not split has it saved
@@ -187,8 +182,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
               const uint32_t v = transposed(bc[tile][q][lane]);
               Bt[q][0] = twice(v, 0), Bt[q][1] = twice(v, 1);
             }
-            const uint32_t first = PER_TOKEN_INDICES ? begins(p, m.positions[lane], t0 + lane % TILE < length) : 0u;
-            if (PER_TOKEN_INDICES) m.first[tile] = first;
             if (tile + 1 < tiles) stage(t0 + TILE);
             else if (c0 > 0) stage_chunk(c0 - SAVE_EVERY);
             __syncwarp();
@@ -201,7 +194,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
             for (int t = 0; t < TILE; t++) {
               const int k = t >> 2;
               const bool own = s == (t & 3);
-              if (PER_TOKEN_INDICES) zero_if(first >> t & 1, h);
               advance<false>(h, h, e[t], A, wt[k], Bt, t, s);
               pack_state(a, h);
               put_quad(m.states[tile * TILE + t + 1], lane, a);
@@ -270,14 +262,12 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
           };
           auto walk = [&](int k) {  // the states' gradients take the places of the states after a token
             uint4* const slots = m.states[tile * TILE + 4 * k];
-            const uint32_t first = PER_TOKEN_INDICES ? m.first[tile] >> (4 * k) : 0u;
 #pragma unroll
             for (int t = 3; t >= 0; t--) {
               const bool own = s == t;
               uint32_t a[4];
               float h[2][4], x[2][4], dsum[2] = {};
               unpack_state(h, before_t[k][t]);
-              if (PER_TOKEN_INDICES) zero_if(first >> t & 1, h);
 #pragma unroll
               for (int q = 0; q < 2; q++) {  // x = carry + g C, the state's gradient
                 float v[4];
@@ -301,7 +291,6 @@ __global__ void __launch_bounds__(WARPS * 32, 2) backward(const __grid_constant_
                   dA[c][j] = fmaf(v, et, dA[c][j]);
                   dsum[c] = fmaf(v, A[c][j], dsum[c]);
                 }
-              if (PER_TOKEN_INDICES) zero_if(first >> t & 1, carry);
               float q[4], r[4];
               pack_state(a, x);
               mma_bf16(q, a, rawB[0], rawB[1]);
@@ -407,7 +396,7 @@ void scan16_backward(const ScanParams& p, cudaStream_t stream) {
   if (p.schedule.max_cut_segments) scan16_start_states(p, true, stream);
   const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items + 1);
   constexpr int bytes = sizeof(Block) + WARPS * sizeof(Starts);
-  static_assert(PER_TOKEN_INDICES || bytes <= 113 * 1024);  // BACKWARD_SHARED_BYTES in packmamba/ops/scan.py
+  static_assert(bytes <= 113 * 1024);  // BACKWARD_SHARED_BYTES in packmamba/ops/scan.py
   with_switches(p, [&](auto gate, auto softplus) {
     constexpr bool G = decltype(gate)::value, S = decltype(softplus)::value;
     const auto kernel = p.schedule.combines ? backward<true, G, S> : backward<false, G, S>;

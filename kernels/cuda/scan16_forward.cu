@@ -14,7 +14,6 @@ constexpr int PITCH = 12;  // of a token's step sizes: no bank conflicts, writte
 
 struct Shared {
   float2 step[TILE * PITCH];
-  int positions[PER_TOKEN_INDICES ? 2 : 1][PER_TOKEN_INDICES ? 32 : 1];
   uint32_t in[2][6][32], bc[2][4][32];  // u, delta, z of two tokens; B and C: staged by each lane for itself, two buffers
   float4 constants[32];                 // bias and D of the lane's channels
 };
@@ -37,14 +36,13 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT) forward(const __grid_con
     m.constants[lane] = make_float4(bias.x, bias.y, D.x, D.y);
   }
   const int2 item = p.schedule.items[number];
-  if (PER_TOKEN_INDICES) set_zero(h);
   for (int i = item.x; i < item.y; i++) {
     const int4 segment = p.schedule.segments[i];
     const int length = segment.y - segment.x, document = document_of(segment), before = segment.x - p.starts[document];
     if (segment.w >= 0) load_state(h, p.cut_states + (int64_t)segment.w * p.channels * N16, l);
     else if (before > 0) {}  // the segment before ended with it
     else if (p.initial_state) load_state(h, p.initial_state + (int64_t)document * p.channels * N16, l);
-    else if (!PER_TOKEN_INDICES) set_zero(h);
+    else set_zero(h);
     const char *u = at(p.u, segment.x, p.row_length, l.loaded), *delta = at(p.delta, segment.x, p.row_length, l.loaded);
     const char *z = GATE ? at(p.z, segment.x, p.row_length, l.loaded) : nullptr;
     const char *B = at(p.B, segment.x, p.row_length, 2 * s), *C = at(p.C, segment.x, p.row_length, 2 * s);
@@ -66,8 +64,6 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT) forward(const __grid_con
         copy4(&m.bc[b][q][lane], Bt + 16 * q);
         copy4(&m.bc[b][2 + q][lane], Ct + 16 * q);
       }
-      if (PER_TOKEN_INDICES)
-        copy4(&m.positions[b][lane], p.schedule.positions + segment.x + min(t0 + lane % TILE, length - 1));
       copies_issued();
     };
 
@@ -105,7 +101,6 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT) forward(const __grid_con
           const uint32_t v = transposed(m.bc[b][q][lane]);
           Bt[q][0] = twice(v, 0), Bt[q][1] = twice(v, 1);
         }
-        const uint32_t first = PER_TOKEN_INDICES ? begins(p, m.positions[b][lane], t0 + lane % TILE < length) : 0u;
         const uint32_t C0 = m.bc[b][2][lane], C1 = m.bc[b][3][lane];
         if (t0 + TILE < length) stage(t0 + TILE, b ^ 1);
         const int place = before + t0;
@@ -121,7 +116,6 @@ __global__ void __launch_bounds__(WARPS * 32, RESIDENT) forward(const __grid_con
         for (int t = 0; t < TILE; t++) {
           const int k = t >> 2;
           const bool own = s == (t & 3);
-          if (PER_TOKEN_INDICES) zero_if(first >> t & 1, h);
           advance<COMBINED>(h, zero, m.step[t * PITCH + g], A, w[k], Bt, t, s);
           float q[4];
           mma_tf32(q, h[0][0], h[1][0], h[0][1], h[1][1], low(C0), high(C0), 0.f, 0.f, 0.f, 0.f);

@@ -150,13 +150,6 @@ __global__ void __launch_bounds__(THREADS) schedule(const int* starts, const int
     out.counts[0] = num_items, out.counts[1] = num_segments, out.counts[2] = num_cut, out.counts[3] = num_cut_documents;
 }
 
-__global__ void positions(const int* starts, const int* ends, const __grid_constant__ Plan plan, int* out) {
-  for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < plan.slots(); i += (int64_t)gridDim.x * blockDim.x) {
-    const int document = first_ending_after(ends, plan.documents, i);
-    out[i] = document < plan.documents && starts[document] <= i ? i - starts[document] : -1;
-  }
-}
-
 template <class Word>
 __global__ void zero_tails(char* data, int64_t token_bytes, int words, const int* row_ends, int rows, int row_length) {
   const int64_t step = (int64_t)gridDim.x * blockDim.x, me = (int64_t)blockIdx.x * blockDim.x + threadIdx.x;
@@ -171,7 +164,6 @@ __global__ void zero_tails(char* data, int64_t token_bytes, int words, const int
 void make_schedule(const int* starts, const int* ends, const int* offsets, const Plan& plan, const Schedule& out,
                    cudaStream_t stream) {
   schedule<<<1, THREADS, 0, stream>>>(starts, ends, offsets, plan, out);
-  if (PER_TOKEN_INDICES) positions<<<128, 256, 0, stream>>>(starts, ends, plan, out.positions);
 }
 
 void zero_padding(void* data, int64_t token_bytes, int64_t width_bytes, const int* row_ends, int rows, int row_length,
