@@ -1,170 +1,257 @@
-// Forward of the selective scan, bfloat16 with 16 states.
+// Forward of the selective scan, bfloat16 with 16 states:
+//   dt = softplus(delta + bias);  h_t = exp(dt A) h_{t-1} + dt u B_t;
+//   y_t = (C_t . h_t + D u) silu(z).
 //
-// Mapping: one warp = 16 channels (lane layout: scan16.cuh) x one item of the schedule (a document, a segment of a long one, or several
-// short ones), sequential over tokens in tiles of 8; no barrier between warps. A segment after which the document goes on is also
-// walked from zero, one multiply-add more per state, so that its end is combined as scan16_cut.cu does. delta, softplus and the gate are computed once per
-// element by the lane that owns the token; w_t (x) B_t and the sum over states are MMAs.
-// Bound: 9.5 special-function operations per 16 channels' token and lane, 8 cycles each; 0.27 ms at 16384 tokens of 4096 channels.
-// Bytes: u, delta, z, y once (2 each), 1 for saved states; B and C once per 64 channels, from L2.
+// Who holds what. A block is 4 warps side by side along channels; it takes one item of the schedule
+// (a document, a segment of a long one, or several short ones) and never waits for itself:
+//
+//   blockIdx.y   item               token 0    8    16         (first row of the grid: padding)
+//                |  document 0  |        | tile | tile | ...   sequential, to the end of the item
+//   blockIdx.x   64 channels
+//                warp 0  channels  0 - 15   16 channels x 16 states in registers,
+//                warp 1  channels 16 - 31   8 a lane: see scan16.cuh
+//                warp 2  channels 32 - 47
+//                warp 3  channels 48 - 63
+//
+//   within a tile   member m of a group   dt, softplus, dt u, gate of tokens m and m + 4, once each
+//                   all lanes, 8 times    h = exp(dt A) h + (dt u) (x) B_t   outer product: an MMA
+//                                         y_t = sum over states of C_t h     an MMA
+//
+// Shared memory, per warp: two buffers of a tile's u, delta, z, B, C, which each lane copies ahead
+// for itself; dt of the tile, which a group's lanes exchange; bias and D. With COMBINES also the
+// state that a segment starts from. No barrier between warps.
+//
+// A segment after which the document goes on is also walked from zero, one multiply-add more per
+// state, so that its end is combined as scan16_cut.cu does it, to the bit.
+//
+// Bound: special functions. 9.5 operations per 16 channels' token and lane, 8 cycles each: 0.27 ms
+// at 16384 tokens of 4096 channels on an H200.
+// Bytes per token and channel: u, delta, z, y 2 each, saved states 1; B and C once per 64 channels,
+// from L2.
+// Registers: 96 with five blocks on a multiprocessor, 128 with four.
 #include "scan16.cuh"
 
 namespace {
 
-constexpr int PITCH = 12;  // of a token's step sizes: no bank conflicts, written or read
+constexpr int PITCH = 12;  // of a token's dt: no bank conflicts, written or read
 
-struct Shared {
-  float2 step[TILE * PITCH];
-  uint32_t in[2][6][32], bc[2][4][32];  // u, delta, z of two tokens; B and C: staged by each lane for itself, two buffers
-  float4 constants[32];                 // bias and D of the lane's channels
+struct Inputs {  // of a tile, staged by each lane for itself: pairs of channels by half of the tile
+  uint32_t u[2][32];
+  uint32_t delta[2][32];
+  uint32_t z[2][32];
+};
+struct Rows {  // the tile's rows of B and C: pairs of states by octet
+  uint32_t B[2][32];
+  uint32_t C[2][32];
+};
+struct Shared {  // of a warp; two buffers
+  float2 dt[TILE * PITCH];
+  Inputs inputs[2];
+  Rows rows[2];
+  float4 constants[32];  // bias and D of the lane's channels
 };
 
-// RESIDENT: blocks of a multiprocessor. Five hide most; where there are few, each is faster with the registers of four.
-// COMBINES: whether any segment may have to be walked from zero too.
+// RESIDENT: blocks of a multiprocessor. Five hide most; where there are few, each is faster with
+// the registers of four. COMBINES: whether any segment may have to be walked from zero too.
 template <int RESIDENT, bool SAVE, bool COMBINES, bool GATE, bool SOFTPLUS>
-__global__ void __launch_bounds__(WARPS * 32, RESIDENT) forward(const __grid_constant__ ScanParams p) {
-  __shared__ Shared shared[WARPS];
+__global__ void __launch_bounds__(WARPS * 32, RESIDENT)
+    forward(const __grid_constant__ ScanParams params) {
+  __shared__ Shared all_shared[WARPS];
   __shared__ float starts[COMBINES ? WARPS : 1][8][32];  // the state that a segment starts from
   const int number = blockIdx.y - 1;
-  if (zero_padding(p, p.y) || number >= p.schedule.counts[0]) return;
-  const Lane l(p.channels);
-  const int lane = l.lane, g = l.g, s = l.s;
-  Shared& m = shared[threadIdx.x >> 5];
+  if (zero_padding(params, params.y) || number >= params.schedule.counts[0]) return;
+  const Lane mine(params.channels);
+  const int lane = mine.lane;
+  const int member = mine.member;
+  Shared& shared = all_shared[threadIdx.x >> 5];
   float A[2][4], h[2][4];
-  load_decay(A, p, l);
+  load_decay(A, params, mine);
   {
-    const float2 bias = load_pair(p.bias, l), D = load_pair(p.D, l);
-    m.constants[lane] = make_float4(bias.x, bias.y, D.x, D.y);
+    const float2 bias = load_pair(params.bias, mine);
+    const float2 D = load_pair(params.D, mine);
+    shared.constants[lane] = make_float4(bias.x, bias.y, D.x, D.y);
   }
-  const int2 item = p.schedule.items[number];
+  const int2 item = params.schedule.items[number];
   for (int i = item.x; i < item.y; i++) {
-    const int4 segment = p.schedule.segments[i];
-    const int length = segment.y - segment.x, document = document_of(segment), before = segment.x - p.starts[document];
-    if (segment.w >= 0) load_state(h, p.cut_states + (int64_t)segment.w * p.channels * N16, l);
-    else if (before > 0) {}  // the segment before ended with it
-    else if (p.initial_state) load_state(h, p.initial_state + (int64_t)document * p.channels * N16, l);
-    else set_zero(h);
-    const char *u = at(p.u, segment.x, p.row_length, l.loaded), *delta = at(p.delta, segment.x, p.row_length, l.loaded);
-    const char *z = GATE ? at(p.z, segment.x, p.row_length, l.loaded) : nullptr;
-    const char *B = at(p.B, segment.x, p.row_length, 2 * s), *C = at(p.C, segment.x, p.row_length, 2 * s);
-    bf16* y = (bf16*)p.y + (int64_t)segment.x * p.channels + l.channel;
+    const int4 segment = params.schedule.segments[i];
+    const int length = segment.y - segment.x;
+    const int document = document_of(segment);
+    const int before = segment.x - params.starts[document];  // tokens of the document
+    if (segment.w >= 0) {
+      load_state(h, params.cut_states + states_before(params, segment.w), mine);
+    } else if (before > 0) {
+      // The segment before ended with it.
+    } else if (params.initial_state) {
+      load_state(h, params.initial_state + states_before(params, document), mine);
+    } else {
+      set_zero(h);
+    }
+    const char* u = slot_address(params.u, segment.x, params.row_length, mine.loaded);
+    const char* delta = slot_address(params.delta, segment.x, params.row_length, mine.loaded);
+    const char* z =
+        GATE ? slot_address(params.z, segment.x, params.row_length, mine.loaded) : nullptr;
+    const char* B = slot_address(params.B, segment.x, params.row_length, 2 * member);
+    const char* C = slot_address(params.C, segment.x, params.row_length, 2 * member);
+    bf16* y = (bf16*)params.y + (int64_t)segment.x * params.channels + mine.channel;
 
-    // Past the end the segment's last token is read again, and masked when it is used.
-    auto stage = [&](int t0, int b) {
+    // Copies a tile ahead. Past the end the segment's last token is read again, and masked when it
+    // is used.
+    auto stage = [&](int tile_start, int buffer) {
+      Inputs& inputs = shared.inputs[buffer];
+      Rows& rows = shared.rows[buffer];
 #pragma unroll
-      for (int k = 0; k < 2; k++) {
-        const int t = min(t0 + s + 4 * k, length - 1);
-        copy4(&m.in[b][k][lane], token(u, p.u, t));
-        copy4(&m.in[b][2 + k][lane], token(delta, p.delta, t));
-        if (GATE) copy4(&m.in[b][4 + k][lane], token(z, p.z, t));
+      for (int half = 0; half < 2; half++) {
+        const int token = min(tile_start + member + 4 * half, length - 1);
+        copy4(&inputs.u[half][lane], token_address(u, params.u, token));
+        copy4(&inputs.delta[half][lane], token_address(delta, params.delta, token));
+        if (GATE) copy4(&inputs.z[half][lane], token_address(z, params.z, token));
       }
-      const int t = min(t0 + l.column_token, length - 1);
-      const char *Bt = token(B, p.B, t), *Ct = token(C, p.C, t);
+      const int token = min(tile_start + mine.column_token, length - 1);
+      const char* row_of_B = token_address(B, params.B, token);
+      const char* row_of_C = token_address(C, params.C, token);
 #pragma unroll
-      for (int q = 0; q < 2; q++) {
-        copy4(&m.bc[b][q][lane], Bt + 16 * q);
-        copy4(&m.bc[b][2 + q][lane], Ct + 16 * q);
+      for (int octet = 0; octet < 2; octet++) {
+        copy4(&rows.B[octet][lane], row_of_B + 16 * octet);
+        copy4(&rows.C[octet][lane], row_of_C + 16 * octet);
       }
       copies_issued();
     };
 
-    const bool ends = segment.y == p.ends[document];
+    const bool ends = segment.y == params.ends[document];
     auto walk = [&](auto combined) {
       constexpr bool COMBINED = decltype(combined)::value;
-      float zero[2][4], sum[2] = {};
-      set_zero(zero);
-      if (COMBINED)
+      float from_zero[2][4];
+      float sum[2] = {};  // of the lane's tokens' dt
+      set_zero(from_zero);
+      if (COMBINED) {
 #pragma unroll
-        for (int j = 0; j < 8; j++) starts[threadIdx.x >> 5][j][lane] = h[j >> 2][j & 3];
+        for (int state = 0; state < 8; state++)
+          starts[threadIdx.x >> 5][state][lane] = h[state >> 2][state & 3];
+      }
       stage(0, 0);
-      int b = 0;
-      for (int t0 = 0; t0 < length; t0 += TILE, b ^= 1) {
+      int buffer = 0;
+      for (int tile_start = 0; tile_start < length; tile_start += TILE, buffer ^= 1) {
+        const Inputs& inputs = shared.inputs[buffer];
+        const Rows& rows = shared.rows[buffer];
+
+        // Each lane prepares its two tokens of its two channels.
         copies_arrived();
-        uint32_t w[2][2], Bt[2][2];
-        const float4 constants = m.constants[lane];
+        uint32_t drive[2][2];  // dt u, split, by half and channel
+        const float4 constants = shared.constants[lane];
 #pragma unroll
-        for (int k = 0; k < 2; k++) {
-          const bool inside = t0 + s + 4 * k < length;
-          float e[2];
+        for (int half = 0; half < 2; half++) {
+          const bool inside = tile_start + member + 4 * half < length;
+          float dt[2];
 #pragma unroll
-          for (int c = 0; c < 2; c++) {
+          for (int odd = 0; odd < 2; odd++) {
             float unused;
-            const float x = half_of(m.in[b][2 + k][lane], c) + (c ? constants.y : constants.x);
-            e[c] = SOFTPLUS ? softplus(x, unused) : x;
-            e[c] = inside ? e[c] : 0.f;
-            w[k][c] = split(e[c] * half_of(m.in[b][k][lane], c));
-            if (COMBINED) sum[c] += e[c];
+            const float raw =
+                element(inputs.delta[half][lane], odd) + (odd ? constants.y : constants.x);
+            dt[odd] = SOFTPLUS ? softplus(raw, unused) : raw;
+            dt[odd] = inside ? dt[odd] : 0.f;
+            drive[half][odd] = split(dt[odd] * element(inputs.u[half][lane], odd));
+            if (COMBINED) sum[odd] += dt[odd];
           }
-          m.step[(s + 4 * k) * PITCH + g] = make_float2(e[0], e[1]);
+          shared.dt[(member + 4 * half) * PITCH + mine.group] = make_float2(dt[0], dt[1]);
         }
+        uint32_t B_t[2][2];  // of the token that the lane owns, by octet and half
 #pragma unroll
-        for (int q = 0; q < 2; q++) {
-          const uint32_t v = transposed(m.bc[b][q][lane]);
-          Bt[q][0] = twice(v, 0), Bt[q][1] = twice(v, 1);
+        for (int octet = 0; octet < 2; octet++) {
+          const uint32_t columns = transposed(rows.B[octet][lane]);
+          B_t[octet][0] = doubled(columns, 0);
+          B_t[octet][1] = doubled(columns, 1);
         }
-        const uint32_t C0 = m.bc[b][2][lane], C1 = m.bc[b][3][lane];
-        if (t0 + TILE < length) stage(t0 + TILE, b ^ 1);
-        const int place = before + t0;
-        if (SAVE && place % SAVE_EVERY == 0 && place > 0 && l.live) {
-          uint32_t a[4];
-          pack_state(a, h);
-          *saved_state(p, segment.x - before, place, l) = make_uint4(a[0], a[1], a[2], a[3]);
+        const uint32_t C0 = rows.C[0][lane];
+        const uint32_t C1 = rows.C[1][lane];
+        if (tile_start + TILE < length) stage(tile_start + TILE, buffer ^ 1);
+        const int position = before + tile_start;
+        if (SAVE && position % SAVE_EVERY == 0 && position > 0 && mine.live) {
+          uint32_t quad[4];
+          pack_state(quad, h);
+          *saved_state(params, segment.x - before, position, mine) =
+              make_uint4(quad[0], quad[1], quad[2], quad[3]);
         }
         __syncwarp();
 
-        float y0[2], y1[2];
+        // All lanes walk the tile's 8 tokens; each keeps the sums of its own.
+        float y_even[2], y_odd[2];  // C . h by half
 #pragma unroll
-        for (int t = 0; t < TILE; t++) {
-          const int k = t >> 2;
-          const bool own = s == (t & 3);
-          advance<COMBINED>(h, zero, m.step[t * PITCH + g], A, w[k], Bt, t, s);
-          float q[4];
-          mma_tf32(q, h[0][0], h[1][0], h[0][1], h[1][1], low(C0), high(C0), 0.f, 0.f, 0.f, 0.f);
-          mma_tf32(q, h[0][2], h[1][2], h[0][3], h[1][3], low(C1), high(C1), q[0], q[1], q[2], q[3]);
-          if (own) y0[k] = q[k], y1[k] = q[2 + k];
+        for (int token = 0; token < TILE; token++) {
+          const int half = token >> 2;
+          const bool own = member == (token & 3);
+          advance<COMBINED>(h, from_zero, shared.dt[token * PITCH + mine.group], A, drive[half],
+                            B_t, token, member);
+          float sums[4];
+          mma_tf32(sums, h[0][0], h[1][0], h[0][1], h[1][1], low(C0), high(C0), 0.f, 0.f, 0.f, 0.f);
+          mma_tf32(sums, h[0][2], h[1][2], h[0][3], h[1][3], low(C1), high(C1), sums[0], sums[1],
+                   sums[2], sums[3]);
+          if (own) {
+            y_even[half] = sums[half];
+            y_odd[half] = sums[2 + half];
+          }
         }
 
-        const float4 cD = m.constants[lane];
+        // Skip, gate and store.
+        const float4 skip = shared.constants[lane];
 #pragma unroll
-        for (int k = 0; k < 2; k++)
-          if (t0 + s + 4 * k < length && l.live) {
-            const uint32_t ut = m.in[b][k][lane];
-            float o0 = fmaf(cD.z, low(ut), y0[k] * TF32_FIX), o1 = fmaf(cD.w, high(ut), y1[k] * TF32_FIX);
+        for (int half = 0; half < 2; half++) {
+          if (tile_start + member + 4 * half < length && mine.live) {
+            const uint32_t u_t = inputs.u[half][lane];
+            float even = fmaf(skip.z, low(u_t), y_even[half] * TF32_FIX);
+            float odd = fmaf(skip.w, high(u_t), y_odd[half] * TF32_FIX);
             if (GATE) {
-              const uint32_t zt = m.in[b][4 + k][lane];
-              o0 *= low(zt) * sigmoid(low(zt)), o1 *= high(zt) * sigmoid(high(zt));
+              const uint32_t z_t = inputs.z[half][lane];
+              even *= low(z_t) * sigmoid(low(z_t));
+              odd *= high(z_t) * sigmoid(high(z_t));
             }
-            *(uint32_t*)(y + (uint64_t)(uint32_t)(t0 + s + 4 * k) * (uint32_t)p.channels) = pack(o0, o1);
+            const uint32_t token = tile_start + member + 4 * half;
+            *(uint32_t*)(y + (uint64_t)token * (uint32_t)params.channels) = pack(even, odd);
           }
+        }
         __syncwarp();
       }
       if (COMBINED) {
         float start[2][4];
 #pragma unroll
-        for (int j = 0; j < 8; j++) start[j >> 2][j & 3] = starts[threadIdx.x >> 5][j][lane];
-        combine_segment(h, start, zero, sum, A);
+        for (int state = 0; state < 8; state++)
+          start[state >> 2][state & 3] = starts[threadIdx.x >> 5][state][lane];
+        combine_segment(h, start, from_zero, sum, A);
       }
     };
-    if (COMBINES && segment.z & ENDS_AT_CUT && (ends ? p.final_state != nullptr : segment.w < 0)) walk(Switch<COMBINES>());
-    else walk(Switch<false>());
-    if (p.final_state && ends) store_state(p.final_state + (int64_t)document * p.channels * N16, h, l);
+    if (COMBINES && segment.z & ENDS_AT_CUT &&
+        (ends ? params.final_state != nullptr : segment.w < 0))
+      walk(Switch<COMBINES>());
+    else
+      walk(Switch<false>());
+    if (params.final_state && ends)
+      store_state(params.final_state + states_before(params, document), h, mine);
   }
 }
 
 }  // namespace
 
-void scan16_start_states(const ScanParams& p, bool reverse, cudaStream_t stream);
+void scan16_start_states(const ScanParams& params, bool reverse, cudaStream_t stream);
 
-void scan16_forward(const ScanParams& p, cudaStream_t stream) {
-  if (p.schedule.max_cut_segments) scan16_start_states(p, false, stream);
-  const dim3 grid((p.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS, p.schedule.max_items + 1);
-  const bool few = (int64_t)grid.x * p.documents <= 1024;
-  with_switches(p, [&](auto gate, auto softplus) {
-    constexpr bool G = decltype(gate)::value, S = decltype(softplus)::value;
+void scan16_forward(const ScanParams& params, cudaStream_t stream) {
+  if (params.schedule.max_cut_segments) scan16_start_states(params, false, stream);
+  const int channel_blocks = (params.channels + BLOCK_CHANNELS - 1) / BLOCK_CHANNELS;
+  const dim3 grid(channel_blocks, params.schedule.max_items + 1);
+  const bool few = (int64_t)grid.x * params.documents <= 1024;
+  with_switches(params, [&](auto gate, auto softplus) {
+    constexpr bool GATE = decltype(gate)::value;
+    constexpr bool SOFTPLUS = decltype(softplus)::value;
     auto run = [&](auto combines) {
-      constexpr bool C = decltype(combines)::value;
-      const auto kernel = !p.saved ? forward<5, false, C, G, S> : few ? forward<4, true, C, G, S> : forward<5, true, C, G, S>;
-      kernel<<<grid, WARPS * 32, 0, stream>>>(p);
+      constexpr bool COMBINES = decltype(combines)::value;
+      auto kernel = forward<5, false, COMBINES, GATE, SOFTPLUS>;
+      if (params.saved) {
+        kernel = few ? forward<4, true, COMBINES, GATE, SOFTPLUS>
+                     : forward<5, true, COMBINES, GATE, SOFTPLUS>;
+      }
+      kernel<<<grid, WARPS * 32, 0, stream>>>(params);
     };
-    p.schedule.combines ? run(Switch<true>()) : run(Switch<false>());
+    if (params.schedule.combines)
+      run(Switch<true>());
+    else
+      run(Switch<false>());
   });
 }
