@@ -74,12 +74,15 @@ def registry(place: Any) -> Any:
 
 
 def options(function: Callable[..., Any]) -> list[str]:
+    """Return the names of a function's or class's own arguments, which a key of options may set."""
     parameters = inspect.signature(function).parameters.values()
     return [parameter.name for parameter in parameters if parameter.default is not parameter.empty]
 
 
 @dataclass
 class DataConfig:
+    """Choose documents, and how they become rows and steps (the section ``data``)."""
+
     source: str = key("stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES")
     path: Optional[str] = key(None, "Folder, file or pattern; dataset (huggingface); prefix (megatron).")
     sources: list[Any] = key([], "A mixture instead: [{source: text, path: a, weight: 3}, ...], by weight in tokens.")
@@ -139,6 +142,8 @@ class DataConfig:
 
 @dataclass
 class ModelConfig:
+    """Describe the language model (the section ``model``)."""
+
     pretrained: Optional[str] = key(
         None, "Checkpoint to go on from: a folder or Hub name; it decides the model's other keys."
     )
@@ -169,6 +174,8 @@ class ModelConfig:
 
 @dataclass
 class OptimizerConfig:
+    """Choose the optimizer and its learning rate (the section ``optimizer``)."""
+
     name: str = key("adamw", "The optimizer.", choices=OPTIMIZERS)
     options: dict[str, Any] = key({}, "Further arguments; of muon momentum and ns_steps.")
     lr: float = key(2e-3, "Peak learning rate.", above=0)
@@ -184,6 +191,8 @@ class OptimizerConfig:
 
 @dataclass
 class TrainerConfig:
+    """Choose the boundary scheme, and how long and on what to train (the section ``trainer``)."""
+
     boundary: str = key("reset", "Boundary scheme.", choices=BOUNDARIES)
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme.")
     mean_over: str = key(
@@ -216,16 +225,21 @@ class TrainerConfig:
     )
 
     def scheme(self) -> Any:
+        """Return the boundary scheme's class."""
         return registry(BOUNDARIES)[self.boundary](**self.boundary_options)
 
 
 @dataclass
 class OpsConfig:
+    """Choose the kernels (the section ``ops``)."""
+
     backend: str = key("auto", "Operators' backend.", choices="packmamba.ops.backends:BACKENDS")
 
 
 @dataclass
 class Config:
+    """Hold a run's configuration: its sections, its name and where it goes."""
+
     name: str = key("train", "Name of the run and of its arm in tables.")
     output: Optional[str] = key(None, "Folder of the record.", null="the run's own")
     plugins: list[str] = key([], "Modules to import first.")

@@ -133,12 +133,14 @@ class Mixture(Documents):
 
     @property
     def has_answers(self) -> bool:
+        """Tell whether any source has prompts, whose tokens are no targets."""
         return any(part.has_answers for part in self.parts)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Mixture, (self.parts, self.group_names, self.weights)
 
     def document(self, index: int) -> np.ndarray:
+        """Return a document's tokens, by its number over all sources."""
         part = int(self.groups[index])
         return self.parts[part].document(index - self._first[part])
 

@@ -78,6 +78,7 @@ class Pieces:
 
     @property
     def num_tokens(self) -> int:
+        """Count tokens of all pieces."""
         return int(self.length.sum())
 
     @property
@@ -161,6 +162,7 @@ class RowPlan(Pieces):
 
     @property
     def num_rows(self) -> int:
+        """Count rows."""
         return len(self.slots)
 
     @property
@@ -170,6 +172,7 @@ class RowPlan(Pieces):
 
     @property
     def padding_fraction(self) -> float:
+        """Return the share of slots that hold no token."""
         return 1 - self.num_tokens / self.num_slots if len(self) else 0.0
 
     def row(self, index: int) -> slice:

@@ -148,9 +148,11 @@ class MatchedWindow:
 
     @property
     def num_steps(self) -> int:
+        """Count steps."""
         return len(self.edges) - 1
 
     def step(self, index: int) -> tuple[RowPlan, Integers]:
+        """Arrange a step's documents; all rows of this plan are the step's."""
         drawn = self.pieces.take(slice(self.edges[index], self.edges[index + 1]))
         rows = arrange(drawn, self.data)
         return rows, np.arange(len(rows))
@@ -166,9 +168,11 @@ class StreamWindow:
 
     @property
     def num_steps(self) -> int:
+        """Count steps."""
         return len(self.edges) - 1
 
     def step(self, index: int) -> tuple[RowPlan, Integers]:
+        """Return the window's plan, and the numbers of the step's rows."""
         return self.rows, self.order[self.edges[index] : self.edges[index + 1]]
 
 

@@ -28,16 +28,20 @@ class Tokenizer:
     fingerprint: str  # changes with anything that may change an id
 
     def encode(self, text: Any) -> np.ndarray:
+        """Return the ids of a text, without begin and end tokens."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
+        """Return the ids of each text."""
         return [self.encode(text) for text in texts]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids."""
         raise NotImplementedError
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
+    """Return the dtype of ids on disk: uint16 up to 65,536 of them, else uint32."""
     return np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
 
 
@@ -92,9 +96,11 @@ class ByteTokenizer(Tokenizer):
         self.fingerprint = f"bytes {begin_token!r} {end_token!r}"
 
     def encode(self, text: Any) -> np.ndarray:
+        """Return the UTF-8 bytes of a text."""
         return np.frombuffer(text.encode(), np.uint8).astype(token_dtype(self.vocab_size))
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of bytes; special tokens are left out."""
         numbers = np.asarray(ids, np.int64)
         return numbers[numbers < 256].astype(np.uint8).tobytes().decode(errors="replace")
 
@@ -128,21 +134,26 @@ class FileTokenizer(Tokenizer):
         self.fingerprint = f"{hashlib.sha256(content).hexdigest()} {begin_token!r} {end_token!r}"
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
+        """Return the ids of each text, without the file's template."""
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Return the text of ids, without begin and end tokens."""
         own = [int(i) for i in ids if i not in (self.begin_id, self.end_id)]
         return self._tokenizer.decode(own, skip_special_tokens=False)
 
 
 class TokenIds(Tokenizer):
+    """Pass on documents that are ids already, such as a task's examples."""
+
     fingerprint = "ids"
 
     def __init__(self, vocab_size: int | Callable[[], int]) -> None:
         self.vocab_size = vocab_size() if callable(vocab_size) else vocab_size
 
     def encode(self, text: Any) -> np.ndarray:
+        """Return the ids of a document, which are given."""
         return np.asarray(text, token_dtype(self.vocab_size))
 
 

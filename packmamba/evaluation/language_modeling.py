@@ -51,6 +51,8 @@ def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]]
 
 
 class Validation(NamedTuple):
+    """Hold the held-out documents of an evaluation and its options."""
+
     corpus: Corpus
     labels: list[dict[str, int]]  # documents' numbers and groups
     documents: list[np.ndarray]

@@ -55,6 +55,7 @@ class PackMambaLM(TemplateLM):
 
     @property
     def eot_token_id(self) -> int:
+        """Return the tokenizer's end-of-text token."""
         return self.tokenizer.eos_token_id
 
     @property
@@ -64,6 +65,7 @@ class PackMambaLM(TemplateLM):
         return self.eot_token_id if begin is None else begin
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """Return the ids of a text."""
         begin = getattr(self.tokenizer, "bos_token", None)
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
@@ -71,6 +73,7 @@ class PackMambaLM(TemplateLM):
         return list(self.tokenizer.encode(string, **options))
 
     def tok_decode(self, tokens: Sequence[int]) -> str:
+        """Return the text of ids."""
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def _loglikelihood_tokens(self, requests: Any, *further: Any, **others: Any) -> list[tuple[float, bool]]:
@@ -91,6 +94,7 @@ class PackMambaLM(TemplateLM):
         return values
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+        """Generate greedily or by temperature until a stop string, prompts packed."""
         texts = [""] * len(requests)
         keys = [repr(sorted(request.args[1].items())) for request in requests]
         for one in set(keys):

@@ -48,6 +48,7 @@ class LoadedModel:
 
     @property
     def name(self) -> str:
+        """Return the run's name, or the checkpoint's folder."""
         return self.config.name if self.trained else self.folder.resolve().name
 
 
@@ -86,6 +87,7 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
 
 
 def model_card(loaded: LoadedModel, record: dict[str, Any] | None) -> str:
+    """Return what a report says of a model: sizes, parameters, and the run that trained it."""
     config, data = loaded.config, loaded.config.data
     rows: dict[str, Any] = {"parameters": f"{sum(parameter.numel() for parameter in loaded.model.parameters()):,}"}
     rows |= {key: loaded.model.config[key] for key in ("mixer", "n_layer", "d_model")}

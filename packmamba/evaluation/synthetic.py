@@ -78,6 +78,7 @@ def summarize(items: Items) -> tuple[dict[str, float], Curves]:
 
 
 def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
+    """Score a synthetic task's examples: accuracy by answer, beside chance."""
     task = make_task(name, context, len(model.lm_head.weight))
     total = getattr(task, "num_examples", None) or context.examples
     count = min(context.examples, total)

@@ -44,6 +44,7 @@ class CheckedCallable:
 
     @property
     def device(self) -> torch.device:
+        """Return the device on which tokens are given."""
         parameters = (p for module in self.modules for p in module.parameters())
         return next((parameter.device for parameter in parameters), torch.device("cpu"))
 
@@ -88,9 +89,11 @@ class CheckedModel(CheckedCallable):
         self.avoid = special_ids(config)
 
     def takes(self, argument: str) -> bool:
+        """Tell whether the model's forward has an argument."""
         return self.open_ended or argument in self.parameters
 
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
+        """Compute the logits of documents packed in rows, told where they lie."""
         layout = SequenceLayout.from_lengths([lengths], tokens.shape[1]).to(tokens.device)
         arguments: dict[str, Any] = {}
         if "position_ids" in self.names:
@@ -105,9 +108,11 @@ class CheckedModel(CheckedCallable):
         return self._logits(tokens, **arguments)
 
     def padded(self, rows: Tensor, in_document: Tensor) -> Tensor:
+        """Compute the logits of padded rows, told which slots are tokens."""
         return self._logits(rows, attention_mask=in_document.long())
 
     def alone(self, tokens: Tensor) -> Tensor:
+        """Compute the logits of one document in a row of its own."""
         if getattr(self.call, "require_boundaries", False):  # a patched model
             positions = torch.arange(tokens.shape[1], device=tokens.device)
             return self._logits(tokens, position_ids=positions[None])

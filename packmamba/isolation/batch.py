@@ -156,9 +156,11 @@ class BatchDocuments(Documents):
             yield torch.where(changed & ~stays, self.others, self.tokens), ~changed
 
     def call(self, tokens: Tensor) -> Tensor:
+        """Compute the logits of the batch with other tokens."""
         return self.model.call(tokens[0][self.slots])[self.in_document][None]
 
     def alone(self) -> list[Tensor]:
+        """Compute each document's logits in a row of its own."""
         return []
 
     def check(self, remedy: str) -> LeakCheckResult | None:

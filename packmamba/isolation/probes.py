@@ -86,6 +86,7 @@ class Documents:
         return self.model.padded(tokens[0][self.slots], self.in_document)[self.in_document][None]
 
     def logits(self, tokens: Tensor | None = None) -> Tensor:
+        """Compute the logits of packed tokens."""
         return logits_of(self.call, self.tokens if tokens is None else tokens)
 
     def alone(self) -> list[Tensor]:

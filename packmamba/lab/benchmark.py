@@ -47,6 +47,7 @@ class Arm:
         return seconds, step.num_tokens, step.num_slots
 
     def take(self, step: StepBatch, number: int) -> None:
+        """Take a step of the arm's training."""
         with self.fabric.autocast():
             self.loss = self.module.take_step(step, self.optimizer, number, self.fabric.backward)
 

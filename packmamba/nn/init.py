@@ -86,6 +86,7 @@ class Embedding(nn.Embedding):
 
     @on_whole_parameters
     def reset_parameters(self) -> None:
+        """Draw the weight as a new model does."""
         super().reset_parameters()
         nn.init.normal_(self.weight, std=STD)
 
@@ -128,6 +129,7 @@ class Projection(nn.Linear):
 
     @on_whole_parameters
     def reset_parameters(self) -> None:
+        """Draw the weight as a new model does."""
         super().reset_parameters()
         self._adapt(before=1.0)
 
@@ -160,6 +162,7 @@ class DeltaProjection(nn.Linear):
 
     @on_whole_parameters
     def reset_parameters(self) -> None:
+        """Draw weight and bias so that step sizes lie between dt_min and dt_max."""
         super().reset_parameters()
         bound = self.in_features**-0.5
         nn.init.uniform_(self.weight, -bound, bound)

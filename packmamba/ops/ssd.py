@@ -126,6 +126,7 @@ class SsdArguments(NamedTuple):
 
     @property
     def state_shape(self) -> tuple[int, ...]:
+        """Return the shape of states (S, H, P, N)."""
         return self.layout.starts.shape[0], *self.x.shape[2:], self.B.shape[3]
 
 
@@ -269,6 +270,7 @@ class Steps(NamedTuple):
 
     @classmethod
     def of(cls, a: SsdArguments, tile: Tile) -> Steps:
+        """Compute step sizes and sums of log-decays of a tile's tokens."""
         dtype = checks.accumulation_dtype(a.x.dtype)
         delta = tile.gather(a.delta, dtype)
         size = delta if a.delta_bias is None else delta + a.delta_bias
@@ -296,6 +298,7 @@ class Tokens(NamedTuple):
 
     @classmethod
     def of(cls, a: SsdArguments, tile: Tile) -> Tokens:
+        """Gather a tile's x, B and C."""
         x, B, C = (tile.gather(tensor, a.A.dtype) for tensor in (a.x, a.B, a.C))
         return cls(tile, x, B, C, Steps.of(a, tile))
 

@@ -118,6 +118,7 @@ class Leak(Boundary):
     leaks_in_recurrence = True
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
+        """Merge each row's documents, in the convolution, the recurrence or both."""
         conv_layout = layout.flow() if self.leaks_in_convolution else layout
         ssm_layout = layout.flow() if self.leaks_in_recurrence else layout
         return conv_layout, ssm_layout
@@ -170,6 +171,7 @@ class StatefulBoundary(Boundary):
         return hidden, final
 
     def hidden(self, model: MambaLM, batch: PackedBatch, **_: Any) -> Tensor:
+        """Compute the head's input from stored states, and store the final ones."""
         hidden, final = self.forward(model, batch, self.incoming(model, batch))
         self.store(batch, final)
         return hidden
@@ -220,6 +222,7 @@ class Carry(StatefulBoundary):
         return stored.states
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
+        """Give continuing documents the incoming state of their row, others a fresh one."""
         fresh = model.start_states(layout.num_documents)
         continued = self.continued(index_states(incoming, row_of(layout)), fresh)
         return select_states(layout.continues, continued, fresh)
@@ -229,12 +232,14 @@ class Carry(StatefulBoundary):
         return incoming
 
     def store(self, batch: PackedBatch, final: States) -> None:
+        """Store the rows' final states under the batch's turn, in place of those that it used."""
         self.stored.pop(batch.turn, None)
         layout = on_host(batch.layout)
         if layout.num_documents:
             self.stored[batch.turn] = RowStates(final, end_positions(layout), self.step)
 
     def measures(self) -> dict[str, float]:
+        """Return the bytes of stored states, and the steps since the last used ones ended."""
         tensors = [tensor for stored in self.stored.values() for tensor in flatten_states(stored.states)]
         measures: dict[str, float] = {"state_bytes": sum(tensor.nbytes for tensor in tensors)}
         if self.age is not None:
@@ -242,15 +247,18 @@ class Carry(StatefulBoundary):
         return measures
 
     def reset(self) -> None:
+        """Forget all stored states."""
         self.stored.clear()
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the stored states on the CPU, where they ended, and their age."""
         stored = {}
         for turn, row in self.stored.items():
             stored[turn] = (move_states(row.states, "cpu"), row.positions, row.step)
         return {"stored": stored, "age": self.age}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
+        """Restore stored states on a device, so that a resumed run continues the same documents."""
         self.age = state_dict["age"]
         self.stored = {}
         for turn, (states, positions, step) in state_dict["stored"].items():
@@ -261,6 +269,7 @@ class CarryScan(Carry):
     """Continue the state of the recurrence; start the convolution fresh."""
 
     def continued(self, incoming: States, fresh: States) -> States:
+        """Keep the recurrence's incoming state, the last of a layer's, and fresh ones of its convolution."""
         return [(*fresh_layer[:-1], incoming_layer[-1]) for incoming_layer, fresh_layer in zip(incoming, fresh)]
 
 
@@ -273,6 +282,7 @@ class StatePassing(Carry):
     least_rows = 2
 
     def exchange(self, stored: RowStates, fresh: States) -> States:
+        """Hand each row its predecessor's state in the ring; fresh states with fewer than two rows."""
         (rows,) = torch.where(stored.positions >= 0)
         if len(rows) < 2:
             return fresh
@@ -300,6 +310,7 @@ class FittedNoise(Carry):
         self.reset()
 
     def exchange(self, stored: RowStates, fresh: States) -> States:
+        """Draw each element from a normal with the running mean and variance of stored states."""
         generator = self._generator(stored.states[0][-1].device)
         debias = 1 - self.memory**self.batches
         drawn = []
@@ -317,6 +328,7 @@ class FittedNoise(Carry):
         return self.generator
 
     def store(self, batch: PackedBatch, final: States) -> None:
+        """Store final states, and add their mean and mean square over rows to the averages."""
         super().store(batch, final)
         if batch.turn not in self.stored:
             return
@@ -334,6 +346,7 @@ class FittedNoise(Carry):
         self.batches += 1
 
     def reset(self) -> None:
+        """Forget stored states and moments; the generator is seeded again when first used."""
         super().reset()
         self.batches = 0
         self.means = []
@@ -341,6 +354,7 @@ class FittedNoise(Carry):
         self.generator = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Add moments and the generator's state to the stored states."""
         means = [mean.cpu() for mean in self.means]
         squares = [square.cpu() for square in self.squares]
         return super().state_dict() | {
@@ -349,6 +363,7 @@ class FittedNoise(Carry):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
+        """Restore moments and generator too, so that a resumed run draws the same noise."""
         super().load_state_dict(state_dict, device)
         self.batches, means, squares = state_dict["moments"]
         self.means = [mean.to(device) for mean in means]
@@ -364,6 +379,7 @@ class StatePassingWithinRow(StatefulBoundary):
         self.stored: States | None = None  # (rows that held a document, ...)
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
+        """Return the stored rows' states, repeated to the batch's rows; fresh ones at first."""
         rows = batch.layout.shape[0]
         if self.stored is None:
             return map_states(Tensor.detach, model.start_states(rows))
@@ -371,6 +387,7 @@ class StatePassingWithinRow(StatefulBoundary):
         return index_states(self.stored, torch.arange(rows) % num_stored)
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
+        """Pass document i of row r the state of row r + i; a row's first document starts fresh."""
         rows = row_of(layout)
         first_document = torch.searchsorted(layout.starts, rows * layout.shape[1])
         place = torch.arange(layout.num_documents, device=layout.device) - first_document
@@ -378,17 +395,21 @@ class StatePassingWithinRow(StatefulBoundary):
         return select_states(place > 0, passed, model.start_states(layout.num_documents))
 
     def store(self, batch: PackedBatch, final: States) -> None:
+        """Store the final states of the rows that held a document."""
         if batch.layout.num_documents:
             (rows,) = torch.where(end_positions(on_host(batch.layout)) >= 0)
             self.stored = index_states(final, rows)
 
     def reset(self) -> None:
+        """Forget the stored states."""
         self.stored = None
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the stored states on the CPU."""
         return {"stored": None if self.stored is None else move_states(self.stored, "cpu")}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
+        """Restore the stored states on a device."""
         stored = state_dict["stored"]
         self.stored = None if stored is None else move_states(stored, device)
 

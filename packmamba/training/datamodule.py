@@ -57,6 +57,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @cached_property
     def corpora(self) -> Corpora:
+        """Load the splits' tokens from the cache, or tokenize them first."""
         return load_corpora(self.config, progress=self.progress)
 
     @property
@@ -74,13 +75,16 @@ class PackedDataModule(lightning.LightningDataModule):
         _ = self.corpora
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the hash of everything that decides the documents, for checkpoints."""
         return {"corpus_hash": self.corpora.corpus_hash}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raise ConfigError if a checkpoint was trained on other documents."""
         same = state_dict["corpus_hash"] == self.corpora.corpus_hash
         need(same, "data", "the documents that this run began with", "others; remove its folder")
 
     def setup(self, stage: str | None = None) -> None:
+        """Plan this rank's steps, and the rows of the documents to evaluate."""
         ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         if self._boundary is None and self.boundary is not None:
             validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks)))
@@ -91,6 +95,7 @@ class PackedDataModule(lightning.LightningDataModule):
         self.evaluations = self._evaluations(self.corpora.validation)
 
     def schedule(self, world_size: int = 1) -> StepSchedule:
+        """Return the schedule of training steps, shared by ``world_size`` ranks."""
         continues = getattr(self.boundary, "continues", False)
         return StepSchedule(self.corpora.train, self.config, self.seed, continues, world_size)
 
@@ -166,6 +171,7 @@ class PackedDataModule(lightning.LightningDataModule):
         ]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """Move a step or batch, without waiting for the copy."""
         return batch.to(device, non_blocking=True)
 
     def _loader(

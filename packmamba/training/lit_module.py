@@ -141,6 +141,7 @@ class PackedLitModule(lightning.LightningModule):
 
     @classmethod
     def from_config(cls, config: Config, vocab_size: int) -> "PackedLitModule":
+        """Build model and module from a run's configuration."""
         trainer, optimizer = config.trainer, dict(vars(config.optimizer))
         optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
         more = {name: getattr(trainer, name) for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")}
@@ -150,18 +151,22 @@ class PackedLitModule(lightning.LightningModule):
 
     @property
     def scaled(self) -> bool:
+        """Tell whether gradients are scaled, as in float16."""
         return self._trainer is not None and self._trainer.precision == "16-mixed"
 
     def configure_model(self) -> None:
+        """Shard blocks, then the rest, where the Trainer's strategy is FSDP2."""
         if self.device_mesh is not None and not isinstance(self.model, FSDPModule):
             for part in (*self.model.backbone.layers, self.model):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
+        """Make the optimizer that the configuration names."""
         fused = self.device.type in ("cpu", "cuda") and not self.scaled  # it would unscale after clipping
         return make_optimizer(self.model, self.optimizer_config, fused)
 
     def learning_rate(self, number: int) -> float:
+        """Return the learning rate of step ``number``, from 0; the schedule ends with the Trainer's steps."""
         steps = self.optimizer_config.schedule_steps or self.trainer.estimated_stepping_batches
         return learning_rate(self.optimizer_config, number, steps)
 
@@ -215,6 +220,7 @@ class PackedLitModule(lightning.LightningModule):
         return torch.stack(losses).sum()
 
     def graph_loss(self, batch: PackedBatch, *incoming: Tensor) -> tuple[Tensor, ...]:
+        """Compute what a CUDA graph replays: the loss, each slot's, and the rows' final states."""
         if not isinstance(self.boundary, StatefulBoundary):
             return self.loss(batch, self.boundary)
         states = unflatten_states(incoming, self.model.start_states(0))
@@ -234,6 +240,7 @@ class PackedLitModule(lightning.LightningModule):
         return loss
 
     def training_step(self, step: StepBatch, step_index: int) -> Tensor:
+        """Take an optimizer step of all its micro-batches; log loss, rate, padding and gradient norm."""
         optimizer: Any = self.optimizers()
         number = self.global_step
         loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
@@ -252,6 +259,7 @@ class PackedLitModule(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
+        """Add a batch's losses to the metrics: loader 0 reads documents alone, loader 1 as trained."""
         boundary, metric = (self.evaluation_boundary, self.as_trained) if dataloader_idx else (RESET, self.alone)
         losses = self.loss(batch, boundary)[1]
         metric.update(losses, batch.loss_mask, batch.layout.position_indices)
@@ -261,6 +269,7 @@ class PackedLitModule(lightning.LightningModule):
             self.by_source.update(losses, batch)
 
     def on_validation_epoch_start(self) -> None:
+        """Empty the metrics and the states that validation carries."""
         self.evaluation_boundary.reset()
         self.alone.reset()
         self.as_trained.reset()
@@ -268,6 +277,7 @@ class PackedLitModule(lightning.LightningModule):
             self.by_source.reset()
 
     def on_validation_epoch_end(self, split: str = "val") -> None:
+        """Log the losses: of all targets, of documents' first tokens, and by source of a mixture."""
         for metric, suffix in ((self.alone, ""), (self.as_trained, "_as_trained")):
             for name in ("loss", "loss_start") if metric.update_called else ():
                 shown = f"{name}{suffix}" == "loss"
@@ -292,14 +302,17 @@ class PackedLitModule(lightning.LightningModule):
         return {"loss": sums / num_targets, "num_targets": num_targets}
 
     def on_test_epoch_end(self) -> None:
+        """Log the same losses under ``test/``."""
         self.on_validation_epoch_end("test")
 
     def on_fit_start(self) -> None:
+        """Drop captured CUDA graphs."""
         self._graphs = None  # of parameters that may have moved
 
     on_fit_end = on_fit_start
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Add every rank's carried states and all random generators, so that resuming keeps the bits."""
         carried = [self.boundary.state_dict()] * self.trainer.world_size
         if self.trainer.world_size > 1:
             torch.distributed.all_gather_object(carried, carried[0])
@@ -313,6 +326,7 @@ class PackedLitModule(lightning.LightningModule):
         }
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Restore them when training resumes. Raises ConfigError for another number of devices."""
         if self._trainer is None or self._trainer.state.fn != "fit":
             return
         carried = checkpoint["carry"]

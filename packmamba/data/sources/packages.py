@@ -27,6 +27,8 @@ UNITS = ("files", "functions", "mixture")
 
 
 class Manifest(NamedTuple):
+    """Hold a manifest: its hash, its header, and each package's files."""
+
     hash: str
     header: dict[str, Any]
     packages: list[dict[str, Any]]
@@ -41,6 +43,7 @@ class Manifest(NamedTuple):
 
 
 def read_manifest(path: str | Path) -> Manifest:
+    """Read a manifest. Raises ConfigError naming the file."""
     try:
         content = gzip.decompress(Path(path).read_bytes())
         header, *packages = map(json.loads, content.decode().splitlines())

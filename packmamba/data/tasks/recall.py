@@ -23,6 +23,7 @@ class MultiQueryRecall:
         self.chance = 1 / (vocab_size - vocab_size // 2)
 
     def example(self, seed: int, index: int) -> Example:
+        """Return example ``index`` of a seed: tokens, targets, and the mask of answers."""
         rng = draw("mqar", seed, index)
         pairs, length, half = (within(rng, self.pairs), within(rng, self.length), self.vocab_size // 2)
         keys = rng.choice(half, pairs, replace=False)
@@ -47,6 +48,7 @@ class Induction:
         self.chance = 1 / (vocab_size - 1)
 
     def example(self, seed: int, index: int) -> Example:
+        """Return example ``index`` of a seed: tokens, targets, and the mask of answers."""
         rng = draw("induction", seed, index)
         length, mark = within(rng, self.length), self.vocab_size - 1
         tokens = rng.integers(0, mark, length)
@@ -69,6 +71,7 @@ class FuzzyRecall:
         self.chance = 1 / (vocab_size - vocab_size // 2)
 
     def example(self, seed: int, index: int) -> Example:
+        """Return example ``index`` of a seed: tokens, targets, and the mask of answers."""
         rng = draw("fuzzy_recall", seed, index)
         length, half = within(rng, self.length), self.vocab_size // 2
 
@@ -94,6 +97,7 @@ class NoisyRecall:
         self.chance = 1 / self.keys
 
     def example(self, seed: int, index: int) -> Example:
+        """Return example ``index`` of a seed: tokens, targets, and the mask of answers."""
         rng = draw("noisy_recall", seed, index)
         length, keys = within(rng, self.length), self.keys
         pairs = [([key], [value]) for key, value in enumerate(rng.integers(keys, 2 * keys, keys).tolist())]
@@ -132,6 +136,7 @@ class SelectiveCopying:
         self.chance = 1 / (vocab_size - 2)
 
     def example(self, seed: int, index: int) -> Example:
+        """Return example ``index`` of a seed: tokens, targets, and the mask of answers."""
         rng = draw("selective_copying", seed, index)
         count, length = within(rng, self.data), within(rng, self.length)
         noise, marker = self.vocab_size - 2, self.vocab_size - 1
@@ -151,6 +156,7 @@ class Parity:
         self.length = span("length", length, 1)
 
     def example(self, seed: int, index: int) -> Example:
+        """Return example ``index`` of a seed: tokens, targets, and the mask of answers."""
         rng = draw("parity", seed, index)
         bits = rng.integers(0, 2, within(rng, self.length))
         return make_example([*bits, 2], {len(bits): int(bits.sum() % 2)}, load=len(bits))

@@ -40,6 +40,7 @@ class Passkey:
         expect(len(self.code) >= needed, "documents", f"at least {needed} bytes of text", len(self.code))
 
     def example(self, seed: int, index: int) -> Example:
+        """Return example ``index`` of a seed: text with a key in it, and the question for the key."""
         rng = draw("passkey", seed, index)
         length = within(rng, self.length)
         depth = self.depth if self.depth is not None else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]

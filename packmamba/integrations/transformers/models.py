@@ -169,6 +169,7 @@ class DocumentMask:
         return torch.cat(rows)
 
     def to(self, *_: Any, **__: Any) -> Any:
+        """Return itself: it holds lengths, which every device reads."""
         return self
 
 

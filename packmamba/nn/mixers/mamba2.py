@@ -197,11 +197,13 @@ class PackedMamba2(Mixer):
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the mixer's arguments in a Hugging Face configuration."""
         options = super().from_hugging_face(config)
         return options | {"dt_limit": tuple(options["dt_limit"])}
 
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
+        """Return the keys of a Hugging Face configuration for the mixer's arguments."""
         expect(not options.get("D_has_hdim"), "D_has_hdim", "False in this format", True)
         epsilon, norm_eps = options["norm_epsilon"], options.get("norm_eps", 1e-5)
         expect(norm_eps == epsilon, "norm_eps", f"norm_epsilon's {epsilon} in this format", norm_eps)
