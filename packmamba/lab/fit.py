@@ -16,6 +16,7 @@ import math
 import os
 import shutil
 import sys
+import threading
 import time
 import warnings
 import zlib
@@ -38,7 +39,7 @@ from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, 
 from packmamba.errors import ConfigError, UserError
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
-from packmamba.files import space_for
+from packmamba.files import full_disk, space_for
 from packmamba.lab import callbacks, records, run_id
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
@@ -47,6 +48,17 @@ from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
 
 MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
+_thread_failed = threading.excepthook
+
+
+def _on_thread_error(failed: threading.ExceptHookArgs) -> None:
+    """Print an error of a thread, but TensorBoard's of a full disk: its logger raises that, too."""
+    of_logger = type(failed.thread).__module__.startswith("tensorboard.")
+    if not (of_logger and failed.exc_value and full_disk(failed.exc_value, "")):
+        _thread_failed(failed)
+
+
+threading.excepthook = _on_thread_error  # for good: such a thread may end after its run
 
 
 def fit(

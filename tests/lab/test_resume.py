@@ -1,6 +1,7 @@
 """An interrupted run ends with the bits of an uninterrupted one; checkpoint files; ``trainer.deterministic``."""
 
 import contextlib
+import errno
 import logging
 import random
 import shutil
@@ -131,6 +132,18 @@ def test_a_run_whose_disk_is_full_goes_on_from_its_last_checkpoint(tmp_path, who
         fit(config, progress=False, stop=fill)
     assert [path.name for path in (run_folder(config) / "checkpoints").iterdir()] == ["step=3.ckpt"]
     assert_same(config, whole("packed"))
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_full_disk_under_tensorboard_is_one_sentence(tmp_path, monkeypatch, capsys):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("tensorboard.summary.writer.record_writer.RecordWriter.write", full)
+    config = tiny_config(tmp_path, "trainer.loggers=[tensorboard]", "trainer.max_steps=1")
+    assert run.main(["train", str(write_config(tmp_path / "run.yaml", config))]) == 1
+    error = capsys.readouterr().err
+    assert f"{run_folder(config)}: expected space" in error.splitlines()[-1]
 
 
 def test_a_second_ctrl_c_interrupts_at_once(tmp_path, monkeypatch):
