@@ -12,6 +12,7 @@ from packmamba.lab import cli
 from packmamba.lab.callbacks import CheckpointFile
 from packmamba.lab.records import append_record, has_records, read_records, write_items, write_sweep
 from packmamba.lab.report.html import write_report
+from packmamba.lab.run_id import RunLock
 from processes import files_of_at_most
 from runs import tiny_config
 
@@ -71,6 +72,13 @@ def test_a_corpus_is_whole_or_absent(tmp_path):
         load_corpora(data, progress=False)
     assert not [name for name in contents(tmp_path / "cache") if not name.startswith(".")]
     load_corpora(data, progress=False)
+
+
+def test_a_lock_names_its_file_and_is_free_again(tmp_path):
+    with files_of_at_most(10), pytest.raises(DiskFull, match=str(tmp_path / ".lock")), RunLock(tmp_path):
+        pass
+    with RunLock(tmp_path):
+        pass
 
 
 def test_a_report_keeps_the_tables_of_before(tmp_path, monkeypatch):

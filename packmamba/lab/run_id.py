@@ -17,6 +17,7 @@ from filelock import SoftFileLease, Timeout
 
 from packmamba.config import Config, to_dict
 from packmamba.errors import ConfigError
+from packmamba.files import space_for
 from packmamba.lab.records import LATER_KEYS, has_records, read_records
 
 SCHEMA_VERSION = 2  # raise it when a key's default changes
@@ -129,7 +130,8 @@ class RunLock:
     def __enter__(self) -> "RunLock":
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
-            self._lease.acquire(timeout=self.wait)
+            with space_for(self.folder / ".lock"):
+                self._lease.acquire(timeout=self.wait)
         except Timeout:
             raise Locked(f"{self.folder} is in use by another process; wait for it, or stop it") from None
         return self
