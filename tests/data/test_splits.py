@@ -82,7 +82,7 @@ def test_a_long_held_out_end_is_several_documents(tmp_path, monkeypatch):
         ({"a.txt": b"abcde"}, {"test_fraction": 0.1}, "data.validation_fraction", "5 in "),
         ({"a.txt": b"abc", "b.txt": b"abd"}, {"test_fraction": 0.1}, "data.validation_fraction", "2 documents"),
         ({"a.txt": b"abc", "b.txt": b"abd"}, {"validation_fraction": 0.9}, "data.validation_fraction", "2 documents"),
-        ({"a.txt": b"abcdef" * 9}, {"validation_fraction": 0.99}, "data.validation_fraction", "of 54 char"),
+        ({"a.txt": b"abcdef" * 9}, {"validation_fraction": 0.99}, "data.validation_fraction", "has 54"),
     ],
 )
 def test_too_few_documents_are_counted_and_named(tmp_path, files, keys, key, named):

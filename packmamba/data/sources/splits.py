@@ -163,10 +163,13 @@ def cut_single_document(source: Source, data: DataConfig) -> Source:
         first_test = len(content) - _part_length(content, data.test_fraction)
         trained = first_test - _part_length(content, data.validation_fraction)
         if trained < MIN_PART:
+            if len(content) < least_length(data):
+                found = "data.path: expected documents in training and validation, got 0 and 1"
+            else:
+                found = f"data.validation_fraction: expected at least {MIN_PART} left to train on, got {trained}"
             raise ConfigError(
-                f"data.validation_fraction: expected at least {MIN_PART} of {len(content)} characters "
-                f"or ids left to train on, got {trained}, in the only document of '{data.path}'; add "
-                "documents, or lower the fractions held out"
+                f"{found} in '{data.path}': one alone needs {least_length(data)} characters or ids and has "
+                f"{len(content)}; add documents, or lower the fractions held out"
             )
         train = document._replace(held_out=False, content=content[:trained])
         validation, test = (
