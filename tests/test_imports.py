@@ -83,6 +83,7 @@ def test_modules_do_not_import_each_other_in_a_circle():
     list(TopologicalSorter(graph).static_order())  # CycleError names the circle
 
 
+@pytest.mark.slow
 def test_layer_operators_and_leakcheck_need_torch_numpy_and_safetensors_alone():
     extra = "lightning omegaconf torchmetrics pandas scipy matplotlib transformers lm_eval".split()
     names = [name for name in MODULES if part(name) in ("layout", "ops", "nn", "isolation", "testing")]

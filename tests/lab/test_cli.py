@@ -147,6 +147,7 @@ def test_an_error_is_one_line(words, message, monkeypatch, capsys):
     assert error.startswith("run.py: error: ") and message in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
     """A wrong word is answered at once: no file of weights is there, and nothing slow beside PyTorch is imported."""
     MambaLM(40, 16, 1).save_pretrained(tmp_path)
@@ -193,6 +194,7 @@ def test_an_error_does_not_stand_on_the_line_of_a_bar(monkeypatch, capsys):
     assert capsys.readouterr().err.endswith("\npackmamba: error: wrong\n")
 
 
+@pytest.mark.slow
 def test_interrupted_and_unread(monkeypatch, capsys):
     for raised, status, message in (
         (KeyboardInterrupt, 130, "the same command resumes"),

@@ -85,6 +85,7 @@ def test_a_raised_run_ends_as_one_that_was_as_long_from_the_start(tmp_path):
         fit(having(short, trainer__max_steps=6), progress=False)
 
 
+@pytest.mark.slow
 def test_a_folder_is_locked_to_one_process_and_free_once_that_is_killed(tmp_path):
     with RunLock(tmp_path), RunLock(tmp_path):
         pass

@@ -175,6 +175,7 @@ def test_a_sweep_tunes_on_other_seeds_than_it_reports(tmp_path, pretended):
     assert len(pretended) == 6
 
 
+@pytest.mark.slow
 def test_an_arm_waits_for_the_one_that_it_starts_from(tmp_path, capsys):
     arms = {"after": {"trainer.init_from": f"{tmp_path}/sweep:packed"}, "packed": {"data.strategy": "greedy"}}
     assert cli.main(["sweep", str(write_sweep(tmp_path, arms=arms))]) == 0

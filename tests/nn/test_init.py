@@ -195,6 +195,7 @@ def initialise_shards():
         assert all(shard.full_tensor().isfinite().all() for shard in model.state_dict().values()), name
 
 
+@pytest.mark.slow
 def test_shards_of_two_processes_are_the_unsharded_model(tmp_path):
     output = tmp_path / "output.txt"
     assert statuses(*fork_ranks(2, initialise_shards, output=output)) == [0, 0], output.read_text()
