@@ -34,7 +34,7 @@ Arguments = TypeVar("Arguments", bound=tuple)
 Kernel = Callable[[dict[str, Any]], None]
 """Takes its arguments by name. A dictionary and no keywords, which each function on the way would copy."""
 Results = tuple[tuple, tuple]
-"""What ``forward`` and ``fake`` return: outputs, and what is saved for the backward; None where absent."""
+"""Results of ``forward`` and ``fake``: outputs, and what is saved for the backward; None where absent."""
 
 SCHEMA = {
     Tensor: "Tensor {0}",
@@ -96,7 +96,7 @@ class Documents(NamedTuple):
 
 
 class Signature(Generic[Arguments]):
-    """Where an operator's arguments lie in its schema: tensors, two tensors a layout, then options.
+    """Locate an operator's arguments in its schema: tensors, two tensors a layout, then options.
 
     Args:
         arguments: a named tuple of tensors, then layouts, then options; its annotations make the
