@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 
 import torch
 
+from experiments.by_name import DONE, experiments, find, finished, kinds_of, module, run_bench
 from packmamba.config import ConfigError, read_yaml, suggest
 from packmamba.files import write_whole
 from packmamba.lab.records import check_writable, read_records
 from packmamba.lab.report.aggregate import with_items
 from packmamba.lab.report.html import build_sections, files_of_tables, tables_of, write_sections
 from packmamba.lab.report.tables import Table, interval_text, make_table, write_table
-from packmamba.lab.reproduce import DONE, find, finished, kinds_of, module, require_experiments, run_bench
 from packmamba.lab.sweep import load_sweep, run_sweep
 
 
@@ -113,7 +113,7 @@ def missing(step: Step, is_bench: bool, small: bool) -> str:
 
 def costs() -> Iterator[str]:
     """Yield a line for each experiment that has steps: what it needs, and how long it takes."""
-    for name in require_experiments():
+    for name in experiments():
         declared = module(name, "reproduce")
         steps = getattr(declared, "STEPS", ())
         gpu = max((step.gpu_gib for step in steps if step.gpus), default=None)

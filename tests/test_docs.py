@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from matplotlib.figure import Figure
 
+from experiments.by_name import find, load_bench
 from experiments.corpus import build
 from packmamba.config import load_config
 from packmamba.lab import cli
-from packmamba.lab.reproduce import find, load_bench
 from packmamba.lab.sweep import load_sweep
 from processes import fork, fork_ranks, statuses
 from written import write_megatron

@@ -105,9 +105,7 @@ def test_layer_operators_and_leakcheck_need_torch_numpy_and_safetensors_alone():
 )
 def test_without_the_extra_an_import_says_what_to_install(missing):
     names = ["training", "lab.fit", "training.boundary"]
-    names += (
-        ["config", "evaluation", "evaluation.tasks", "lab.report.html", "lab.reproduce"] if len(missing) > 1 else []
-    )
+    names += ["config", "evaluation", "evaluation.tasks", "lab.report.html"] if len(missing) > 1 else []
     code = f"import sys, importlib; sys.modules.update(dict.fromkeys({missing}))"
     for name in names:
         code += f"\ntry: importlib.import_module('packmamba.{name}'); print('imported {name}')"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from experiments.by_name import load_bench
 from packmamba.config import load_config
-from packmamba.lab.reproduce import load_bench
 from packmamba.lab.sweep import load_sweep
 
 try:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
+from experiments.by_name import Bench
 from experiments.common import PeakMemory
 from experiments.leakcheck.bench import chosen_models, find_kernels, make_configuration
 from packmamba.config import ConfigError, DataConfig, key, load_config
@@ -29,7 +30,6 @@ from packmamba.data.sources.builtin import open_stdlib
 from packmamba.integers import round_up
 from packmamba.integrations.transformers import patch
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.lab.reproduce import Bench
 from packmamba.lab.timing import free_memory, median, now, spread, take_turns
 
 Documents = Sequence[Sequence[int]]

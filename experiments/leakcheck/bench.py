@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments.by_name import Bench
 from packmamba.config import ConfigError, key, suggest
 from packmamba.integrations.transformers import patch
 from packmamba.isolation import LeakCheckResult, leakcheck
 from packmamba.isolation.adapters import CheckedModel
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.lab.reproduce import Bench
 from packmamba.ops.mamba_ssm import _peer
 
 KERNELS = ("causal-conv1d", "mamba-ssm", "flash-linear-attention", "flash-attn")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
+from experiments.by_name import Bench
 from experiments.operators import cpu, gpu
-from packmamba.lab.reproduce import Bench
 
 BENCHES = {"operators": Bench(cpu.Config, cpu.run), "gpu_operators": Bench(gpu.Config, gpu.run)}

@@ -12,12 +12,12 @@ from typing import Optional
 import numpy as np
 from tqdm import tqdm
 
+from experiments.by_name import Bench
 from packmamba.config import key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import OVERLONG, STRATEGIES, RowPlan, plan_rows
 from packmamba.lab import timing
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.lab.reproduce import Bench
 
 SOME = ("at least one", bool)
 

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.by_name import Bench
 from experiments.speedup.bare_loop import BareLoop
 from experiments.speedup.model import TOLERANCES, Arm, Documents, Model, PeerLM, by_family, feed
 from experiments.speedup.model import Config as SpeedupConfig
@@ -18,7 +19,6 @@ from packmamba.config import key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import plan_rows
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.lab.reproduce import Bench
 from packmamba.lab.timing import free_memory, median
 
 OPERATORS = ("conv", "scan", "matrix products")

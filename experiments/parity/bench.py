@@ -1,6 +1,6 @@
 """Measure speed and gradients beside the sweeps."""
 
+from experiments.by_name import Bench
 from experiments.parity import gradients
-from packmamba.lab.reproduce import Bench
 
 BENCHES = {"gradients": Bench(gradients.Config, gradients.run)}

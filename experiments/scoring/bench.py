@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments.by_name import Bench
 from experiments.common import PeakMemory
 from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError, key, load_config
@@ -26,7 +27,6 @@ from packmamba.evaluation import Score, score
 from packmamba.evaluation.generation import generate
 from packmamba.evaluation.packed_forward import log_probabilities
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.lab.reproduce import Bench
 from packmamba.lab.timing import free_memory, median, seconds, spread, take_turns
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.training.lit_module import make_model

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from experiments.by_name import Bench
 from experiments.speedup import bare_loop, steps
 from experiments.speedup.model import BARE, BREAKDOWN, STEPS, Config, Model
 from packmamba.lab.records import provenance
-from packmamba.lab.reproduce import Bench
 from packmamba.lab.timing import free_memory
 
 

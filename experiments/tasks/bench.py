@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from experiments.by_name import Bench
 from packmamba import MambaLM
 from packmamba.config import ConfigError, DataConfig, key
 from packmamba.data.tasks import TASKS
 from packmamba.evaluation.load import load_model, read_config
 from packmamba.evaluation.registry import EvalContext, default_max_slots, evaluate
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.lab.reproduce import Bench
 
 
 @dataclass

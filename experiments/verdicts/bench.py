@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 from scipy import stats
 from tqdm import tqdm
 
+from experiments.by_name import Bench
 from packmamba.config import key
 from packmamba.lab.records import append_record, make_record, provenance
 from packmamba.lab.report.statistics import Comparison, Divergence, rule
-from packmamba.lab.reproduce import Bench
 
 SOME = ("at least one", bool)
 MARGIN = 4.0

@@ -31,8 +31,19 @@ from packmamba.files import full_disk, space_for, write_whole
 try:
     from tqdm import tqdm
 
-    from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, DataConfig, key, load, need, registry
-    from packmamba.config.load import load_config, read_layers, resolve, sections_of, shown, suggest
+    from packmamba.config import (
+        CONFIGS,
+        CONFIGURATION,
+        Config,
+        ConfigError,
+        DataConfig,
+        import_plugins,
+        key,
+        load,
+        need,
+        registry,
+    )
+    from packmamba.config.load import PACKAGE, load_config, read_layers, resolve, sections_of, shown, suggest
 except ModuleNotFoundError as error:
     sys.exit(f"packmamba: error: {error}")
 
@@ -376,20 +387,22 @@ def report(words: list[str]) -> None:
     from packmamba.lab.records import read_records
     from packmamba.lab.report.aggregate import with_items
     from packmamba.lab.report.html import build_sections, format_sections, write_sections
-    from packmamba.lab.reproduce import experiments, kinds_of
     from packmamba.lab.run_id import find_record
 
+    clone = import_experiments("by_name") if find_clone() else None
+    experiments: dict[str, Path] = clone.experiments() if clone else {}
     records: list[Any] = []
     for name in folders:
-        folder: Any = Path(name) if Path(name).is_dir() else experiments().get(name)
+        folder: Any = Path(name) if Path(name).is_dir() else experiments.get(name)
         if folder is None:
-            hint = suggest(name, experiments())
+            hint = suggest(name, experiments)
             raise ConfigError(f"expected a folder or an experiment, got '{name}'{hint}")
         run = folder / CONFIGURATION
         loaded: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
         need(None not in loaded, folder, "a finished run", "one without a record")
         records += with_items(folder, loaded)
-    kinds = kinds_of(folder, records)
+    import_plugins(plugin for record in records for plugin in record["config"].get("plugins") or ())
+    kinds = clone.kinds_of(folder, records) if clone else {}
     baseline = config.baseline
     if len(folders) > 1 or baseline not in (None, records[0].get("sweep", {}).get("baseline")):
         seeds: dict[str, set[int]] = {}
@@ -409,19 +422,28 @@ def report(words: list[str]) -> None:
 
 def bench(words: list[str]) -> None:
     """Measure time or memory, and report."""
-    from packmamba.lab.reproduce import run_bench
-
     names, overrides = split(words, "an experiment, <experiment>/<bench>, or a YAML file", 0, 1)
-    report([str(run_bench("".join(names), overrides))])
+    report([str(import_experiments("by_name").run_bench("".join(names), overrides))])
 
 
 def reproduce(words: list[str]) -> None:
     """Run an experiment from nothing and compare with its committed numbers; scale=small: in a minute."""
     names, overrides = split(words, "an experiment, or <experiment>/<step>", 0, 1)
-    from packmamba.lab.reproduce import require_experiments
+    import_experiments("reproduce").reproduce("".join(names), overrides)
 
-    require_experiments()  # the steps are run by what lies beside them in a clone
-    importlib.import_module("experiments.reproduce").reproduce("".join(names), overrides)
+
+def find_clone() -> Path | None:
+    """Return the folder of a clone, whose experiments can be run: the checkout, or the current folder."""
+    roots = (PACKAGE.parent, Path.cwd())
+    return next((root for root in roots if (root / "experiments" / "by_name.py").is_file()), None)
+
+
+def import_experiments(name: str) -> Any:
+    """Import ``experiments.<name>`` of a clone. Raises ConfigError without one."""
+    clone = find_clone()
+    need(clone, "experiments", "a clone as the current folder", f"{Path.cwd()}; clone PackMamba")
+    sys.path += {str(clone)}.difference(sys.path)
+    return importlib.import_module(f"experiments.{name}")
 
 
 def kernels(words: list[str]) -> None:

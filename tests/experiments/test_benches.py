@@ -13,6 +13,7 @@ from configured import configured
 from torch import nn
 
 import run
+from experiments.by_name import find, kinds_of, load_bench
 from experiments.operators import cpu, gpu, gpu_implementations
 from experiments.operators.arms import CPU_ARMS, GPU_ARMS
 from experiments.packing import bench as packing
@@ -39,7 +40,6 @@ from packmamba.evaluation import Score
 from packmamba.lab.records import read_records
 from packmamba.lab.report.html import build_sections
 from packmamba.lab.report.tables import write_table
-from packmamba.lab.reproduce import find, kinds_of, load_bench
 from packmamba.nn.mixers.mamba2 import PackedMamba2
 from packmamba.ops import custom_op
 from packmamba.training.boundary import Leak

@@ -9,9 +9,10 @@ import torch
 
 import experiments.reproduce as engine
 import run
+from experiments import by_name
 from experiments.reproduce import Headline, Step
 from packmamba.config import ConfigError
-from packmamba.lab import reproduce
+from packmamba.lab import cli
 from packmamba.lab.records import has_records, read_records
 from processes import ROOT
 
@@ -19,7 +20,7 @@ BENCH = """
 from dataclasses import dataclass, field
 from packmamba.config import key
 from packmamba.lab.records import append_record, make_record
-from packmamba.lab.reproduce import Bench
+from experiments.by_name import Bench
 
 @dataclass
 class Arm:
@@ -75,10 +76,10 @@ def toy(tmp_path, monkeypatch):
 
 def test_a_bench_by_name_or_file(toy, tmp_path):
     for what in ("toy", "toy/toy", toy / "toy.yaml"):
-        bench = reproduce.load_bench(what, ["arms=[b]", "answer=7", "output=mine"])
+        bench = by_name.load_bench(what, ["arms=[b]", "answer=7", "output=mine"])
         assert (bench.name, str(bench.output)) == ("toy", "mine")
         assert (bench.config.experiment, bench.config.answer, [*bench.config.arms]) == ("toy", 7, ["b"])
-    reproduce.run_bench("toy", [f"output={tmp_path}/mine"])
+    by_name.run_bench("toy", [f"output={tmp_path}/mine"])
     assert [record["metrics"]["answer"] for record in read_records(tmp_path / "mine")] == [43, 86]
 
 
@@ -97,7 +98,7 @@ def test_a_bench_by_name_or_file(toy, tmp_path):
 )
 def test_a_wrong_bench_is_named(toy, what, overrides, message):
     with pytest.raises(ConfigError, match=message):
-        reproduce.load_bench(what, overrides)
+        by_name.load_bench(what, overrides)
 
 
 def test_steps_from_nothing(toy, tmp_path, monkeypatch, capsys):
@@ -125,7 +126,7 @@ def test_steps_from_nothing(toy, tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize("command", ["reproduce", "bench"])
 def test_outside_a_clone(command, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(reproduce, "__file__", str(tmp_path / "site-packages/packmamba/lab/reproduce.py"))
+    monkeypatch.setattr(cli, "PACKAGE", tmp_path / "site-packages" / "packmamba")
     for name in ([], ["packing"]):
         assert run.main([command, *name]) == 2
         shown = capsys.readouterr()
@@ -153,8 +154,8 @@ def test_a_headline_is_a_cell_with_its_interval():
 
 
 def test_every_headline_has_a_committed_number():
-    for name, folder in reproduce.experiments().items():
-        declared = reproduce.module(name, "reproduce") if ROOT in folder.parents else None
+    for name, folder in by_name.experiments().items():
+        declared = by_name.module(name, "reproduce") if ROOT in folder.parents else None
         if declared is None or not has_records(folder):
             continue
         tables = {path.name: path.read_text() for path in (folder / "tables").glob("*.csv")}
@@ -167,10 +168,10 @@ def test_the_keys_of_every_step_are_valid(tmp_path):
     """With scale=small, which adds keys; sweeps with one seed, as the others have the same keys."""
     from packmamba.lab.sweep import load_sweep
 
-    for name, folder in reproduce.experiments().items():
-        for step in getattr(reproduce.module(name, "reproduce"), "STEPS", ()) if ROOT in folder.parents else ():
+    for name, folder in by_name.experiments().items():
+        for step in getattr(by_name.module(name, "reproduce"), "STEPS", ()) if ROOT in folder.parents else ():
             keys = [key.replace("{output}", str(tmp_path)) for key in (*step.overrides, *step.small)]
             if "\nbench:" in f"\n{(folder / step.file).read_text()}":
-                reproduce.load_bench(folder / step.file, keys)
+                by_name.load_bench(folder / step.file, keys)
             else:
                 load_sweep(folder / step.file, [*keys, "grid.seed=[1]"])

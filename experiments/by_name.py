@@ -1,8 +1,8 @@
 """Experiments by name: their benches, their reports, and the steps that make their records.
 
-An experiment is a folder ``experiments/<question>/`` of a clone, or of the current folder. The
-package knows no experiment: it finds them by name and imports what they declare, a bench from
-bench.py, tables and figures from report.py, steps from reproduce.py.
+An experiment is a folder ``experiments/<question>/`` of this clone, or of the current folder. The
+package knows no experiment: its commands find them here by name, with what they declare: a bench in
+bench.py, tables and figures in report.py, steps in reproduce.py.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from packmamba.config import import_plugins, need, resolve, suggest
+from packmamba.config import import_plugins, resolve, suggest
 from packmamba.config.load import read_layers
 from packmamba.errors import ConfigError
 from packmamba.lab.records import check_writable
@@ -30,21 +30,14 @@ class Bench(NamedTuple):
 
 
 def experiments() -> dict[str, Path]:
-    """Return folders of experiments by name: the checkout's and the current folder's, or none."""
-    roots = [root / "experiments" for root in (Path(__file__).resolve().parents[2], Path.cwd())]
+    """Return folders of experiments by name: this clone's and the current folder's."""
+    roots = (Path(__file__).resolve().parent, Path.cwd() / "experiments")
     return {file.parent.name: file.parent for root in roots for file in sorted(root.glob("*/*.yaml"))}
-
-
-def require_experiments() -> dict[str, Path]:
-    """Return folders of experiments by name. Raises ConfigError outside a clone."""
-    known = experiments()
-    need(known, "experiments", "a clone as the current folder", f"{Path.cwd()}; clone PackMamba")
-    return known
 
 
 def find(name: str) -> Path:
     """Return an experiment's folder. Raises ConfigError for an unknown name."""
-    known = require_experiments()
+    known = experiments()
     if name not in known:
         raise ConfigError(f"expected an experiment, got '{name}'{suggest(name, known)}")
     return known[name]
@@ -65,7 +58,6 @@ def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, An
     """
     records = list(records)
     known = experiments()
-    import_plugins({plugin for record in records for plugin in record["config"].get("plugins") or ()})
     names = [name for name, path in known.items() if path.resolve() == folder.resolve()]
     if not names:
         made = {record["experiment"] for record in records}
