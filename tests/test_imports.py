@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FLOORS = {
     "library": "errors files integers layout ops nn isolation testing integrations",
     "training": "registry config data training.boundary training evaluation",
-    "lab": "lab.records lab.run_id lab.timing lab.report lab cli",
+    "lab": "lab.records lab.run_id lab.report lab cli",
 }
 ORDER = " ".join(FLOORS.values()).split()
 NEVER = {"data": {"ops", "nn"}, "lab.report": {"ops", "nn", "data", "training", "evaluation"}}

@@ -24,13 +24,13 @@ from torch.utils.data import SequentialSampler
 from experiments.by_name import Bench
 from experiments.common import PeakMemory
 from experiments.leakcheck.bench import chosen_models, find_kernels, make_configuration
+from experiments.timing import free_memory, median, now, spread, take_turns
 from packmamba.config import ConfigError, DataConfig, key, load_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.sources.builtin import open_stdlib
 from packmamba.integers import round_up
 from packmamba.integrations.transformers import patch
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.lab.timing import free_memory, median, now, spread, take_turns
 
 Documents = Sequence[Sequence[int]]
 SIZES = ("documents_per_step", "steps", "warm_up_steps")

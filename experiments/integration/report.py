@@ -8,12 +8,12 @@ from typing import Any
 import pandas as pd
 
 from experiments.common import hardware, named_by
+from experiments.timing import median, spread
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.html import Kind
 from packmamba.lab.report.statistics import interval
 from packmamba.lab.report.tables import Cell, Table, make_table
-from packmamba.lab.timing import median, spread
 
 BATCHES = {"padded": "padded", "grouped": "sorted by length, padded", "flattened": "flattened"}
 KERNELS = {"mamba_ssm": "mamba-ssm's, by transformers", "torch": "none: transformers' slow path", None: "ours"}

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from experiments import timing
 from experiments.operators.arms import CPU_ARMS, CpuArm
 from packmamba import SequenceLayout, ops
 from packmamba.config import ConfigError, key
-from packmamba.lab import timing
 from packmamba.lab.records import append_record, make_record, provenance
 from packmamba.ops import build
 from packmamba.ops.custom_op import empty_grad_like

@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from experiments import timing
 from experiments.operators import gpu_implementations
 from experiments.operators.arms import GPU_ARMS, GpuArm
 from experiments.operators.gpu_implementations import HEAD_CHANNELS, STATES, Implementation, Inputs, Phases, Reference
 from packmamba import SequenceLayout
 from packmamba.config import ConfigError, key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
-from packmamba.lab import timing
 from packmamba.lab.records import append_record, make_record, provenance
 
 HERE = [name for name, arm in GPU_ARMS.items() if not arm.per_token]

@@ -12,11 +12,11 @@ from typing import Optional
 import numpy as np
 from tqdm import tqdm
 
+from experiments import timing
 from experiments.by_name import Bench
 from packmamba.config import key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import OVERLONG, STRATEGIES, RowPlan, plan_rows
-from packmamba.lab import timing
 from packmamba.lab.records import append_record, make_record, provenance
 
 SOME = ("at least one", bool)

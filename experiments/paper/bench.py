@@ -15,11 +15,11 @@ from experiments.by_name import Bench
 from experiments.speedup.bare_loop import BareLoop
 from experiments.speedup.model import TOLERANCES, Arm, Documents, Model, PeerLM, by_family, feed
 from experiments.speedup.model import Config as SpeedupConfig
+from experiments.timing import free_memory, median
 from packmamba.config import key
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import plan_rows
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.lab.timing import free_memory, median
 
 OPERATORS = ("conv", "scan", "matrix products")
 

@@ -20,6 +20,7 @@ import torch
 
 from experiments.by_name import Bench
 from experiments.common import PeakMemory
+from experiments.timing import free_memory, median, seconds, spread, take_turns
 from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError, key, load_config
 from packmamba.data.tokenizer import write_tokenizer
@@ -27,7 +28,6 @@ from packmamba.evaluation import Score, score
 from packmamba.evaluation.generation import generate
 from packmamba.evaluation.packed_forward import log_probabilities
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.lab.timing import free_memory, median, seconds, spread, take_turns
 from packmamba.ops.mamba_ssm import _peer
 from packmamba.training.lit_module import make_model
 

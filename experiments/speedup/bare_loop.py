@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from experiments import timing
 from experiments.common import PeakMemory
 from experiments.speedup.model import (
     BARE,
@@ -25,7 +26,6 @@ from experiments.speedup.model import (
     random_documents,
 )
 from packmamba.data.batch import PackedBatch
-from packmamba.lab import timing
 from packmamba.ops.cuda import KernelSchedule, schedules_of
 from packmamba.training.boundary import Leak
 from packmamba.training.cuda_graphs import BatchGraphs

@@ -10,8 +10,8 @@ import torch
 from experiments.by_name import Bench
 from experiments.speedup import bare_loop, steps
 from experiments.speedup.model import BARE, BREAKDOWN, STEPS, Config, Model
+from experiments.timing import free_memory
 from packmamba.lab.records import provenance
-from packmamba.lab.timing import free_memory
 
 
 class Sorted(Model):

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity, profile
 
+from experiments import timing
 from packmamba.config import Config as RunConfig
 from packmamba.config import ConfigError, DataConfig, key, load_config
 from packmamba.data.batch import PackedBatch, count_step, make_batch
@@ -23,7 +24,6 @@ from packmamba.data.corpus import Corpus, Documents
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.packing import STRATEGIES, RowPlan
 from packmamba.data.schedule import arrange, micro_batches, pieces_of
-from packmamba.lab import timing
 from packmamba.lab.records import append_record, make_record
 from packmamba.nn import MambaLM
 from packmamba.ops.mamba_ssm import _peer

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
+from experiments import timing
 from experiments.common import PeakMemory
 from experiments.speedup.model import STEPS, Arm, Model, feed, run_config
 from packmamba.config import Config
-from packmamba.lab import timing
 from packmamba.lab.benchmark import Arm as Stepping
 from packmamba.lab.fit import configured_runtime
 from packmamba.training.datamodule import PackedDataModule, StepDataset

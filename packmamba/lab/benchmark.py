@@ -8,14 +8,17 @@ arms alike. Arms that read the same documents must first agree on their loss, or
 import operator
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from statistics import median
 from typing import Any
 
 import lightning
+import numpy as np
+import torch
+from tqdm import tqdm
 
 from packmamba.config import Config
 from packmamba.data.batch import StepBatch
-from packmamba.lab import timing
 from packmamba.lab.fit import configured_runtime
 from packmamba.lab.records import make_record
 from packmamba.lab.run_id import name_of, recorded_config
@@ -24,6 +27,26 @@ from packmamba.training.lit_module import PackedLitModule
 
 WARM_UP = 1  # rounds that are dropped, after each arm's first step
 TOLERANCE = 1e-4  # relative, between losses of the same documents in one precision
+
+
+def now(device: torch.device | str) -> float:
+    """Return the host's clock, once the device is idle."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def seconds(call: Callable[[], Any], device: torch.device | str = "cpu") -> float:
+    """Time a call, from an idle device to an idle device."""
+    begun = now(device)
+    call()
+    return now(device) - begun
+
+
+def spread(values: Iterable[float]) -> float:
+    """Return the interquartile range."""
+    low, high = np.percentile(list(values), [25, 75])
+    return float(high - low)
 
 
 class Arm:
@@ -43,8 +66,8 @@ class Arm:
     def step(self, number: int) -> tuple[float, int, int]:
         """Take a step, from 0; return seconds, tokens and slots."""
         step = self.steps[number].to(self.fabric.device)
-        seconds = timing.seconds(lambda: self.take(step, number), self.fabric.device)
-        return seconds, step.num_tokens, step.num_slots
+        taken = seconds(lambda: self.take(step, number), self.fabric.device)
+        return taken, step.num_tokens, step.num_slots
 
     def take(self, step: StepBatch, number: int) -> None:
         """Take a step of the arm's training."""
@@ -60,20 +83,22 @@ def measure_throughput(configs: list[Config], rounds: int, output: str, progress
     with configured_runtime(max(configs, key=lambda config: config.model.compile)):
         arms = {config.name: Arm(config) for config in configs}
         losses: dict[str, float] = {}
-
-        def gate(name: str) -> None:
-            arm = arms[name]
+        turns = range(1, 1 + WARM_UP + rounds)
+        for arm in arms.values():
             arm.step(0)
             _check_loss(arm, losses)
             if arm.config.trainer.cuda_graphs and not arm.module.boundary.stateful:
-                for turn in range(WARM_UP + rounds):  # captures each shape's graph before anything is timed
-                    arm.step(turn + 1)
+                for turn in turns:  # captures each shape's graph before anything is timed
+                    arm.step(turn)
 
         run = uuid.uuid4().hex
         begun = time.perf_counter()
-        calls = {name: lambda turn, arm=arm: arm.step(turn + 1) for name, arm in arms.items()}
-        bar = "interleaved steps" if progress else None
-        samples = timing.take_turns(calls, rounds, warm_up=WARM_UP, gate=gate, bar=bar)
+        samples: dict[str, list[Any]] = {name: [] for name in arms}
+        for turn in tqdm(turns, desc="interleaved steps", unit="round", disable=not progress):
+            for name, arm in arms.items():
+                sample = arm.step(turn)
+                if turn > WARM_UP:
+                    samples[name].append(sample)
         wall_seconds = time.perf_counter() - begun
         for name, arm in arms.items():
             metrics = _metrics(samples[name]) | {"rounds": rounds}
@@ -95,11 +120,11 @@ def _check_loss(arm: Arm, losses: dict[str, float]) -> None:
 
 def _metrics(samples: list[tuple[float, int, int]]) -> dict[str, float]:
     """Return medians over rounds of an arm's seconds and of its tokens and slots per second."""
-    seconds, tokens, slots = zip(*samples)
+    times, tokens, slots = zip(*samples)
     return {
-        "seconds_per_step_median": timing.median(seconds),
-        "seconds_per_step_spread": timing.spread(seconds),
-        "real_tokens_per_second": timing.median(map(operator.truediv, tokens, seconds)),
-        "slots_per_second": timing.median(map(operator.truediv, slots, seconds)),
+        "seconds_per_step_median": median(times),
+        "seconds_per_step_spread": spread(times),
+        "real_tokens_per_second": median(map(operator.truediv, tokens, times)),
+        "slots_per_second": median(map(operator.truediv, slots, times)),
         "padding_fraction": 1 - sum(tokens) / sum(slots),
     }

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from packmamba.lab import benchmark, timing
+from packmamba.lab import benchmark
 from packmamba.lab.benchmark import measure_throughput
 from packmamba.lab.fit import fit
 from packmamba.training.lit_module import PackedLitModule
@@ -14,7 +14,7 @@ from runs import final_state, tiny_config
 
 def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
     seconds = iter([100.0] * (1 + benchmark.WARM_UP) + [2.0] * 2)
-    monkeypatch.setattr(timing, "seconds", lambda call, device: (call(), next(seconds))[1])
+    monkeypatch.setattr(benchmark, "seconds", lambda call, device: (call(), next(seconds))[1])
     (record,) = measure_throughput([tiny_config(tmp_path)], rounds=2, output="x", progress=False)
     assert record["metrics"]["seconds_per_step_median"] == 2 and record["metrics"]["seconds_per_step_spread"] == 0
 

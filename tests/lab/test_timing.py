@@ -5,8 +5,8 @@ import time
 import pytest
 import torch
 
+from experiments import timing
 from experiments.common import PeakMemory
-from packmamba.lab import timing
 
 
 def test_arms_take_turns_after_the_warm_up(capsys):

@@ -5,22 +5,16 @@ clocks and heat. In turns all arms meet the same; the median leaves out what met
 """
 
 import gc
-import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from statistics import median
 from typing import Any
 
-import numpy as np
 import torch
 from tqdm import tqdm
 
-median = statistics.median
+from packmamba.lab.benchmark import now, seconds, spread
 
-
-def spread(values: Iterable[float]) -> float:
-    """Return the interquartile range."""
-    low, high = np.percentile(list(values), [25, 75])
-    return float(high - low)
+__all__ = ["free_memory", "median", "now", "seconds", "spread", "take_turns"]
 
 
 def take_turns(
@@ -60,20 +54,6 @@ def take_turns(
             elif turn < warm_up:
                 samples[name].clear()
     return samples
-
-
-def now(device: torch.device | str) -> float:
-    """Return the host's clock, once the device is idle."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-def seconds(call: Callable[[], Any], device: torch.device | str = "cpu") -> float:
-    """Time a call, from an idle device to an idle device."""
-    begun = now(device)
-    call()
-    return now(device) - begun
 
 
 def free_memory() -> None:
