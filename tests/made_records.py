@@ -6,8 +6,9 @@ import csv
 import io
 
 from experiments.packing.report import KINDS as PACKING
-from packmamba.lab.records import METRICS, append_record, make_record
-from packmamba.lab.report.html import table_files
+from packmamba.lab.records import METRICS, append_record, make_record, read_records
+from packmamba.lab.report.aggregate import with_items
+from packmamba.lab.report.html import build_sections, files_of_tables, tables_of, write_sections
 
 TIME = "2030-01-01T00:00:00+00:00"
 SCHEMES = {
@@ -20,6 +21,18 @@ SCHEMES = {
         ("mine", "best_fit_decreasing", "reset"),
     )
 }
+
+
+def table_files(records, kinds=None):
+    """Return the text of each table's files by name."""
+    return files_of_tables(tables_of(build_sections(records, figures=False, kinds=kinds)))
+
+
+def write_report(folder, kinds=None, records=None, latex=False):
+    """Write the report of records, the folder's unless given, and return its page."""
+    if records is None:
+        records = with_items(folder, read_records(folder))
+    return write_sections(folder, build_sections(records, kinds=kinds), latex)
 
 
 def training(arm, seed=0, loss=2.0, corpus="corpus-a", config=None, time=TIME, **metrics):

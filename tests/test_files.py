@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from made_records import training
+from made_records import training, write_report
 from packmamba import MambaLM
 from packmamba.data.token_store import load_corpora
 from packmamba.data.tokenizer import write_tokenizer
@@ -11,7 +11,6 @@ from packmamba.files import DiskFull, write_whole
 from packmamba.lab import cli
 from packmamba.lab.callbacks import CheckpointFile
 from packmamba.lab.records import append_record, has_records, read_records, write_items, write_sweep
-from packmamba.lab.report.html import write_report
 from packmamba.lab.run_id import RunLock
 from processes import files_of_at_most
 from runs import tiny_config

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from experiments.by_name import kinds_of
+from made_records import table_files
 from packmamba.lab.records import read_records
 from packmamba.lab.report.aggregate import with_items
-from packmamba.lab.report.html import table_files
 
 EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
 FOLDERS = sorted(path.parent for path in EXPERIMENTS.glob("**/tables"))

@@ -13,11 +13,10 @@ import pytest
 
 from experiments.text import plugin, reproduce
 from experiments.text.report import KINDS, PRIMARY, registered
-from made_records import SCHEMES, training
+from made_records import SCHEMES, table_files, training
 from packmamba.config import DataConfig
 from packmamba.data.token_store import load_corpora
 from packmamba.lab.records import read_records
-from packmamba.lab.report.html import table_files
 from packmamba.lab.report.statistics import NOTHING, Estimate, margin_from_pilot, verdict
 from packmamba.lab.report.tables import write_table
 from packmamba.lab.sweep import load_sweep, run_sweep

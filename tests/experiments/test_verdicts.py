@@ -13,8 +13,8 @@ from configured import configured
 from experiments.verdicts import bench
 from experiments.verdicts.bench import Study, simulate, studies
 from experiments.verdicts.report import KINDS
+from made_records import table_files
 from packmamba.lab.records import read_records
-from packmamba.lab.report.html import table_files
 
 pytestmark = pytest.mark.slow
 

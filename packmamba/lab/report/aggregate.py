@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -319,21 +319,11 @@ def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | No
     return None if other is arm else estimate(*paired(arm, other, metric))
 
 
-class Seeded(Protocol):
-    """Give the runs of an arm by seed, the seeds that diverged, and those that sweeps name."""
+def divergence(arm: Any, other: Any) -> Divergence:
+    """Count the runs of two arms, the diverged ones among them, and seeds that lack a run.
 
-    @property
-    def runs(self) -> pd.DataFrame: ...
-
-    @property
-    def diverged(self) -> set[int]: ...
-
-    @property
-    def expected(self) -> set[int]: ...
-
-
-def divergence(arm: Seeded, other: Seeded) -> Divergence:
-    """Count the runs of two arms, the diverged ones among them, and seeds that lack a run."""
+    Each is an Arm, or has its ``runs``, ``diverged`` and ``expected``.
+    """
     runs = len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs)
     seeds = arm.expected & other.expected
     return Divergence(*runs, len(seeds), len(seeds - ({*arm.runs.index} & {*other.runs.index})))

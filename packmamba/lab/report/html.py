@@ -17,9 +17,8 @@ import jinja2
 
 from packmamba.errors import COMMAND, ConfigError
 from packmamba.files import write_whole
-from packmamba.lab.records import read_records
 from packmamba.lab.report import tables as library
-from packmamba.lab.report.aggregate import Record, Records, flatten, of_kind, with_items
+from packmamba.lab.report.aggregate import Record, Records, flatten, of_kind
 from packmamba.lab.report.figures import DPI, Figure, house_style, throughput_figures, training_figures
 from packmamba.lab.report.tables import Finding, Table, write_table
 
@@ -116,11 +115,6 @@ def format_sections(sections: Iterable[Section]) -> str:
     return "\n".join(filter(None, parts))
 
 
-def table_files(records: Iterable[Record], kinds: Kinds = None) -> dict[str, str]:
-    """Return the text of each table's files by name."""
-    return files_of_tables(tables_of(build_sections(records, figures=False, kinds=kinds)))
-
-
 def tables_of(sections: Iterable[Section]) -> list[Table]:
     """Return the tables of all sections."""
     return [table for section in sections for table in section.tables]
@@ -129,15 +123,6 @@ def tables_of(sections: Iterable[Section]) -> list[Table]:
 def files_of_tables(tables: Iterable[Table], forms: Iterable[str] = ("md", "csv")) -> dict[str, str]:
     """Return the text of each table's file of each form by name."""
     return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in forms}
-
-
-def write_report(
-    folder: str | Path, kinds: Kinds = None, records: Records | None = None, latex: bool = False
-) -> Path:
-    """Make and write the report of records, the folder's unless given, as ``write_sections`` does."""
-    if records is None:
-        records = with_items(folder, read_records(folder))
-    return write_sections(folder, build_sections(records, kinds=kinds), latex)
 
 
 def write_sections(

@@ -6,11 +6,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from made_records import table, throughput, training
+from made_records import table, table_files, throughput, training
 from packmamba.lab.records import append_record, read_records, write_sweep
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, item_difference
-from packmamba.lab.report.html import table_files
 
 
 def rows_of(records, name="training"):

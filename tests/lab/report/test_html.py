@@ -6,11 +6,11 @@ import re
 import matplotlib.pyplot as plt
 import pytest
 
-from made_records import PACKING, packing, table, throughput, training, write
+from made_records import PACKING, packing, table, table_files, throughput, training, write, write_report
 from packmamba.lab.records import make_record
 from packmamba.lab.report import figures, html
 from packmamba.lab.report.figures import training_figures
-from packmamba.lab.report.html import Kind, format_table, table_files, write_report
+from packmamba.lab.report.html import Kind, format_table
 from packmamba.lab.report.tables import Column, Table
 
 
