@@ -22,7 +22,7 @@ Shapes: B rows, S documents.
 """
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,6 +38,8 @@ from packmamba.nn.mixers import State
 
 States = list[State]
 """By layer, a tuple of tensors whose first dimension counts documents (S, ...) or rows (B, ...)."""
+RowStates = tuple[States, Tensor, int]
+"""Final states of a batch's rows (B, ...); where their last documents ended (B,), -1 without one; and at which step."""
 
 
 class Boundary:
@@ -144,10 +146,24 @@ class StatefulBoundary(Boundary):
 
     CUDA graphs replay ``forward`` between ``incoming`` and ``store``: it and ``initial_states`` do
     tensor operations alone, and read of a layout only ``shape``, ``starts`` and ``offsets``.
+
+    Attributes:
+        SAVED: names of the attributes that a checkpoint holds: tensors, plain values, and lists,
+            tuples and mappings of them.
     """
 
     stateful = True
     sharded = False
+    SAVED: tuple[str, ...] = ("stored",)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the attributes in ``SAVED``, on the CPU."""
+        return {name: move_states(getattr(self, name), "cpu") for name in self.SAVED}
+
+    def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
+        """Restore them on a device, so that a resumed run continues the same documents."""
+        for name in self.SAVED:
+            setattr(self, name, move_states(state_dict[name], device))
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         """Return a state for each row (B, ...), detached."""
@@ -177,18 +193,11 @@ class StatefulBoundary(Boundary):
         return hidden
 
 
-class RowStates(NamedTuple):
-    """Hold the final states of a batch's rows (B, ...), where and when they ended."""
-
-    states: States
-    positions: Tensor  # (B,) int32 on the CPU, where the last document ended; -1 without a document
-    step: int
-
-
 class Carry(StatefulBoundary):
     """Continue a document that a row's end cut from its own state."""
 
     continues = True
+    SAVED: tuple[str, ...] = ("stored", "age")
 
     def __init__(self) -> None:
         self.stored: dict[int, RowStates] = {}  # by turn
@@ -201,25 +210,19 @@ class Carry(StatefulBoundary):
         continuing = layout.continues
         if not continuing.any():
             return fresh
-        stored = self._stored_for(batch.turn, layout)
-        self.age = self.step - stored.step
-        return self.exchange(stored, fresh)
+        rows = layout.rows[continuing].tolist()
+        offsets = layout.offsets[continuing].tolist()
+        states, positions, step = self.stored.get(batch.turn, (fresh, torch.empty(0), 0))
+        ends = positions.tolist()
+        if len(ends) != layout.shape[0] or [ends[row] for row in rows] != offsets:
+            got = dict(zip(rows, offsets))
+            raise ValueError(f"layout: expected documents to continue at {ends}, got {got}")
+        self.age = self.step - step
+        return self.exchange(states, positions, fresh)
 
-    def _stored_for(self, turn: int, layout: SequenceLayout) -> RowStates:
-        """Return the states that the layout continues. Raises ValueError if others are stored."""
-        rows = layout.rows[layout.continues]
-        offsets = layout.offsets[layout.continues]
-        stored = self.stored.get(turn)
-        if stored is not None and len(stored.positions) == layout.shape[0]:
-            if torch.equal(stored.positions[rows], offsets):
-                return stored
-        expected = [] if stored is None else stored.positions.tolist()
-        got = dict(zip(rows.tolist(), offsets.tolist()))
-        raise ValueError(f"layout: expected documents to continue at {expected}, got {got}")
-
-    def exchange(self, stored: RowStates, fresh: States) -> States:
+    def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
         """Return what each row's continuing document starts from (B, ...)."""
-        return stored.states
+        return states
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         """Give continuing documents the incoming state of their row, others a fresh one."""
@@ -236,11 +239,11 @@ class Carry(StatefulBoundary):
         self.stored.pop(batch.turn, None)
         layout = on_host(batch.layout)
         if layout.num_documents:
-            self.stored[batch.turn] = RowStates(final, end_positions(layout), self.step)
+            self.stored[batch.turn] = (final, end_positions(layout), self.step)
 
     def measures(self) -> dict[str, float]:
         """Return the bytes of stored states, and the steps since the last used ones ended."""
-        tensors = [tensor for stored in self.stored.values() for tensor in flatten_states(stored.states)]
+        tensors = [tensor for states, *_ in self.stored.values() for tensor in flatten_states(states)]
         measures: dict[str, float] = {"state_bytes": sum(tensor.nbytes for tensor in tensors)}
         if self.age is not None:
             measures["state_age_steps"] = self.age
@@ -249,20 +252,6 @@ class Carry(StatefulBoundary):
     def reset(self) -> None:
         """Forget all stored states."""
         self.stored.clear()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the stored states on the CPU, where they ended, and their age."""
-        stored = {}
-        for turn, row in self.stored.items():
-            stored[turn] = (move_states(row.states, "cpu"), row.positions, row.step)
-        return {"stored": stored, "age": self.age}
-
-    def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        """Restore stored states on a device, so that a resumed run continues the same documents."""
-        self.age = state_dict["age"]
-        self.stored = {}
-        for turn, (states, positions, step) in state_dict["stored"].items():
-            self.stored[turn] = RowStates(move_states(states, device), positions, step)
 
 
 class CarryScan(Carry):
@@ -281,15 +270,15 @@ class StatePassing(Carry):
 
     least_rows = 2
 
-    def exchange(self, stored: RowStates, fresh: States) -> States:
+    def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
         """Hand each row its predecessor's state in the ring; fresh states with fewer than two rows."""
-        (rows,) = torch.where(stored.positions >= 0)
+        (rows,) = torch.where(positions >= 0)
         if len(rows) < 2:
             return fresh
-        rows = rows[stored.positions[rows].argsort(stable=True)]
+        rows = rows[positions[rows].argsort(stable=True)]
         ring = torch.cat([rows[::2], rows[1::2].flip(0)])
-        source = torch.arange(len(stored.positions)).index_copy(0, ring, ring.roll(1))
-        return index_states(stored.states, source)
+        source = torch.arange(len(positions), device=rows.device).index_copy(0, ring, ring.roll(1))
+        return index_states(states, source)
 
 
 class FittedNoise(Carry):
@@ -299,6 +288,7 @@ class FittedNoise(Carry):
         memory: decay of the exponential average of mean and mean square, by batch.
     """
 
+    SAVED = ("stored", "age", "batches", "means", "squares")
     means: list[Tensor]
     squares: list[Tensor]
     generator: torch.Generator | None
@@ -309,17 +299,17 @@ class FittedNoise(Carry):
         self.memory = memory
         self.reset()
 
-    def exchange(self, stored: RowStates, fresh: States) -> States:
+    def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
         """Draw each element from a normal with the running mean and variance of stored states."""
-        generator = self._generator(stored.states[0][-1].device)
+        generator = self._generator(states[0][-1].device)
         debias = 1 - self.memory**self.batches
         drawn = []
-        for tensor, mean, square in zip(flatten_states(stored.states), self.means, self.squares):
+        for tensor, mean, square in zip(flatten_states(states), self.means, self.squares):
             mean = mean / debias
             variance = (square / debias - mean.square()).clamp(min=0)
             noise = torch.randn(tensor.shape, dtype=mean.dtype, device=tensor.device, generator=generator)
             drawn.append((mean + variance.sqrt() * noise).to(tensor.dtype))
-        return unflatten_states(drawn, stored.states)
+        return unflatten_states(drawn, states)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if self.generator is None:
@@ -332,7 +322,7 @@ class FittedNoise(Carry):
         super().store(batch, final)
         if batch.turn not in self.stored:
             return
-        (rows,) = torch.where(self.stored[batch.turn].positions >= 0)
+        (rows,) = torch.where(self.stored[batch.turn][1] >= 0)
         states = [
             state.to(torch.promote_types(state.dtype, torch.float32))
             for state in flatten_states(index_states(final, rows))
@@ -354,20 +344,12 @@ class FittedNoise(Carry):
         self.generator = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Add moments and the generator's state to the stored states."""
-        means = [mean.cpu() for mean in self.means]
-        squares = [square.cpu() for square in self.squares]
-        return super().state_dict() | {
-            "moments": (self.batches, means, squares),
-            "generator": None if self.generator is None else self.generator.get_state(),
-        }
+        """Add the generator's state."""
+        return super().state_dict() | {"generator": self.generator and self.generator.get_state()}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        """Restore moments and generator too, so that a resumed run draws the same noise."""
+        """Restore the generator too, so that a resumed run draws the same noise."""
         super().load_state_dict(state_dict, device)
-        self.batches, means, squares = state_dict["moments"]
-        self.means = [mean.to(device) for mean in means]
-        self.squares = [square.to(device) for square in squares]
         if state_dict["generator"] is not None:
             self._generator(device).set_state(state_dict["generator"].cpu())
 
@@ -404,15 +386,6 @@ class StatePassingWithinRow(StatefulBoundary):
         """Forget the stored states."""
         self.stored = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the stored states on the CPU."""
-        return {"stored": None if self.stored is None else move_states(self.stored, "cpu")}
-
-    def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
-        """Restore the stored states on a device."""
-        stored = state_dict["stored"]
-        self.stored = None if stored is None else move_states(stored, device)
-
 
 def on_host(layout: SequenceLayout) -> SequenceLayout:
     """Return the layout on the CPU, without waiting if it came from there."""
@@ -446,9 +419,9 @@ def index_states(states: States, index: Tensor) -> States:
     return map_states(lambda part: part[index.to(part.device, non_blocking=True)], states)
 
 
-def move_states(states: States, device: torch.device | str) -> States:
-    """Copy states to a device."""
-    return map_states(lambda part: part.to(device), states)
+def move_states(states: Any, device: torch.device | str) -> Any:
+    """Copy states, or what holds them, to a device."""
+    return map_states(lambda part: part.to(device) if isinstance(part, Tensor) else part, states)
 
 
 def unflatten_states(parts: Iterable[Tensor], like: States) -> States:

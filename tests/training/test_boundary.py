@@ -163,7 +163,7 @@ def test_states_are_detached_and_resumed(tmp_path, scheme):
     for boundary.step, batch in enumerate(batches[:10]):
         module.loss(batch, boundary)[0].backward()
     stored = boundary.stored
-    states = stored if isinstance(stored, list) else [s for r in stored.values() for s in r.states]
+    states = stored if isinstance(stored, list) else [s for row_states, *_ in stored.values() for s in row_states]
     assert states and not any(part.requires_grad for part in flatten_states(states))
     assert module.model.backbone.layers[0].mixer.initial_state.grad.abs().sum() > 0, "learned starts get a gradient"
     if boundary.continues:

@@ -92,7 +92,9 @@ def stored(boundary):
     """The states that a scheme has for later batches, and where their documents stopped."""
     if isinstance(boundary.stored, dict):
         turns = [boundary.stored[turn] for turn in sorted(boundary.stored)]
-        return [part for one in turns for part in flatten_states(one.states)], [one.positions.tolist() for one in turns]
+        return [part for states, *_ in turns for part in flatten_states(states)], [
+            ends.tolist() for _, ends, _ in turns
+        ]
     return flatten_states(boundary.stored), []
 
 
