@@ -249,7 +249,7 @@ def _check_rules(config: Config) -> None:
     need(is_strategy, "data.strategy", "a packing.Strategy(function)", repr(strategy))
     boundary = registry(BOUNDARIES)[config.trainer.boundary]
     registry("packmamba.data.sources.parts:parts_of")(data)  # checks data.sources
-    rule = _Rules(config)
+    rule = functools.partial(_rule, config)
     _check_option_names(config, boundary)
     _check_keys_in_use(config, strategy, boundary)
     row_length_is_known = data.row_length or not strategy.needs_row_length
@@ -264,14 +264,9 @@ def _check_rules(config: Config) -> None:
         rule(config.optimizer.name != "muon", "optimizer.name", "adamw with fsdp2, since Muon needs whole matrices")
 
 
-class _Rules:
-    """Raise ConfigError where a key of a configuration breaks a rule."""
-
-    def __init__(self, config: Config) -> None:
-        self.config = config
-
-    def __call__(self, holds: object, name: str, expected: str) -> None:
-        need(holds, name, expected, shown(attrgetter(name)(self.config)))
+def _rule(config: Config, holds: object, name: str, expected: str) -> None:
+    """Raise ConfigError with the key's value unless it holds."""
+    need(holds, name, expected, shown(attrgetter(name)(config)))
 
 
 def _check_option_names(config: Config, boundary: Any) -> None:
@@ -290,7 +285,7 @@ def _check_option_names(config: Config, boundary: Any) -> None:
             if name not in allowed:
                 raise ConfigError(f"unknown key '{key}.{name}'{suggest(name, sorted(allowed))}")
     are_mappings = all(isinstance(value, dict) for value in config.evaluation_options.values())
-    _Rules(config)(are_mappings, "evaluation_options", "keys and values of each evaluation")
+    _rule(config, are_mappings, "evaluation_options", "keys and values of each evaluation")
 
 
 def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
@@ -321,7 +316,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     for name, (is_used, where) in used.items():
         default = attrgetter(name)(defaults)
         at_default = attrgetter(name)(config) == default
-        _Rules(config)(is_used or at_default, name, f"{shown(default)}, unless {where}")
+        _rule(config, is_used or at_default, name, f"{shown(default)}, unless {where}")
 
 
 def _allows_cuda_graphs(config: Config) -> bool:
@@ -336,7 +331,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
     """Check that every row of a batch can continue the row of the batch before it."""
     data = config.data
     devices = config.trainer.devices * config.trainer.num_nodes
-    rule = _Rules(config)
+    rule = functools.partial(_rule, config)
     scheme = f"with {config.trainer.boundary}"
     rule(strategy.splits_documents, "data.strategy", f"concat_split {scheme}")
     rule(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {scheme}")

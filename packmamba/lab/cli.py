@@ -154,6 +154,7 @@ def evaluate(words: list[str]) -> None:
     (folder,), overrides = split(words, RUN, 1, 1)
     from packmamba.evaluation.load import load_model, read_config
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
+    from packmamba.evaluation.registry import evaluate as evaluate_built_in
     from packmamba.lab.records import check_writable
     from packmamba.lab.run_id import RunLock
 
@@ -175,8 +176,8 @@ def evaluate(words: list[str]) -> None:
     built_in = [name for name in config.tasks if name in EVALUATIONS]
     for name in built_in:
         check(name, contexts[name])
-    evaluations = dict.fromkeys(built_in, _evaluate_built_in)
-    evaluations |= _harness([name for name in config.tasks if name not in built_in], config)
+    evaluations = dict.fromkeys(built_in, evaluate_built_in)
+    evaluations |= _harness([name for name in config.tasks if name not in built_in], folder, config)
     model = load_model(folder, config.device, config.dtype)
     for context in contexts.values():
         context.tokenizer = model.tokenizer
@@ -208,7 +209,7 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
     done = [record for record in records_of(output, "evaluation") if record["config"].get("id") == digest]
     if not done:
         begun = time.perf_counter()
-        result = run(name, model, context)
+        result = run(name, model.model, context)
         seconds = time.perf_counter() - begun
         write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
         keys = {"id": digest, "evaluation": settings, "model": model.model.config}
@@ -216,12 +217,6 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
         done = [make_record(*identity, result.metrics, seconds, result.curves)]
         append_record(output / "records.jsonl", done[0])
     print(f"\n{format_table(done)}")
-
-
-def _evaluate_built_in(name: str, model: Any, context: Any) -> Any:
-    from packmamba.evaluation import registry as evaluations
-
-    return evaluations.evaluate(name, model.model, context)
 
 
 def _mentioned(name: str, include_path: str | None) -> bool:
@@ -240,7 +235,7 @@ def _mentioned(name: str, include_path: str | None) -> bool:
     return False
 
 
-def _harness(names: list[str], config: EvalConfig) -> dict[str, Callable]:
+def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Callable]:
     """Return a function for each task of lm-evaluation-harness. Raises ConfigError."""
     from packmamba.evaluation.registry import EVALUATIONS, EvalResult
 
@@ -263,7 +258,7 @@ def _harness(names: list[str], config: EvalConfig) -> dict[str, Callable]:
         known(name in manager.all_tasks, name)
 
     def run(name: str, model: Any, context: Any) -> EvalResult:
-        adapter = PackMambaLM(model.model, str(model.folder), context.max_slots)
+        adapter = PackMambaLM(model, folder, context.max_slots)
         results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
         values = results["results"][name]
         numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}

@@ -20,8 +20,7 @@ from packmamba.nn import MambaLM
 def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     """Make AdamW (arXiv 1711.05101)."""
     groups = model.weight_decay_groups(config.weight_decay)
-    first_decay, second_decay = config.betas
-    betas = (first_decay, second_decay)
+    betas: Any = tuple(config.betas)
     return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=fused)
 
 
@@ -80,8 +79,8 @@ def muon(
         ns_steps=ns_steps,
         adjust_lr_fn="match_rms_adamw",
     )
-    first_decay, second_decay = config.betas
-    return Joint(matrices, torch.optim.AdamW(rest, lr=config.lr, betas=(first_decay, second_decay)))
+    betas: Any = tuple(config.betas)
+    return Joint(matrices, torch.optim.AdamW(rest, lr=config.lr, betas=betas))
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw, "muon": muon}

@@ -420,32 +420,18 @@ def same_documents(arm: Arm, other: Arm) -> bool:
     return all(arm.says(key) == other.says(key) for key in keys)
 
 
-def difference_by_position(arm: Arm) -> list[tuple[int, int, Estimate]]:
-    """Return (start, end, the arm's loss minus its baseline's) by range of positions."""
-    # Positions are of the document, so a leak shows at the first and a longer memory at the last.
-    found = _difference_along(arm, "loss_by_position", ["start", "end"])
-    return [(start, end, estimated) for (start, end), estimated in found]
+def difference_along(arm: Arm, curve: str, *places: str) -> list[tuple[tuple[int, ...], Any]]:
+    """Return an Estimate of an arm's loss minus its baseline's at each place of a curve that both have.
 
-
-def difference_by_step(arm: Arm) -> list[tuple[int, Estimate]]:
-    """Return (step, the arm's validation loss minus its baseline's), if steps hold the same documents."""
-    if not same_documents(arm, arm.baseline):
-        return []
-    return [(step, estimated) for (step,), estimated in _difference_along(arm, "validation", ["step"])]
-
-
-def _difference_along(arm: Arm, curve: str, places: list[str]) -> list[tuple[tuple[int, ...], Estimate]]:
-    """Return the paired differences of a curve's losses at each place that both arms have."""
+    Places are the ``step`` of ``validation``, or ``start`` and ``end`` of ``loss_by_position``. These
+    are of the document, so a leak shows at the first and a longer memory at the last.
+    """
     curves = [side.points(curve) for side in (arm, arm.baseline)]
     if arm.baseline is arm or any(points.empty for points in curves):
         return []
     ours, theirs = (points.groupby([*places, "seed"])["loss"].last().astype(float) for points in curves)
-    found = []
-    for place, values in (ours - theirs).dropna().groupby(level=places):
-        estimated = statistics.interval(values)
-        if estimated is not None:
-            found.append((place, estimated))
-    return found
+    differences = (ours - theirs).dropna().groupby(level=list(places))
+    return [(place, statistics.interval(values)) for place, values in differences]
 
 
 def with_items(folder: str | Path, records: Records) -> list[Record]:

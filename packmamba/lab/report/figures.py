@@ -178,8 +178,9 @@ def _learning_curves(arms: Arms) -> list[Figure]:
             tokens = points.groupby("step")["real_tokens"].mean()
             by_tokens[arm] = line.set_axis(tokens)
             by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
-            estimates = {tokens[step]: found for step, found in aggregate.difference_by_step(arm) if step in tokens}
-            if estimates:
+            found = aggregate.difference_along(arm, "validation", "step")
+            estimates = {tokens[step]: estimate for (step,), estimate in found if step in tokens}
+            if estimates and aggregate.same_documents(arm, arm.baseline):
                 differences[arm] = pd.DataFrame([*estimates.values()], [*estimates])
     panels = [_Panel("Against data", "non-padding tokens", "validation loss (nats)", by_tokens)]
     # Runs of their own may have shared a machine: only speeds of one timing compare.
@@ -244,7 +245,8 @@ def _loss_by_position(arms: Arms) -> list[Figure]:
         if len(points):
             line = _over_seeds(points, ["start", "end"])
             losses[arm] = line.set_axis([_middle(start, end) for start, end in line.index])
-        estimates = {_middle(start, end): found for start, end, found in aggregate.difference_by_position(arm)}
+        found = aggregate.difference_along(arm, "loss_by_position", "start", "end")
+        estimates = {_middle(start, end): estimate for (start, end), estimate in found}
         if estimates:
             differences[arm] = pd.DataFrame([*estimates.values()], [*estimates])
     position = "position in the document (tokens)"

@@ -548,7 +548,7 @@ def _positions(arms: Arms) -> Table:
     rows: list[Row] = []
     beyond = 0
     for arm in arms:
-        for start, end, found in aggregate.difference_by_position(arm):
+        for (start, end), found in aggregate.difference_along(arm, "loss_by_position", "start", "end"):
             if found.seeds > 1:
                 last = end - 1 if end < aggregate.OPEN_END else Cell("the end", (None,))
                 rows.append({"arm": arm.label, "start": start, "end": last, "difference": found})
