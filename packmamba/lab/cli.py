@@ -7,7 +7,6 @@ request, 3 where the same command goes on, 130 after Ctrl-C.
 """
 
 import dataclasses
-import fnmatch
 import glob
 import hashlib
 import importlib
@@ -225,14 +224,9 @@ def _mentioned(name: str, include_path: str | None) -> bool:
     if spec is None:
         return False
     word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
-    for tasks in (Path(str(spec.origin)).parent / "tasks", include_path or ""):
-        for folder, _, files in os.walk(tasks):
-            for file in fnmatch.filter(files, "*.y*ml"):
-                with open(os.path.join(folder, file), "rb", buffering=0) as opened:
-                    text = opened.read()
-                if name.encode() in text and word.search(text):
-                    return True
-    return False
+    folders = [Path(str(spec.origin)).parent / "tasks", *([Path(include_path)] if include_path else [])]
+    files = (file for folder in folders for file in folder.rglob("*.y*ml"))
+    return any(word.search(file.read_bytes()) for file in files)
 
 
 def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Callable]:

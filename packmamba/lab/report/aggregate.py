@@ -313,10 +313,9 @@ def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
     return arm[metric] - other[metric], None
 
 
-def difference(arm: Arm, metric: str, other: Arm | None = None) -> Estimate | None:
-    """Estimate an arm's metric minus its baseline's, or another's; None of an arm and itself."""
-    other = other or arm.baseline
-    return None if other is arm else estimate(*paired(arm, other, metric))
+def difference(arm: Arm, metric: str) -> Estimate | None:
+    """Estimate an arm's metric minus its baseline's; None of the baseline itself."""
+    return None if arm.baseline is arm else estimate(*paired(arm, arm.baseline, metric))
 
 
 def divergence(arm: Any, other: Any) -> Divergence:
