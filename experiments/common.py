@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from matplotlib.axes import Axes
 
 from packmamba.lab.report.aggregate import Record, of_kind
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.tables import Table
+from packmamba.lab.report.tables import P_COLUMNS, Table
 
 
 class PeakMemory:
@@ -90,3 +91,15 @@ def without_speeds(kind: Kind, *more: Callable[..., list[Table]]) -> Kind:
         return made + [table for make in more for table in make(records, **others)]
 
     return replace(kind, tables=tables)
+
+
+def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
+    """Name rows from the top down, the first at y = 0."""
+    ax.set_yticks(range(len(labels)), labels if shown else [""] * len(labels))
+    ax.set_ylim(len(labels) - 0.5, -0.5)
+    ax.grid(axis="y", visible=False)
+
+
+def ruled_columns(margin: float, alone: str = "as registered") -> str:
+    """Describe the columns of ``ruled`` but the difference; ``alone``: the verdict without Holm."""
+    return f"!verdict, margin ± {margin} = verdict | !{alone} = registered | {P_COLUMNS}"

@@ -113,7 +113,8 @@ def filled(page: str, tables: dict[str, Any]) -> str:
 
 def draw(name: str, spec: dict[str, Any]) -> None:
     """Draw intervals of rows as a forest: one line each, the margin as a band, the number of seeds in the label."""
-    from packmamba.lab.report.figures import MUTED, axes, finish, house_style, name_bars
+    from experiments.common import name_bars
+    from packmamba.lab.report.figures import MUTED, axes, finish, house_style
 
     rows = spec["rows"]
     with house_style():

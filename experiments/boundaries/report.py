@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
+from experiments.common import ruled_columns
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Record, Seeds, divergence, frame
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below
@@ -31,7 +32,7 @@ from packmamba.lab.report.statistics import (
     rule,
     verdict,
 )
-from packmamba.lab.report.tables import Cell, Table, make_table, ruled, ruled_columns
+from packmamba.lab.report.tables import Cell, Table, make_table, ruled
 
 STARTS = {"reset": "zero", "fitted_noise": "noise", "state_passing": "foreign"}
 STARTS |= {"carry": "own", "carry_scan": "own scan"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from experiments.common import without_speeds
+from experiments.common import ruled_columns, without_speeds
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, Record, divergence
 from packmamba.lab.report.html import KINDS as LIBRARY
 from packmamba.lab.report.statistics import Comparison, Ruling, rule, verdict
-from packmamba.lab.report.tables import Cell, Table, make_table, number, ruled, ruled_columns
+from packmamba.lab.report.tables import Cell, Table, make_table, number, ruled
 
 MARGIN = 0.02  # nats an answer, named before the runs
 COMPARED = ("packed-reset", "packed-leak")  # with padded

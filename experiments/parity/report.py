@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from experiments.common import without_speeds
+from experiments.common import ruled_columns, without_speeds
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, Record, divergence
 from packmamba.lab.report.html import KINDS as LIBRARY
@@ -24,7 +24,7 @@ from packmamba.lab.report.statistics import (
     rule,
     seeds_for,
 )
-from packmamba.lab.report.tables import Cell, Table, make_table, ruled, ruled_columns
+from packmamba.lab.report.tables import Cell, Table, make_table, ruled
 
 EARLY = 200
 """Optimizer steps of the prediction on float32."""

@@ -6,9 +6,9 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.common import records_of
+from experiments.common import name_bars, records_of
 from packmamba.lab.report.aggregate import Record
-from packmamba.lab.report.figures import INK, Figure, axes, finish, name_bars
+from packmamba.lab.report.figures import INK, Figure, axes, finish
 from packmamba.lab.report.html import Kind
 from packmamba.lab.report.tables import Cell, Table, make_table
 

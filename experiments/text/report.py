@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
+from experiments.common import name_bars
 from packmamba.lab.records import read_records
 from packmamba.lab.report.aggregate import Arm, Record, divergence, training_arms
-from packmamba.lab.report.figures import MUTED, Figure, axes, finish, name_bars
+from packmamba.lab.report.figures import MUTED, Figure, axes, finish
 from packmamba.lab.report.html import Kind
 from packmamba.lab.report.statistics import (
     Comparison,

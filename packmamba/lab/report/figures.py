@@ -2,7 +2,7 @@
 
 The library draws four: learning curves, paired differences, speed, and the loss by position. An arm
 has the colour of its scheme in each of them, which is that of the documentation. Experiments draw
-theirs with the same helpers: ``axes``, ``legend_below``, ``name_bars``, ``finish``.
+theirs with the same helpers: ``axes``, ``legend_below``, ``finish``.
 """
 
 import io
@@ -101,18 +101,10 @@ def legend_below(fig: Canvas, columns: int = 5) -> None:
 
 def name_above(ax: Axes, labels: Sequence[str]) -> None:
     """Name rows from the top down, the first at y = 0, by text above each, within the panel."""
-    name_bars(ax, labels, shown=False)
+    ax.set_yticks([])
     ax.set_ylim(len(labels) - 0.5, -0.8)
-    ax.tick_params(axis="y", length=0)
     for y, label in enumerate(labels):
         ax.text(0.01, y - 0.3, label, transform=ax.get_yaxis_transform(), va="center", fontsize=9)
-
-
-def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
-    """Name rows from the top down, the first at y = 0."""
-    ax.set_yticks(range(len(labels)), labels if shown else [""] * len(labels))
-    ax.set_ylim(len(labels) - 0.5, -0.5)
-    ax.grid(axis="y", visible=False)
 
 
 class _Panel(NamedTuple):

@@ -232,11 +232,6 @@ def ruled(ruling: Ruling) -> Row:
 P_COLUMNS = "p of difference, Holm = p_difference:p | p of equivalence, Holm = p_equivalence:p"
 
 
-def ruled_columns(margin: float, alone: str = "as registered") -> str:
-    """Describe the columns of ``ruled`` but the difference; ``alone``: the verdict without Holm."""
-    return f"!verdict, margin ± {margin} = verdict | !{alone} = registered | {P_COLUMNS}"
-
-
 TITLES = {
     "val_loss": "validation loss",
     "val_loss_start": "loss, first 32 tokens",
