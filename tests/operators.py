@@ -12,10 +12,10 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from loops import conv1d_pack_loops, ssd_pack_loops, ssm_pack_loops
 from packmamba import SequenceLayout, ops
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
-from packmamba.ops.reference import conv1d_pack_loops, ssd_pack_loops, ssm_pack_loops
 from packmamba.ops.scan import ScanArguments
 from packmamba.ops.ssd import SsdArguments
 

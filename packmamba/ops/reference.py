@@ -1,10 +1,8 @@
-"""Plain implementations of the packed operators: loops, which are the specification, and a vectorised path.
+"""Plain implementations of the packed operators, over all tokens (convolution) or all chunks of documents at once (scans).
 
-The loops say what an operator computes, a token a step, and nothing else; tests hold every backend
-against them in float64. The vectorised path computes the same over all tokens (convolution), or
-over all chunks of documents at once (scans): slow beside kernels, bearable on a CPU without a
-compiler. Autograd differentiates each, so that backends' gradients are checked too. Sums and states
-are float32, or float64 for float64 activations.
+Slow beside kernels, bearable on a CPU without a compiler. Tests hold them, as every backend, against
+loops over tokens (tests/loops.py), which are the specification. Autograd differentiates them, so that
+backends' gradients are checked too. Sums and states are float32, or float64 for float64 activations.
 
 Shapes: B rows, L slots, S documents, K chunks, D channels, N states, W taps.
 """
@@ -17,54 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packmamba.layout import SequenceLayout
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
 from packmamba.ops.scan import ScanArguments
-from packmamba.ops.ssd import Chunks, SsdArguments, States, chunked
-
-Step = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""(slot, state before it) -> (output of the slot, state after it)."""
-
-
-def _by_token(layout: SequenceLayout, like: Tensor, states: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-    """Step each document from its state, token by token.
-
-    Return outputs as ``like`` (B, L, ...), zero at padding, and the last states (S, ...).
-    """
-    y = [like.new_zeros(like.shape[2:], dtype=states.dtype)] * layout.num_slots
-    finals = []
-    for state, start, end in zip(states, layout.starts.tolist(), layout.ends.tolist()):
-        for t in range(start, end):
-            y[t], state = step(t, state)
-        finals.append(state)
-    return torch.stack(y).view(like.shape).to(like.dtype), torch.stack(finals) if finals else states
-
-
-def conv1d_pack_loops(a: ConvArguments) -> tuple[Tensor, Tensor]:
-    """Convolve token by token; return y (B, L, D) and final states (S, D, W-1)."""
-    dtype = accumulation_dtype(a.x.dtype)
-    x = a.x.flatten(0, 1).to(dtype)
-    weight = a.weight.to(dtype)
-    states = _conv_states(a)
-
-    def step(t: int, state: Tensor) -> tuple[Tensor, Tensor]:
-        window = torch.cat([state, x[t, :, None]], 1)
-        y = (weight * window).sum(1)
-        if a.bias is not None:
-            y = y + a.bias.to(dtype)
-        return F.silu(y) if a.activation == "silu" else y, window[:, 1:]
-
-    y, final_state = _by_token(a.layout, a.x, states.to(dtype), step)
-    return y, final_state.to(states.dtype)
-
-
-def _conv_states(a: ConvArguments) -> Tensor:
-    if a.initial_state is not None:
-        return a.initial_state
-    channels, width = a.weight.shape
-    return a.x.new_zeros(a.layout.num_documents, channels, width - 1)
+from packmamba.ops.ssd import Chunks, States, chunked
 
 
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
@@ -76,9 +31,11 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     layout = a.layout
     device = a.x.device
     dtype = accumulation_dtype(a.x.dtype)
-    states = _conv_states(a)
-    width = a.weight.shape[1]
+    channels, width = a.weight.shape
     before = width - 1
+    states = a.initial_state
+    if states is None:
+        states = a.x.new_zeros(layout.num_documents, channels, before)
     slots = a.x.flatten(0, 1).to(dtype)
     weight = a.weight.to(dtype)
     token_slots = layout.token_slots
@@ -89,7 +46,7 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     document_place = document_place + torch.arange(len(states), device=device) * before
     token_place = tokens + (layout.documents.flatten()[token_slots] + 1) * before
 
-    inputs = slots.new_zeros(len(token_slots) + len(states) * before, a.x.shape[2])
+    inputs = slots.new_zeros(len(token_slots) + len(states) * before, channels)
     inputs = inputs.index_copy(0, token_place, slots.index_select(0, token_slots))
     initial_place = (document_place[:, None] + lags).flatten()
     initial_inputs = states.to(dtype).transpose(1, 2).flatten(0, 1)
@@ -108,54 +65,6 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
         return output, None
     last = inputs[(document_place + layout.lengths)[:, None] + lags].transpose(1, 2)
     return output, last.to(states.dtype).contiguous()
-
-
-def ssm_pack_loops(a: ScanArguments) -> tuple[Tensor, Tensor]:
-    """Scan token by token; return y (B, L, D) and final states (S, D, N)."""
-    dtype = a.A.dtype
-    u, delta, B, C = (tensor.flatten(0, 1).to(dtype) for tensor in (a.u, a.delta, a.B, a.C))
-
-    def step(t: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        size = _step_size(delta[t], a.delta_bias, a.delta_softplus)
-        h = torch.exp(size[:, None] * a.A) * h + (size * u[t])[:, None] * B[t]
-        y = (h * C[t]).sum(-1)
-        if a.D is not None:
-            y = y + a.D * u[t]
-        return _gated(y, a.z, t), h
-
-    states = a.initial_state
-    if states is None:
-        states = a.A.new_zeros(a.layout.num_documents, *a.A.shape)
-    return _by_token(a.layout, a.u, states, step)
-
-
-def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
-    """Scan token by token; return y (B, L, H, P) and final states (S, H, P, N)."""
-    dtype = a.A.dtype
-    heads = a.x.shape[2]
-    x = a.x.flatten(0, 1).to(dtype)
-    delta = a.delta.flatten(0, 1).to(dtype)
-    B, C = (  # (B L, H, 1, N): each head reads its group's
-        tensor.flatten(0, 1).to(dtype).repeat_interleave(heads // tensor.shape[2], dim=1)[:, :, None]
-        for tensor in (a.B, a.C)
-    )
-
-    def step(t: int, h: Tensor) -> tuple[Tensor, Tensor]:
-        size = _step_size(delta[t], a.delta_bias, a.delta_softplus)
-        if a.delta_limit is not None:
-            size = size.clamp(*a.delta_limit)
-        h = torch.exp(size * a.A)[:, None, None] * h + (size[:, None] * x[t])[..., None] * B[t]
-        y = (h * C[t]).sum(-1)
-        if a.D is not None:
-            y = y + (a.D if a.D.dim() == 2 else a.D[:, None]) * x[t]
-        return _gated(y, a.z, t), h
-
-    states = a.A.new_zeros(a.state_shape) if a.initial_state is None else a.initial_state
-    return _by_token(a.layout, a.x, states, step)
-
-
-def _gated(y: Tensor, z: Tensor | None, slot: int) -> Tensor:
-    return y if z is None else y * F.silu(z.flatten(0, 1)[slot].to(y.dtype))
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from loops import conv1d_pack_loops, ssm_pack_loops
 from models import (
     CONFIGS,
     EXACT,
@@ -23,7 +24,6 @@ from models import (
 )
 from packmamba import PackedMamba, PackedMamba2, SequenceLayout
 from packmamba.ops.conv import ConvArguments
-from packmamba.ops.reference import conv1d_pack_loops, ssm_pack_loops
 from packmamba.ops.scan import ScanArguments
 
 
