@@ -9,6 +9,7 @@ Shapes: B rows, L slots, S documents, D channels, W taps.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from packmamba.ops.custom_op import (
     declare,
     dense,
     empty_grad_like,
+    to_dtype,
     unit_stride,
 )
 
@@ -100,77 +102,65 @@ class ConvArguments(NamedTuple):
     return_final_state: bool
 
 
+def compiled(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
+    """Compute ``ops.conv1d_pack`` by compiled kernels, which take parameters and state in the accumulation dtype."""
+    wide = checks.accumulation_dtype(a.x.dtype)
+    y, final_state = _operator(
+        a._replace(
+            weight=a.weight.to(wide), bias=to_dtype(a.bias, wide), initial_state=to_dtype(a.initial_state, wide)
+        )
+    )
+    state_dtype = a.x.dtype if a.initial_state is None else a.initial_state.dtype
+    return y, to_dtype(final_state, state_dtype)
+
+
 def _forward(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]:
-    inputs = _inputs(a)
-    outputs = _allocate(a, inputs["weight"].dtype)
-    inputs["y"] = outputs.y
-    inputs["final_state"] = outputs.final_state
-    KERNELS[a.x.device.type]["conv1d_forward"](inputs)
-    if outputs.final_state is not None:
-        outputs = outputs._replace(final_state=outputs.final_state.to(_state_dtype(a)))
-    return outputs, Nothing()
+    outputs, saved = _allocate(a, needs_backward)
+    arguments = _inputs(a)
+    arguments["y"] = outputs.y
+    arguments["final_state"] = outputs.final_state
+    KERNELS[a.x.device.type]["conv1d_forward"](arguments)
+    return outputs, saved
 
 
-def _fake(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]:
-    return _allocate(a, _state_dtype(a)), Nothing()
+def _allocate(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]:
+    final_state = allocate_conv_state(a.weight, a.layout) if a.return_final_state else None
+    return Outputs(y=empty_grad_like(a.x), final_state=final_state), Nothing()
 
 
-def _allocate(a: ConvArguments, state_dtype: torch.dtype) -> Outputs:
-    """Allocate y (B, L, D), and final states (S, D, W-1) if they are returned."""
-    final_state = None
-    if a.return_final_state:
-        channels, width = a.weight.shape
-        shape = (a.layout.starts.shape[0], channels, width - 1)
-        final_state = a.x.new_empty(shape, dtype=state_dtype)
-    return Outputs(y=empty_grad_like(a.x), final_state=final_state)
-
-
-def _state_dtype(a: ConvArguments) -> torch.dtype:
-    return a.x.dtype if a.initial_state is None else a.initial_state.dtype
+def allocate_conv_state(weight: Tensor, layout: SequenceLayout) -> Tensor:
+    """Allocate final states (S, D, W-1)."""
+    channels, width = weight.shape
+    return weight.new_empty(layout.starts.shape[0], channels, width - 1)
 
 
 def _backward(a: ConvArguments, saved: Nothing, grads: Outputs) -> dict[str, Tensor | None]:
-    inputs = _inputs(a)
-    dy = a.x.new_zeros(a.x.shape) if grads.y is None else unit_stride(grads.y)
-    dfinal = None
-    if a.return_final_state and grads.final_state is not None:
-        dfinal = dense(grads.final_state.to(inputs["weight"].dtype))
-    tensors = {name: inputs[name] for name in ("x", "weight", "bias", "initial_state")}
-    gradients = {f"d{name}": empty_grad_like(tensor) for name, tensor in tensors.items()}
-    arguments = inputs | gradients
-    arguments["dy"] = dy
-    arguments["dfinal"] = dfinal
+    gradients = _operator.signature.allocate_gradients(a)
+    arguments = _inputs(a) | gradients
+    arguments["dy"] = a.x.new_zeros(a.x.shape) if grads.y is None else unit_stride(grads.y)
+    arguments["dfinal"] = dense(grads.final_state) if a.return_final_state else None
     KERNELS[a.x.device.type]["conv1d_backward"](arguments)
-    for name in tensors:
-        gradient = gradients[f"d{name}"]
-        if gradient is not None:
-            gradients[f"d{name}"] = gradient.to(getattr(a, name).dtype)
     return gradients
 
 
 def _inputs(a: ConvArguments) -> dict[str, Any]:
-    """Name what both kernels read, as kernels/*/bindings do.
+    """Name what both kernels read; activations lie as they came."""
+    silu = a.activation == "silu"
+    return {"x": a.x, **conv_inputs(a.weight, a.bias, a.initial_state, a.layout, silu)}
 
-    Activations lie as they came; parameters and states are made dense, in the accumulation dtype.
-    """
-    dtype = checks.accumulation_dtype(a.x.dtype)
+
+def conv_inputs(
+    weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, layout: SequenceLayout, silu: bool
+) -> dict[str, Any]:
+    """Name what kernels read beside x, as kernels/*/bindings do; parameters and states are made dense."""
     return {
-        "x": a.x,
-        "weight": dense(a.weight.to(dtype)),
-        "bias": None if a.bias is None else dense(a.bias.to(dtype)),
-        "starts": a.layout.starts,
-        "ends": a.layout.ends,
-        "initial_state": None if a.initial_state is None else dense(a.initial_state.to(dtype)),
-        "silu": a.activation == "silu",
+        "weight": dense(weight),
+        "bias": dense(bias),
+        "starts": layout.starts,
+        "ends": layout.ends,
+        "initial_state": dense(initial_state),
+        "silu": silu,
     }
-
-
-def _cuda_forward(arguments: dict[str, Any]) -> None:
-    _launch("conv1d_forward", "forward", arguments)
-
-
-def _cuda_backward(arguments: dict[str, Any]) -> None:
-    _launch("conv1d_backward", "backward", arguments)
 
 
 def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:
@@ -179,14 +169,14 @@ def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:
     launch(name, direction, arguments, like=x, cuts=scans_by_tensor_cores(x, states=16))
 
 
-declare("conv1d_forward", cuda=_cuda_forward)
-declare("conv1d_backward", cuda=_cuda_backward)
-compiled: PackedOperator[ConvArguments] = PackedOperator(
+declare("conv1d_forward", cuda=functools.partial(_launch, "conv1d_forward", "forward"))
+declare("conv1d_backward", cuda=functools.partial(_launch, "conv1d_backward", "backward"))
+_operator: PackedOperator[ConvArguments] = PackedOperator(
     "conv1d_pack",
     arguments=ConvArguments,
     outputs=Outputs,
     saved=Nothing,
     forward=_forward,
-    fake=_fake,
+    fake=_allocate,
     backward=_backward,
 )

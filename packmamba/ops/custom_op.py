@@ -7,9 +7,9 @@ them:
 - A schema holds each layout as its two tensors, so that one traced graph serves every layout.
   Absent outputs are empty tensors there, since a schema's outputs cannot be None.
 - A call takes one of two ways. Under a compiler, a transform or a dispatch mode it goes through the
-  dispatcher (``call_dispatched``). An eager call (``call_eager``) runs the functions at once:
-  ``torch.library.custom_op`` with ``register_autograd`` would add 0.5 ms forward and 0.2 ms
-  backward (PyTorch 2.11), more than a small model's kernels.
+  dispatcher. An eager call runs the functions at once: ``torch.library.custom_op`` with
+  ``register_autograd`` would add 0.5 ms forward and 0.2 ms backward (PyTorch 2.11), more than a
+  small model's kernels.
 - Derivatives that kernels do not have (second, forward-mode) raise, instead of being silently zero.
 
 ``KERNELS`` holds what such functions call: kernels by device and name, their arguments by name.
@@ -45,8 +45,8 @@ SCHEMA = {
     tuple[float, float] | None: "float[]? {0}",
 }
 """An argument in a schema, by its annotation."""
-PLAIN = {Tensor, torch.nn.Parameter, SequenceLayout, NoneType, str, bool, tuple, list}
-"""Types of arguments that no tensor subclass intercepts: an eager call may take the short way."""
+PLAIN = {Tensor, torch.nn.Parameter, NoneType, str, bool, tuple, list}
+"""Types of values that no tensor subclass intercepts: an eager call may take the short way."""
 KERNELS: dict[str, dict[str, Kernel]] = {"cpu": {}, "cuda": {}}
 """Kernels by device type and name. Arguments, outputs among them, are those of kernels/cpu/bindings.cpp."""
 
@@ -112,32 +112,23 @@ class Signature(Generic[Arguments]):
     def __init__(self, arguments: type[Arguments], constants: tuple[str, ...]) -> None:
         kinds = get_type_hints(arguments)
         tensors = [name for name, kind in kinds.items() if kind in (Tensor, Tensor | None)]
-        self.arguments = arguments
         self.schema = ", ".join(SCHEMA[kind].format(name) for name, kind in kinds.items())
         self.num_tensors = len(tensors)
         self.num_layouts = list(kinds.values()).count(SequenceLayout)
         self.num_saved = self.num_tensors + 2 * self.num_layouts
         self.num_values = len(kinds) + self.num_layouts
-        self.constants = constants
         self.num_gradients = len(tensors) - len(constants)
         self.gradients = tuple(f"d{name}" for name in tensors[: self.num_gradients])
         # Faster than the named tuple's own __new__, which takes each field as a parameter.
         self.make: Callable[[tuple], Arguments] = functools.partial(tuple.__new__, arguments)
 
-    def layout_tensors(self, layouts_and_options: tuple) -> list[Tensor]:
-        """List starts and ends of each layout; the argument: all arguments but the tensors."""
-        return [
-            tensor for layout in layouts_and_options[: self.num_layouts] for tensor in (layout.starts, layout.ends)
-        ]
-
     def flatten(self, arguments: Arguments) -> tuple:
         """Lay arguments out as the schema has them."""
         layouts_and_options = arguments[self.num_tensors :]
-        return (
-            *arguments[: self.num_tensors],
-            *self.layout_tensors(layouts_and_options),
-            *layouts_and_options[self.num_layouts :],
-        )
+        documents: list[Tensor] = []
+        for layout in layouts_and_options[: self.num_layouts]:
+            documents += (layout.starts, layout.ends)
+        return (*arguments[: self.num_tensors], *documents, *layouts_and_options[self.num_layouts :])
 
     def unflatten(self, values: tuple) -> Arguments:
         """Make arguments of the schema's values; layouts become ``Documents``."""
@@ -151,10 +142,6 @@ class Signature(Generic[Arguments]):
         """Allocate contiguous gradients of the tensors that have one, as ``d<argument>``; None for None."""
         tensors = arguments[: self.num_gradients]
         return dict(zip(self.gradients, map(empty_grad_like, tensors)))
-
-    def in_order(self, gradients: Mapping[str, Tensor | None]) -> tuple[Tensor | None, ...]:
-        """Order gradients as the tensors that have one lie."""
-        return tuple(map(gradients.__getitem__, self.gradients))
 
 
 class PackedOperator(Generic[Arguments]):
@@ -194,59 +181,35 @@ class PackedOperator(Generic[Arguments]):
         self._define()
 
     def __call__(self, arguments: Arguments) -> tuple:
-        """Compute. Raises RuntimeError under forward-mode differentiation."""
+        """Compute. Raises RuntimeError under forward-mode differentiation, vmap and torch.func.grad."""
         signature = self.signature
-        needs_backward = torch.is_grad_enabled() and _any_requires_grad(arguments[: signature.num_gradients])
+        values = signature.flatten(arguments)
+        tensors = values[: signature.num_tensors]
+        needs_backward = torch.is_grad_enabled() and _any_requires_grad(tensors[: signature.num_gradients])
         if forward_ad._current_level >= 0:
-            self._refuse_tangents(arguments[: signature.num_tensors])
-        if is_tracing() or not PLAIN.issuperset(map(type, arguments)):
-            return self.call_dispatched(arguments, needs_backward)
-        return self.call_eager(arguments, needs_backward)
-
-    def call_eager(self, arguments: Arguments, needs_backward: bool) -> tuple:
-        """Compute at once, without the dispatcher."""
+            self._refuse_tangents(tensors)
+        if is_tracing() or not PLAIN.issuperset(map(type, values)):
+            if is_transforming():
+                refuse_transforms(self.name, tensors)
+            return self._operator(*values, needs_backward)[: self.num_outputs]
         if not needs_backward:
             outputs, _ = self.forward(arguments, False)
             return outputs
-        tensors = arguments[: self.signature.num_tensors]
-        layouts_and_options = arguments[self.signature.num_tensors :]
-        return _apply_eager(self, layouts_and_options, *tensors)
+        return _apply_eager(self, values[signature.num_saved :], *values[: signature.num_saved])
 
-    def call_dispatched(self, arguments: Arguments, needs_backward: bool) -> tuple:
-        """Compute by ``torch.ops.packmamba.<name>``, which compilers and transforms see.
+    def differentiate(self, values: tuple, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
+        """Compute the gradients of the schema's values, in order; ``grads``: of outputs, None: zero."""
+        gradients = self.backward(self.signature.unflatten(values), self.saved(*saved), self.outputs(*grads))
+        return tuple(map(gradients.__getitem__, self.signature.gradients))
 
-        Raises RuntimeError under vmap and torch.func.grad.
-        """
-        if is_transforming():
-            refuse_transforms(self.name, arguments[: self.signature.num_tensors])
-        values = self.signature.flatten(arguments)
-        return self._operator(*values, needs_backward)[: self.num_outputs]
-
-    def backward_eager(
-        self, saved: tuple[Tensor, ...], layouts_and_options: tuple, grads: tuple
-    ) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of an eager call at once; ``saved`` as ``_EagerCall`` saved them."""
-        signature = self.signature
-        gradients = self.backward(
-            signature.make(saved[: signature.num_tensors] + layouts_and_options),
-            self.saved(*saved[signature.num_saved :]),
-            self.outputs(*grads),
-        )
-        return signature.in_order(gradients)
-
-    def backward_dispatched(
-        self, saved: tuple[Tensor, ...], layouts_and_options: tuple, grads: tuple
-    ) -> tuple[Tensor | None, ...]:
-        """Compute gradients by ``torch.ops.packmamba.<name>_backward``; refuse to differentiate those."""
-        signature = self.signature
-        flat = saved[: signature.num_saved]
-        options = layouts_and_options[signature.num_layouts :]
-        states = none_to_empty(saved[signature.num_saved :], saved[0])
+    def differentiate_dispatched(self, values: tuple, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
+        """Compute the same by ``torch.ops.packmamba.<name>_backward``; refuse to differentiate gradients."""
+        states = none_to_empty(saved, values[0])
         with torch.no_grad():
-            computed = self._operator_backward(*grads[: self.num_outputs], *flat, *options, *states)
-        gradients = tuple(None if tensor is None else gradient for tensor, gradient in zip(saved, computed))
+            computed = self._operator_backward(*grads, *values, *states)
+        gradients = tuple(None if tensor is None else gradient for tensor, gradient in zip(values, computed))
         if torch.is_grad_enabled():
-            tensors = saved[: signature.num_tensors]
+            tensors = values[: self.signature.num_tensors]
             gradients = _FirstDerivatives.apply(self.name, gradients, *grads, *tensors)
         return gradients
 
@@ -267,8 +230,8 @@ class PackedOperator(Generic[Arguments]):
         _define(
             f"{self.name}({signature.schema}, bool keep)",
             num_results=self.num_outputs + len(saved),
-            run=self._run_forward,
-            fake=self._run_fake,
+            run=functools.partial(self._run, self.forward),
+            fake=functools.partial(self._run, self.fake),
         )
         _define(
             f"{name_backward}({grads}{signature.schema}{states})",
@@ -276,95 +239,73 @@ class PackedOperator(Generic[Arguments]):
             run=self._run_backward,
             fake=self._run_fake_backward,
         )
-        _library.impl(self.name, self._run_autograd, "Autograd", with_keyset=True)
+        torch.library.register_autograd(
+            f"packmamba::{self.name}", self._backward_of_call, setup_context=self._save, lib=_library
+        )
         self._operator = getattr(torch.ops.packmamba, self.name).default
         self._operator_backward = getattr(torch.ops.packmamba, name_backward).default
 
-    def _run_forward(self, *values: Any) -> tuple[Tensor, ...]:
-        outputs, saved = self.forward(self.signature.unflatten(values[:-1]), values[-1])
-        return none_to_empty((*outputs, *saved), values[0])
-
-    def _run_fake(self, *values: Any) -> tuple[Tensor, ...]:
-        outputs, saved = self.fake(self.signature.unflatten(values[:-1]), values[-1])
+    def _run(self, function: Callable[[Arguments, bool], Results], *values: Any) -> tuple[Tensor, ...]:
+        """Compute the results of the schema by ``forward`` or ``fake``."""
+        outputs, saved = function(self.signature.unflatten(values[:-1]), values[-1])
         return none_to_empty((*outputs, *saved), values[0])
 
     def _run_backward(self, *values: Any) -> tuple[Tensor, ...]:
+        grads = values[: self.num_outputs]
         after_grads = values[self.num_outputs :]
-        arguments = self.signature.unflatten(after_grads[: self.signature.num_values])
-        saved = self.saved(*after_grads[self.signature.num_values :])
-        grads = self.outputs(*values[: self.num_outputs])
-        gradients = self.backward(arguments, saved, grads)
-        return none_to_empty(self.signature.in_order(gradients), after_grads[0])
+        num_values = self.signature.num_values
+        gradients = self.differentiate(after_grads[:num_values], after_grads[num_values:], grads)
+        return none_to_empty(gradients, after_grads[0])
 
     def _run_fake_backward(self, *values: Any) -> tuple[Tensor, ...]:
         tensors = values[self.num_outputs :][: self.signature.num_gradients]
         return none_to_empty(map(empty_grad_like, tensors), tensors[0])
 
-    def _run_autograd(self, keys: Any, *values: Any) -> Any:
-        """Take part in autograd, at the dispatch key of that name."""
-        if not (torch.is_grad_enabled() and _any_requires_grad(values[: self.signature.num_gradients])):
-            return self.run_below_autograd(keys, values)
-        num_tensors = self.signature.num_tensors
-        layouts_and_options = self.signature.unflatten(values[:-1])[num_tensors:]
-        return _DispatchedCall.apply(self, keys, values[-1], layouts_and_options, *values[:num_tensors])
+    def _save(self, ctx: Any, inputs: tuple, output: tuple) -> None:
+        """Save a dispatched call for its backward: all values, and what follows the outputs."""
+        *values, ctx.keep = inputs
+        num_saved = self.signature.num_saved
+        ctx.options = values[num_saved:]
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*values[:num_saved], *output[self.num_outputs :])
 
-    def run_below_autograd(self, keys: Any, values: tuple) -> tuple[Tensor, ...]:
-        """Go on to the dispatch keys after autograd's."""
-        with torch._C._AutoDispatchBelowAutograd():
-            return self._operator.redispatch(keys & torch._C._after_autograd_keyset, *values)
+    def _backward_of_call(self, ctx: Any, *grads: Tensor | None) -> tuple:
+        if not ctx.keep:
+            raise RuntimeError(f"packmamba::{self.name}: called with keep=False, so it cannot be differentiated")
+        num_saved = self.signature.num_saved
+        values = (*ctx.saved_tensors[:num_saved], *ctx.options)
+        states = ctx.saved_tensors[num_saved:]
+        gradients = self.differentiate_dispatched(values, states, grads[: self.num_outputs])
+        return (*gradients, *(None,) * (len(values) + 1 - len(gradients)))
 
 
 class _EagerCall(torch.autograd.Function):
     """Differentiate an eager call, whose outputs may be None."""
 
     @staticmethod
-    def forward(ctx: Any, operator: PackedOperator, layouts_and_options: tuple, *tensors: Tensor | None) -> Any:
+    def forward(ctx: Any, operator: PackedOperator, options: tuple, *tensors: Tensor | None) -> Any:
         ctx.operator = operator
-        ctx.layouts_and_options = layouts_and_options
+        ctx.options = options
         ctx.set_materialize_grads(False)  # None for the gradient of an output that nothing used
-        outputs, saved = operator.forward(operator.signature.make(tensors + layouts_and_options), True)
+        outputs, saved = operator.forward(operator.signature.unflatten(tensors + options), True)
         # With the layouts' tensors: autograd then refuses a layout that was written to meanwhile.
-        ctx.save_for_backward(*tensors, *operator.signature.layout_tensors(layouts_and_options), *saved)
+        ctx.save_for_backward(*tensors, *saved)
         return outputs
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         operator: PackedOperator = ctx.operator
+        num_saved = operator.signature.num_saved
+        saved = ctx.saved_tensors
         differentiate = (  # with gradients enabled (create_graph) the result may be differentiated
-            operator.backward_dispatched if torch.is_grad_enabled() else operator.backward_eager
+            operator.differentiate_dispatched if torch.is_grad_enabled() else operator.differentiate
         )
-        gradients = differentiate(ctx.saved_tensors, ctx.layouts_and_options, grads)
-        return None, None, *gradients, *(None,) * len(operator.signature.constants)
+        gradients = differentiate(saved[:num_saved] + ctx.options, saved[num_saved:], grads)
+        return None, None, *gradients, *(None,) * (num_saved - len(gradients))
 
 
 # Without Function's search for functorch's wrappers: ``is_tracing`` rules them out.
 _apply_eager = super(torch.autograd.Function, _EagerCall).apply
-
-
-class _DispatchedCall(torch.autograd.Function):
-    """Differentiate a dispatched call, whose outputs are those of the schema, saved tensors among them."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, operator: PackedOperator, keys: Any, keep: bool, layouts_and_options: tuple, *tensors: Tensor | None
-    ) -> Any:
-        ctx.operator = operator
-        ctx.keep = keep
-        ctx.layouts_and_options = layouts_and_options
-        ctx.set_materialize_grads(False)
-        layouts = operator.signature.layout_tensors(layouts_and_options)
-        options = layouts_and_options[operator.signature.num_layouts :]
-        results = operator.run_below_autograd(keys, (*tensors, *layouts, *options, keep))
-        ctx.save_for_backward(*tensors, *layouts, *results[operator.num_outputs :])
-        return results
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple:
-        operator: PackedOperator = ctx.operator
-        if not ctx.keep:
-            raise RuntimeError(f"packmamba::{operator.name}: called with keep=False, so it cannot be differentiated")
-        gradients = operator.backward_dispatched(ctx.saved_tensors, ctx.layouts_and_options, grads)
-        return (*(None,) * 4, *gradients, *(None,) * len(operator.signature.constants))
 
 
 class _FirstDerivatives(torch.autograd.Function):
@@ -405,6 +346,11 @@ def empty_grad_like(tensor: Any) -> Any:
     if tensor is None:
         return None
     return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def to_dtype(tensor: Any, dtype: torch.dtype) -> Any:
+    """Convert a tensor; None for None."""
+    return None if tensor is None else tensor.to(dtype)
 
 
 def dense(tensor: Any) -> Any:

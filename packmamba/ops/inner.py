@@ -10,6 +10,8 @@ Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +21,12 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
-from packmamba.ops.custom_op import KERNELS, PackedOperator, dense
-from packmamba.ops.scan import allocate_scan
+from packmamba.ops.conv import allocate_conv_state, conv_inputs
+from packmamba.ops.custom_op import KERNELS, PackedOperator, dense, to_dtype
+from packmamba.ops.scan import allocate_scan, scan_inputs
+
+WITHOUT_EFFECT: defaultdict[str, Any] = defaultdict(lambda: lambda arguments: None)
+"""Kernels of a fake: tensors are allocated, and nothing writes to them."""
 
 
 def mamba_inner(
@@ -148,15 +154,6 @@ class InnerSaved(NamedTuple):
     y: Tensor | None
 
 
-class Buffers(NamedTuple):
-    """Hold what the forward's kernels write to."""
-
-    y: Tensor
-    conv_state: Tensor | None
-    ssm_state: Tensor | None
-    states: Tensor | None
-
-
 def _checked(
     *, xz: Tensor, conv_layout: SequenceLayout | None, ssm_layout: SequenceLayout | None, **remaining: Any
 ) -> InnerArguments:
@@ -211,28 +208,31 @@ def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     mixed, conv_final, ssm_final = _operator(
         a._replace(
             conv_weight=a.conv_weight.to(wide),
-            conv_bias=None if a.conv_bias is None else a.conv_bias.to(wide),
-            conv_state=None if a.conv_state is None else a.conv_state.to(wide),
+            conv_bias=to_dtype(a.conv_bias, wide),
+            conv_state=to_dtype(a.conv_state, wide),
             x_used=_copy_if_other(a.x_weight, activations),
             dt_used=_copy_if_other(a.dt_weight, activations),
             out_used=_copy_if_other(a.out_weight, activations),
         )
     )
-    if a.return_state:
-        conv_final = conv_final.to(activations if a.conv_state is None else a.conv_state.dtype)
-    return mixed, conv_final, ssm_final
+    state_dtype = activations if a.conv_state is None else a.conv_state.dtype
+    return mixed, to_dtype(conv_final, state_dtype), ssm_final
 
 
 def _copy_if_other(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     return None if weight.dtype == dtype else weight.detach().to(dtype)
 
 
-def _forward(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, InnerSaved]:
+def _forward(a: InnerArguments, needs_backward: bool, kernels: Any = None) -> tuple[InnerOutputs, InnerSaved]:
+    """Walk the block; ``kernels``: None: those of the tensors' device."""
+    if kernels is None:
+        kernels = KERNELS[a.xz.device.type]
     x_in, z = a.xz.chunk(2, dim=2)
-    buffers = _allocate(a, x_in, needs_backward)
-    x = torch.empty_like(buffers.y)
-    kernels = KERNELS[x.device.type]
-    kernels["conv1d_forward"]({**_conv_inputs(a), "x": x_in, "y": x, "final_state": buffers.conv_state})
+    scanned, saved = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, needs_backward)
+    y = scanned.y
+    conv_state = allocate_conv_state(a.conv_weight, a.conv_layout) if a.return_state else None
+    x = torch.empty_like(y)
+    kernels["conv1d_forward"]({**_conv_inputs(a), "x": x_in, "y": x, "final_state": conv_state})
     x_weight, dt_weight, out_weight = a.weights
     projected = _linear(x, x_weight)
     low_rank, B, C = a.parts(projected)
@@ -245,68 +245,17 @@ def _forward(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, Inn
             "B": B,
             "C": C,
             "z": z,
-            "y": buffers.y,
-            "final_state": buffers.ssm_state,
-            "saved": buffers.states,
+            "y": y,
+            "final_state": scanned.final_state,
+            "saved": saved.states,
         }
     )
-    outputs = InnerOutputs(
-        mixed=_linear(buffers.y, out_weight), conv_state=buffers.conv_state, ssm_state=buffers.ssm_state
-    )
-    return outputs, _select_saved(
-        a, needs_backward, states=buffers.states, projected=projected, x=x, delta=delta, y=buffers.y
-    )
-
-
-def _fake(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, InnerSaved]:
-    x_in, _ = a.xz.chunk(2, dim=2)
-    buffers = _allocate(a, x_in, needs_backward)
-    tokens = buffers.y.shape[:2]
-    outputs = InnerOutputs(
-        mixed=buffers.y.new_empty(*tokens, a.out_weight.shape[0]),
-        conv_state=buffers.conv_state,
-        ssm_state=buffers.ssm_state,
-    )
-    return outputs, _select_saved(
-        a,
-        needs_backward,
-        states=buffers.states,
-        projected=buffers.y.new_empty(*tokens, a.x_weight.shape[0]),
-        x=torch.empty_like(buffers.y),
-        delta=torch.empty_like(buffers.y),
-        y=buffers.y,
-    )
-
-
-def _allocate(a: InnerArguments, x_in: Tensor, needs_backward: bool) -> Buffers:
-    """Allocate y (B, L, D), the final states if they are returned, and the scan's saved states."""
-    outputs, saved = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, needs_backward)
-    conv_state = None
-    if a.return_state:
-        channels, width = a.conv_weight.shape
-        documents = a.conv_layout.starts.shape[0]
-        conv_state = a.conv_weight.new_empty(documents, channels, width - 1)
-    return Buffers(y=outputs.y, conv_state=conv_state, ssm_state=outputs.final_state, states=saved.states)
-
-
-def _select_saved(
-    a: InnerArguments,
-    needs_backward: bool,
-    *,
-    states: Tensor | None,
-    projected: Tensor,
-    x: Tensor,
-    delta: Tensor,
-    y: Tensor,
-) -> InnerSaved:
-    """Select what is saved for the backward.
-
-    CUDA's ``ssm_backward`` can also write y, so that ``recompute`` keeps none there.
-    """
+    outputs = InnerOutputs(mixed=_linear(y, out_weight), conv_state=conv_state, ssm_state=scanned.final_state)
     keeps_all = needs_backward and not a.recompute
+    # CUDA's ``ssm_backward`` can also write y, so that ``recompute`` keeps none there.
     keeps_y = keeps_all or (needs_backward and a.xz.device.type != "cuda")
-    return InnerSaved(
-        states=states,
+    return outputs, InnerSaved(
+        states=saved.states,
         projected=projected if needs_backward else None,
         x=x if keeps_all else None,
         delta=delta if keeps_all else None,
@@ -315,28 +264,11 @@ def _select_saved(
 
 
 def _conv_inputs(a: InnerArguments) -> dict[str, Any]:
-    """Name what the convolution's kernels read beside x."""
-    return {
-        "weight": dense(a.conv_weight),
-        "bias": dense(a.conv_bias),
-        "starts": a.conv_layout.starts,
-        "ends": a.conv_layout.ends,
-        "initial_state": dense(a.conv_state),
-        "silu": True,
-    }
+    return conv_inputs(a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, silu=True)
 
 
 def _scan_inputs(a: InnerArguments) -> dict[str, Any]:
-    """Name what the scan's kernels read beside activations."""
-    return {
-        "A": dense(a.A),
-        "D": dense(a.D),
-        "delta_bias": dense(a.delta_bias),
-        "delta_softplus": True,
-        "starts": a.ssm_layout.starts,
-        "ends": a.ssm_layout.ends,
-        "initial_state": dense(a.ssm_state),
-    }
+    return scan_inputs(a.A, a.D, a.delta_bias, a.ssm_state, a.ssm_layout, delta_softplus=True)
 
 
 def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict[str, Tensor | None]:
@@ -473,7 +405,7 @@ _operator: PackedOperator[InnerArguments] = PackedOperator(
     outputs=InnerOutputs,
     saved=InnerSaved,
     forward=_forward,
-    fake=_fake,
+    fake=functools.partial(_forward, kernels=WITHOUT_EFFECT),
     backward=_backward,
     constants=("x_used", "dt_used", "out_used"),
 )

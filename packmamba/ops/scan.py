@@ -182,35 +182,38 @@ def _allocate(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSave
 
 
 def _backward(a: ScanArguments, saved: ScanSaved, grads: Outputs) -> dict[str, Tensor | None]:
-    dy = a.u.new_zeros(a.u.shape) if grads.y is None else unit_stride(grads.y)
-    dfinal = dense(grads.final_state) if a.return_final_state else None
     gradients = compiled.signature.allocate_gradients(a)
     arguments = _inputs(a) | gradients
-    arguments["dy"] = dy
-    arguments["dfinal"] = dfinal
+    arguments["dy"] = a.u.new_zeros(a.u.shape) if grads.y is None else unit_stride(grads.y)
+    arguments["dfinal"] = dense(grads.final_state) if a.return_final_state else None
     arguments["saved"] = saved.states
     KERNELS[a.u.device.type]["ssm_backward"](arguments)
     return gradients
 
 
 def _inputs(a: ScanArguments) -> dict[str, Any]:
-    """Name what both kernels read, as kernels/*/bindings do.
+    """Name what both kernels read; activations lie as they came."""
+    parameters = scan_inputs(a.A, a.D, a.delta_bias, a.initial_state, a.layout, a.delta_softplus)
+    return {"u": a.u, "delta": a.delta, "B": a.B, "C": a.C, "z": a.z, **parameters}
 
-    Activations lie as they came; parameters and states are made dense.
-    """
+
+def scan_inputs(
+    A: Tensor,
+    D: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    layout: SequenceLayout,
+    delta_softplus: bool,
+) -> dict[str, Any]:
+    """Name what kernels read beside activations, as kernels/*/bindings do; parameters and states are made dense."""
     return {
-        "u": a.u,
-        "delta": a.delta,
-        "A": a.A.contiguous(),
-        "B": a.B,
-        "C": a.C,
-        "D": dense(a.D),
-        "z": a.z,
-        "delta_bias": dense(a.delta_bias),
-        "delta_softplus": a.delta_softplus,
-        "starts": a.layout.starts,
-        "ends": a.layout.ends,
-        "initial_state": dense(a.initial_state),
+        "A": dense(A),
+        "D": dense(D),
+        "delta_bias": dense(delta_bias),
+        "delta_softplus": delta_softplus,
+        "starts": layout.starts,
+        "ends": layout.ends,
+        "initial_state": dense(initial_state),
     }
 
 
