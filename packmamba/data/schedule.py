@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -127,53 +127,49 @@ def _edges_by_slots(widths: Integers, most_slots: int, most_rows: int) -> list[i
     return edges
 
 
-class Window(Protocol):
-    """Hold the steps of a window of documents."""
-
-    @property
-    def num_steps(self) -> int:
-        """Count steps."""
-
-    def step(self, index: int) -> tuple[RowPlan, Integers]:
-        """Return a plan, and the numbers of the step's rows in it."""
-
-
 @dataclass
-class MatchedWindow:
-    """Draw documents first: a step is the next pieces of a shuffled window, arranged by itself."""
+class Window:
+    """Hold the steps of a window of documents: step i takes ``edges[i]`` to ``edges[i + 1]`` of what it orders."""
 
-    pieces: Pieces
-    edges: list[int]  # first piece of each step, and the number of pieces
-    data: DataConfig
+    edges: list[int]
 
     @property
     def num_steps(self) -> int:
         """Count steps."""
         return len(self.edges) - 1
 
+    def part(self, index: int) -> slice:
+        """Return what a step takes."""
+        return slice(self.edges[index], self.edges[index + 1])
+
+    def step(self, index: int) -> tuple[RowPlan, Integers]:
+        """Return a plan, and the numbers of the step's rows in it."""
+        raise NotImplementedError
+
+
+@dataclass
+class MatchedWindow(Window):
+    """Draw documents first: a step is the next pieces of a shuffled window, arranged by itself."""
+
+    pieces: Pieces
+    data: DataConfig
+
     def step(self, index: int) -> tuple[RowPlan, Integers]:
         """Arrange a step's documents; all rows of this plan are the step's."""
-        drawn = self.pieces.take(slice(self.edges[index], self.edges[index + 1]))
-        rows = arrange(drawn, self.data)
+        rows = arrange(self.pieces.take(self.part(index)), self.data)
         return rows, np.arange(len(rows))
 
 
 @dataclass
-class StreamWindow:
+class StreamWindow(Window):
     """Fill rows first: a step is the next rows of a window that was arranged as a whole."""
 
     rows: RowPlan
     order: Integers  # row numbers as they are trained on
-    edges: list[int]  # first place in ``order`` of each step, and the number of rows
-
-    @property
-    def num_steps(self) -> int:
-        """Count steps."""
-        return len(self.edges) - 1
 
     def step(self, index: int) -> tuple[RowPlan, Integers]:
         """Return the window's plan, and the numbers of the step's rows."""
-        return self.rows, self.order[self.edges[index] : self.edges[index + 1]]
+        return self.rows, self.order[self.part(index)]
 
 
 @dataclass
@@ -300,7 +296,7 @@ class StepSchedule:
         if self.data.batching == "stream":
             return _stream_window(arrange(pieces, self.data), self.data, generator)
         edges = _edges(pieces.length, self.data.tokens_per_step)
-        return MatchedWindow(pieces, edges, self.data)
+        return MatchedWindow(edges, pieces, self.data)
 
     def _shuffle(self, window: int) -> tuple[Pieces, np.random.Generator]:
         """Shuffle a window's documents, cut to ``cut_documents``."""
@@ -330,7 +326,7 @@ def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generat
     if data.shuffle_steps is not None:
         blocks = np.split(order, edges[: -1 : data.shuffle_steps][1:])
         order = np.concatenate([generator.permutation(block) for block in blocks])
-    return StreamWindow(rows, order, edges)
+    return StreamWindow(edges, rows, order)
 
 
 def _edges(sizes: Integers, budget: int) -> list[int]:

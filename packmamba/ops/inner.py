@@ -72,7 +72,8 @@ def mamba_inner(
     Returns (B, L, d_model) in xz's dtype, and the final states or None. Raises TypeError or
     ValueError.
     """
-    arguments = _checked(
+    checks.check_activations(xz, "xz")
+    arguments = InnerArguments(
         xz=xz,
         conv_weight=conv_weight,
         conv_bias=conv_bias,
@@ -84,11 +85,15 @@ def mamba_inner(
         delta_bias=delta_bias,
         conv_state=conv_state,
         ssm_state=ssm_state,
-        conv_layout=conv_layout,
-        ssm_layout=ssm_layout,
+        x_used=None,
+        dt_used=None,
+        out_used=None,
+        conv_layout=checks.check_layout(conv_layout, xz, "xz", "conv_layout"),
+        ssm_layout=checks.check_layout(ssm_layout, xz, "xz", "ssm_layout"),
         return_state=return_state,
         recompute=recompute,
     )
+    _check(arguments)
     mixed, conv_final, ssm_final = choose(backend, xz.device, "mamba_inner")(arguments)
     return mixed, (conv_final, ssm_final) if return_state else None
 
@@ -154,17 +159,10 @@ class InnerSaved(NamedTuple):
     y: Tensor | None
 
 
-def _checked(
-    *, xz: Tensor, conv_layout: SequenceLayout | None, ssm_layout: SequenceLayout | None, **remaining: Any
-) -> InnerArguments:
-    """Check the arguments of ``mamba_inner`` and complete the layouts. Raises TypeError or ValueError."""
-    checks.check_activations(xz, "xz")
+def _check(a: InnerArguments) -> None:
+    """Check what ``mamba_inner`` takes beside xz and the layouts. Raises TypeError or ValueError."""
+    xz = a.xz
     expect(xz.shape[2] % 2 == 0, "xz", "shape (B, L, 2 D)", tuple(xz.shape))
-    conv_layout = checks.check_layout(conv_layout, xz, "xz", "conv_layout")
-    ssm_layout = checks.check_layout(ssm_layout, xz, "xz", "ssm_layout")
-    a = InnerArguments(
-        xz=xz, conv_layout=conv_layout, ssm_layout=ssm_layout, x_used=None, dt_used=None, out_used=None, **remaining
-    )
     channels = xz.shape[2] // 2
     width = checks.check_columns(a.conv_weight, "conv_weight", channels, 2, 4)
     rank = checks.check_columns(a.dt_weight, "dt_weight", channels, 1, 2**31)
@@ -176,7 +174,7 @@ def _checked(
         (xz.dtype, torch.float32),
         conv_weight=(a.conv_weight, (channels, width)),
         conv_bias=(a.conv_bias, (channels,)),
-        conv_state=(a.conv_state, (conv_layout.num_documents, channels, width - 1)),
+        conv_state=(a.conv_state, (a.conv_layout.num_documents, channels, width - 1)),
     )
     checks.check_tensors(
         xz,
@@ -193,9 +191,8 @@ def _checked(
         A=(a.A, (channels, states)),
         D=(a.D, (channels,)),
         delta_bias=(a.delta_bias, (channels,)),
-        ssm_state=(a.ssm_state, (ssm_layout.num_documents, channels, states)),
+        ssm_state=(a.ssm_state, (a.ssm_layout.num_documents, channels, states)),
     )
-    return a
 
 
 def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -70,7 +70,8 @@ def ssm_pack(
     Returns y (B, L, D) in u's dtype, zero at padding, which is never read; with
     ``return_final_state`` a pair. Raises TypeError or ValueError.
     """
-    arguments = _checked(
+    checks.check_activations(u, "u")
+    arguments = ScanArguments(
         u=u,
         delta=delta,
         A=A,
@@ -80,10 +81,11 @@ def ssm_pack(
         z=z,
         delta_bias=delta_bias,
         initial_state=initial_state,
-        layout=layout,
+        layout=checks.check_layout(layout, u, "u"),
         delta_softplus=delta_softplus,
         return_final_state=return_final_state,
     )
+    _check(arguments)
     y, final_state = choose(backend, u.device, "ssm_pack")(arguments)
     return (y, final_state) if return_final_state else y
 
@@ -105,11 +107,9 @@ class ScanArguments(NamedTuple):
     return_final_state: bool
 
 
-def _checked(*, u: Tensor, layout: SequenceLayout | None, **remaining: Any) -> ScanArguments:
-    """Check the arguments of ``ssm_pack`` and complete the layout. Raises TypeError or ValueError."""
-    checks.check_activations(u, "u")
-    layout = checks.check_layout(layout, u, "u")
-    a = ScanArguments(u=u, layout=layout, **remaining)
+def _check(a: ScanArguments) -> None:
+    """Check what ``ssm_pack`` takes beside u and the layout. Raises TypeError or ValueError."""
+    u = a.u
     rows, row_length, channels = u.shape
     states = checks.check_columns(a.A, "A", channels, 1, 256)
     activation_dtypes = (u.dtype,)
@@ -131,10 +131,9 @@ def _checked(*, u: Tensor, layout: SequenceLayout | None, **remaining: Any) -> S
         A=(a.A, (channels, states)),
         D=(a.D, (channels,)),
         delta_bias=(a.delta_bias, (channels,)),
-        initial_state=(a.initial_state, (layout.num_documents, channels, states)),
+        initial_state=(a.initial_state, (a.layout.num_documents, channels, states)),
     )
     checks.check_flags(delta_softplus=a.delta_softplus, return_final_state=a.return_final_state)
-    return a
 
 
 class ScanSaved(NamedTuple):
