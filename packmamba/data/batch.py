@@ -138,9 +138,7 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
         rows: (B,) row numbers; without any the batch is one slot of padding, since every rank
             takes part in every micro-batch.
     """
-    if not len(rows):
-        return replace(_empty_batch(), source_names=tuple(corpus.source_names))
-    shape = len(rows), int(plan.slots[rows].max())
+    shape = max(len(rows), 1), int(plan.slots[rows].max(initial=1))
     tokens = np.zeros(shape, np.int64)
     targets = np.zeros(shape, np.int64)
     loss_mask = np.zeros(shape, bool)
@@ -163,22 +161,15 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
             targets[b, of_piece] = np.maximum(of_tokens, 0)
             loss_mask[b, of_piece] = of_tokens >= 0
             slot += length
+    source = None
+    if documents and corpus.source_names:
+        source = torch.from_numpy(corpus.groups[np.concatenate(documents)])
     return PackedBatch(
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
         loss_mask=torch.from_numpy(loss_mask),
-        layout=SequenceLayout.from_lengths(lengths, row_length=shape[1], offsets=offsets),
+        layout=SequenceLayout.from_lengths(lengths or [[]], row_length=shape[1], offsets=offsets or [[]]),
         turn=turn,
-        source=torch.from_numpy(corpus.groups[np.concatenate(documents)]) if corpus.source_names else None,
+        source=source,
         source_names=tuple(corpus.source_names),
-    )
-
-
-def _empty_batch() -> PackedBatch:
-    nothing = torch.zeros(1, 1, dtype=torch.int64)
-    return PackedBatch(
-        tokens=nothing,
-        targets=nothing,
-        loss_mask=nothing.bool(),
-        layout=SequenceLayout.from_lengths([[]], row_length=1),
     )
