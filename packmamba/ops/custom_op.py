@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
@@ -144,6 +145,7 @@ class Signature(Generic[Arguments]):
         return dict(zip(self.gradients, map(empty_grad_like, tensors)))
 
 
+@dataclass(eq=False)
 class PackedOperator(Generic[Arguments]):
     """An operator of compiled kernels. Calling it with its arguments returns its outputs, a tuple.
 
@@ -158,26 +160,18 @@ class PackedOperator(Generic[Arguments]):
         constants: names of the last tensors among the arguments, which have no gradient.
     """
 
-    def __init__(
-        self,
-        name: str,
-        *,
-        arguments: type[Arguments],
-        outputs: type[tuple],
-        saved: type[tuple],
-        forward: Callable[[Arguments, bool], Results],
-        fake: Callable[[Arguments, bool], Results],
-        backward: Callable[[Arguments, Any, Any], Mapping[str, Tensor | None]],
-        constants: tuple[str, ...] = (),
-    ) -> None:
-        self.name = name
-        self.signature = Signature(arguments, constants)
-        self.outputs = outputs
-        self.saved = saved
-        self.num_outputs = len(outputs._fields)  # type: ignore[attr-defined]
-        self.forward = forward
-        self.fake = fake
-        self.backward = backward
+    name: str
+    arguments: type[Arguments]
+    outputs: type[tuple]
+    saved: type[tuple]
+    forward: Callable[[Arguments, bool], Results]
+    fake: Callable[[Arguments, bool], Results]
+    backward: Callable[[Arguments, Any, Any], Mapping[str, Tensor | None]]
+    constants: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        self.signature = Signature(self.arguments, self.constants)
+        self.num_outputs = len(self.outputs._fields)  # type: ignore[attr-defined]
         self._define()
 
     def __call__(self, arguments: Arguments) -> tuple:
