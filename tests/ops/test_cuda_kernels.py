@@ -141,7 +141,7 @@ def test_the_peers_operators_on_one_document_a_row():
         packed.run("mamba_ssm")
 
 
-@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
+@pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack", "ssd_pack"])
 def test_the_host_never_waits(operator):
     case = random_case(operator, EDGES, torch.bfloat16, "cuda", channels=64, d_state=16)
     case.run("cuda")

@@ -252,7 +252,7 @@ def test_a_document_has_the_same_bits_alone(operator, backend, channels, d_state
 @every_backend
 @pytest.mark.parametrize("begin", [0, 37])
 def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend, begin):
-    """Chunks are counted from a document's token 0, also in a pass that begins later."""
+    """Chunks (segments on a GPU) end at multiples of a constant from a document's token 0, also in a pass that begins later."""
     device, cut = device_of(backend), CUTS[backend]
     length = cut + 70
     layout = SequenceLayout.from_lengths([[length]], length)

@@ -1,0 +1,179 @@
+"""Test what only the Triton kernels of ssd_pack have: tiles of any size, descriptors, segments, plans. Needs a GPU."""
+
+import functools
+
+import pytest
+import torch
+import torch.utils.checkpoint
+
+from operators import (
+    PER_TOKEN,
+    Case,
+    assert_padding_is_unseen,
+    assert_poison_stays,
+    random_case,
+    relative_error,
+    tolerance,
+)
+from packmamba import SequenceLayout, ops
+from packmamba.training.cuda_graphs import ABSENT
+
+pytestmark = pytest.mark.gpu
+
+# Documents of several segments and of one, chunks of one block and of two; continuations inside a segment and at its start.
+LENGTHS = [[4200, 1, 64, 65], [300, 129, 128, 2049], [], [2100]]
+LAYOUT = SequenceLayout.from_lengths(LENGTHS, 4400, [[130, 0, 0, 0], [70, 0, 0, 0], [], [2048]])
+SHORT = SequenceLayout.from_lengths([[3, 1, 40, 130], [170, 8, 33], [], [200]], 220)
+SIZES = [
+    {"channels": 3, "headdim": 64, "d_state": 128},
+    {"channels": 4, "headdim": 64, "d_state": 64},
+    {"channels": 36, "headdim": 32, "d_state": 16},
+    {"channels": 2, "headdim": 128, "d_state": 128},
+    {"channels": 1, "headdim": 64, "d_state": 256},
+    {"channels": 2, "headdim": 128, "d_state": 256},
+    {"channels": 2, "headdim": 48, "d_state": 100},
+    {"channels": 70, "headdim": 16, "d_state": 32},
+]
+
+
+# float32 and float16 share their tiles; of many states and channels they take minutes to compile.
+TILES = [(size, torch.bfloat16) for size in SIZES]
+TILES += [(size, dtype) for size in SIZES if size["d_state"] <= 128 for dtype in (torch.float16, torch.float32)]
+TILES += [(SIZES[4], torch.float32)]
+
+
+def assert_parity(case, dtype):
+    """Against products of matrices in float64, which the parity suite holds against the loops."""
+    tensors = {name: tensor.double() for name, tensor in case.tensors.items()}
+    grad_final = None if case.grad_final is None else case.grad_final.double()
+    wide = Case(case.operator, case.layout, tensors, case.options, case.grad_y.double(), grad_final)
+    results = case.run("cuda")
+    for name, value in wide.run("reference").items():
+        error = relative_error(results[name], value.cpu())
+        assert error <= tolerance(case.operator, dtype, name.startswith("grad")), (name, error)
+
+
+@pytest.mark.parametrize("optional", [False, True], ids=["plain", "optional"])
+@pytest.mark.parametrize(
+    ("size", "dtype"), TILES, ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None
+)
+def test_tiles(size, dtype, optional):
+    case = random_case("ssd_pack", LAYOUT, dtype, "cuda", optional=optional, states=optional, seed=optional, **size)
+    assert_parity(case, dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
+def test_poison(dtype, poison, states):
+    case = random_case("ssd_pack", SHORT, dtype, "cuda", channels=2, headdim=64, d_state=64, states=states)
+    assert_poison_stays(case, "cuda", poison)
+    assert_padding_is_unseen(case, "cuda", poison)
+
+
+def test_descriptors_and_pointers_have_the_same_bits():
+    """Strides that are no multiples of 16 bytes take the other way to memory."""
+    case = random_case("ssd_pack", SHORT, torch.bfloat16, "cuda", channels=2, headdim=64, d_state=64)
+    expected = case.run("cuda")
+    for name in PER_TOKEN:
+        if name in case.tensors and name != "delta":
+            tensor = case.tensors[name]
+            rows, length, heads, width = tensor.shape
+            room = torch.full((rows, length + 4, heads, width + 3), torch.nan, dtype=tensor.dtype, device="cuda")
+            room[:, :length, :, 1:-2] = tensor
+            case.tensors[name] = room[:, :length, :, 1:-2]
+    for name, value in case.run("cuda").items():
+        assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("at", [2048, 6144])
+def test_a_pass_split_where_segments_end_is_one_pass(at):
+    """Bits, gradients through the state among them; the first pass begins inside a segment."""
+    begin, end, generator = 37, at + 3000, torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    wide = [normal(1, end, *width).requires_grad_() for width in ((4, 64), (4,), (1, 128), (1, 128), (4, 64))]
+    rest = {"A": -normal(4, dtype=torch.float32).exp(), "D": normal(4, dtype=torch.float32)}
+    start, grads = normal(1, 4, 64, 128, dtype=torch.float32).requires_grad_(), [normal(1, end - begin, 4, 64)]
+    grads.append(normal(1, 4, 64, 128, dtype=torch.float32))
+
+    def scan(first, last, state):
+        layout = SequenceLayout.from_lengths([[last - first]], last - first, [[first]]).to("cuda")
+        x, delta, B, C, z = (tensor[:, first:last] for tensor in wide)
+        options = {"delta_softplus": True, "return_final_state": True, "layout": layout}
+        return ops.ssd_pack(x, delta - 2, B=B, C=C, z=z, initial_state=state, **rest, **options)
+
+    y, final = scan(begin, end, start)
+    one = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
+    y, state = scan(begin, at, start)
+    more, final = scan(at, end, state)
+    y = torch.cat([y, more], 1)
+    two = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
+    for i, (a, b) in enumerate(zip(one, two, strict=True)):
+        assert torch.equal(a, b), i
+
+
+def test_a_graph_is_replayed_with_other_documents():
+    """The plan is made in the graph: its documents' number is that of the capture, absent ones are empty."""
+    row_length, documents = 3000, 9
+    case = random_case("ssd_pack", LAYOUT, torch.bfloat16, "cuda", channels=2, headdim=64, d_state=64, states=False)
+    per_token = {
+        name: tensor[:2, :row_length].detach().requires_grad_()
+        for name, tensor in case.tensors.items()
+        if name in PER_TOKEN
+    }
+    rest = {name: tensor for name, tensor in case.tensors.items() if name not in PER_TOKEN}
+    options = case.options | {"return_final_state": False}
+    grad = case.grad_y[:2, :row_length].contiguous()
+    starts, ends, offsets = (torch.zeros(documents, dtype=torch.int32, device="cuda") for _ in range(3))
+    static = SequenceLayout((2, row_length), starts, ends, offsets, num_tokens=0, longest=row_length)
+
+    def fill(layout):
+        for tensor, values in ((starts, layout.starts), (ends, layout.ends)):
+            tensor.fill_(ABSENT)
+            tensor[: len(values)].copy_(values)
+
+    def step(layout):
+        y = ops.ssd_pack(**per_token, **rest, **options, layout=layout)
+        return [y, *torch.autograd.grad(y, list(per_token.values()), grad)]
+
+    layouts = [
+        SequenceLayout.from_lengths(lengths, row_length).to("cuda")
+        for lengths in ([[2500, 3], [64, 65, 1]], [[1] * 5, [2049, 7, 900]], [[3000], [3000]])
+    ]
+    fill(layouts[0])
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        step(static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = step(static)
+    for layout in layouts:
+        fill(layout)
+        graph.replay()
+        for i, (found, expected) in enumerate(zip(outputs, step(layout), strict=True)):
+            assert torch.equal(found, expected), i
+
+
+def test_compiled_and_checkpointed_calls_have_the_bits_of_eager_ones():
+    case = random_case("ssd_pack", SHORT, torch.bfloat16, "cuda", channels=2, headdim=64, d_state=64)
+    tensors = {name: tensor.detach().requires_grad_() for name, tensor in case.tensors.items()}
+
+    def call(*values):
+        y, final = ops.ssd_pack(**dict(zip(tensors, values)), **case.options, layout=case.layout)
+        return y, final
+
+    def results(function):
+        y, final = function(*tensors.values())
+        gradients = torch.autograd.grad([y, final], list(tensors.values()), [case.grad_y, case.grad_final])
+        # Sums over chunks (of A, D and the bias) have the order of a grid, which knows fewer bounds when traced.
+        return [y, final, *(g for name, g in zip(tensors, gradients) if name in PER_TOKEN)]
+
+    expected = results(call)
+    checkpointed = functools.partial(torch.utils.checkpoint.checkpoint, call, use_reentrant=False)
+    for function in (torch.compile(call, fullgraph=True), checkpointed):
+        for i, (found, wanted) in enumerate(zip(results(function), expected, strict=True)):
+            assert torch.equal(found, wanted), i
