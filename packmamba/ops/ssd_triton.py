@@ -243,6 +243,8 @@ def _backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor 
         problem.steps, a.A, found, through, ddelta, partial, *tables, HEADS=8, **problem.of_steps
     )
     problem.zero_padding(dx, ddelta, dz, dB, dC)
-    dA, dbias = partial.sum(1)
+    # Two tensors, and not two views of one: compiled graphs assume that results lie at multiples of 16 bytes.
+    dA = partial[0].sum(0)
+    dbias = partial[1].sum(0)
     dD = None if partial_D is None else partial_D.sum(0)
     return dx, ddelta, dA, dB, dC, dD, dz, None if a.delta_bias is None else dbias, dinitial

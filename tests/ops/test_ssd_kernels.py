@@ -58,7 +58,7 @@ def assert_parity(case, dtype):
     ("size", "dtype"), TILES, ids=lambda value: "-".join(map(str, value.values())) if isinstance(value, dict) else None
 )
 def test_tiles(size, dtype, optional):
-    case = random_case("ssd_pack", LAYOUT, dtype, "cuda", optional=optional, states=optional, seed=optional, **size)
+    case = random_case("ssd_pack", LAYOUT, dtype, "cuda", optional=optional, states=optional, seed=int(optional), **size)
     assert_parity(case, dtype)
 
 
