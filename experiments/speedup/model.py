@@ -202,7 +202,11 @@ def run_config(model: str, overrides: list[str]) -> RunConfig:
 # The first that matches a kernel's name (on a CPU, an operator's) is its family.
 FAMILIES = {
     "conv": r"conv1d|convparams",
-    "scan": r"ssm|scanparams|selective_scan|scheduleparams|::schedule\(|_chunk|chunk_|state_passing|_walk",
+    "scan": (
+        r"ssm|scanparams|selective_scan|scheduleparams|::schedule\(|_chunk|chunk_|state_passing|_walk"
+        r"|^(walk|walk_states|state_parts|pair_parts|input_gradients|gate_gradients|step_gradients|write_steps|combine|finish"
+        r"|zero_padding|count_pieces|write_pieces|sort_segments)$"
+    ),
     "optimizer": r"multi_tensor|fused_?adam|foreach|AdamW",
     "communication": r"nccl|all_?reduce|all_?gather|reduce_scatter",
     "matrix products": r"gemm|gemv|nvjet|cutlass|xmma|cublas|splitk|aten::(mm|addmm|bmm|linear)$",
