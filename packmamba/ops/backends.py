@@ -45,7 +45,7 @@ class Backend:
 BACKENDS = {
     "auto": Backend(),  # the compiled kernels of the tensors' device
     "reference": Backend({name: f"packmamba.ops.reference:{name}" for name in OPERATORS}),
-    "cpu": Backend(COMPILED, device="cpu"),
+    "cpu": Backend(COMPILED | {"ssd_pack": "packmamba.ops.ssd:on_cpu"}, device="cpu"),
     "cuda": Backend(COMPILED, device="cuda"),
     "mamba_ssm": Backend(
         {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS}, "cuda", ("mamba_ssm", "causal_conv1d")

@@ -15,11 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packmamba.layout import SequenceLayout
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
 from packmamba.ops.scan import ScanArguments
-from packmamba.ops.ssd import Chunks, States, chunked
+from packmamba.ops.ssd import SsdArguments, by_channels
 
 
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
@@ -67,14 +68,40 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     return output, last.to(states.dtype).contiguous()
 
 
+CHUNK = 64
+"""A chunk ends where a document's position is a multiple of this."""
+
+
+class Chunks:
+    """Cut a layout's documents in chunks, in document order.
+
+    Attributes:
+        count, first, last: (S,), a document's number of chunks, its first and last one.
+        slot, inside: (time, K), slots of chunks' tokens, and whether there is a token.
+    """
+
+    def __init__(self, layout: SequenceLayout) -> None:
+        starts, ends = layout.starts.long(), layout.ends.long()
+        before = layout.offsets.long() % CHUNK
+        self.count = (before + ends - starts + CHUNK - 1) // CHUNK
+        self.last = self.count.cumsum(0) - 1
+        self.first = self.last + 1 - self.count
+        document = torch.repeat_interleave(self.count)
+        index = torch.arange(document.numel(), device=starts.device) - self.first[document]
+        chunk_end = (starts - before)[document] + (index + 1) * CHUNK
+        start = torch.maximum(starts[document], chunk_end - CHUNK)
+        end = torch.minimum(ends[document], chunk_end)
+        longest = int((end - start).max()) if len(start) else 1
+        time = torch.arange(longest, device=starts.device)[:, None]
+        self.inside = start + time < end
+        self.slot = torch.minimum(start + time, end - 1)
+
+
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     """Scan all chunks at once: from zero for their end states, then from their start states."""
     dtype = accumulation_dtype(a.u.dtype)
-    chunks = Chunks(a.layout, None)
-    steps = int((chunks.end - chunks.start).max()) if len(chunks.start) else 1
-    tile = chunks.tile(torch.arange(len(chunks.start), device=a.u.device), steps)
-    slot = tile.slot.T.contiguous()  # (time, K)
-    inside = tile.inside.T.contiguous()[..., None]
+    chunks = Chunks(a.layout)
+    slot, inside = chunks.slot, chunks.inside[..., None]
 
     def by_step(tensor: Tensor) -> Tensor:
         """Gather (B, L, ...) to (time, K, ...)."""
@@ -84,8 +111,8 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     x, B, C = by_step(a.u), by_step(a.B), by_step(a.C)
     size = torch.where(inside, _step_size(by_step(a.delta), a.delta_bias, a.delta_softplus), 0)
     drive = torch.where(inside, size * x, 0)
-    starts = _chunk_starts(a, chunks, size, drive, B)
-    y, ends = _scan_steps(size, drive, B, C, a.A, starts)
+    starts, final_state = _chunk_states(a, chunks, size, drive, B)
+    y, _ = _scan_steps(size, drive, B, C, a.A, starts)
     assert y is not None
     if a.D is not None:
         y = y + a.D * x
@@ -94,23 +121,28 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     inside = inside.flatten()
     output = torch.zeros_like(a.u.flatten(0, 1), dtype=dtype)
     output = output.index_copy(0, slot.flatten()[inside], y.flatten(0, 1)[inside])
-    final_state = ends[chunks.last] if a.return_final_state else None
-    return output.view(a.u.shape).to(a.u.dtype), final_state
+    return output.view(a.u.shape).to(a.u.dtype), final_state if a.return_final_state else None
 
 
-def _chunk_starts(a: ScanArguments, chunks: Chunks, size: Tensor, drive: Tensor, B: Tensor) -> Tensor:
-    """Compute states at chunks' starts, (K, D, N), from the ends of chunks that another one follows."""
-    first = a.initial_state
-    if first is None:
-        first = a.A.new_zeros(a.layout.num_documents, *a.A.shape)
-    continued = (chunks.index + 1 < chunks.count[chunks.document]).nonzero().flatten()
-    zeros = a.A.new_zeros(chunks.index.numel(), *a.A.shape)
-    _, ends = _scan_steps(size[:, continued], drive[:, continued], B[:, continued], None, a.A, zeros[continued])
-    decays = torch.exp(size[:, continued].sum(0)[..., None] * a.A)
-    absent = States(zeros, torch.full_like(chunks.index, -1))
-    local = States.cat([ends], [continued], like=absent)
-    starts, _ = chunks.pass_states(first, local, zeros.index_copy(0, continued, decays))
-    return starts.of(torch.arange(chunks.index.numel(), device=first.device))
+def _chunk_states(a: ScanArguments, chunks: Chunks, size: Tensor, drive: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute states at chunks' starts, (K, D, N), and final ones, from what chunks add and the decay over each."""
+    state = a.initial_state
+    if state is None:
+        state = a.A.new_zeros(a.layout.num_documents, *a.A.shape)
+    _, added = _scan_steps(size, drive, B, None, a.A, a.A.new_zeros(size.shape[1], *a.A.shape))
+    decays = torch.exp(size.sum(0)[..., None] * a.A)
+    documents = torch.arange(len(chunks.count), device=size.device)
+    states, places = [state], [chunks.first]
+    for number in range(1, int(chunks.count.max()) if len(documents) else 1):
+        longer = chunks.count[documents] > number
+        documents = documents[longer]
+        before = chunks.first[documents] + number - 1
+        state = torch.addcmul(added[before], decays[before], state[longer])
+        states.append(state)
+        places.append(before + 1)
+    starts = torch.cat(states)[torch.cat(places).argsort()]
+    last = chunks.last
+    return starts, torch.addcmul(added[last], decays[last], starts[last])
 
 
 def _step_size(delta: Tensor, delta_bias: Tensor | None, delta_softplus: bool) -> Tensor:
@@ -135,7 +167,9 @@ def _scan_steps(
     return (torch.stack(y) if y else None), h
 
 
-ssd_pack = chunked
+def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
+    """Compute ``ops.ssd_pack`` by Mamba-1's scan of each channel."""
+    return by_channels(a, ssm_pack)
 
 
 def mamba_inner(

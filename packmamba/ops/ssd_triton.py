@@ -28,10 +28,10 @@ STAGES = {"walk": 2, "walk_states": 2, "state_parts": 3, "pair_parts": 3, "input
 """Stages of loops, by kernel: others are up to 1.7 times slower."""
 PRODUCTS = {
     torch.bfloat16: {"dtype": tl.bfloat16, "precision": "ieee"},
-    torch.float16: {"dtype": tl.float32, "precision": "bf16x3"},
+    torch.float16: {"dtype": tl.float32, "precision": "tf32"},
     torch.float32: {"dtype": tl.float32, "precision": "tf32x3"},
 }
-"""Operands of products by the activations' dtype. Sums in float16 could overflow; three bfloat16 products hold its bits."""
+"""Operands of products by the activations' dtype. Sums in float16 could overflow; TF32 holds its bits."""
 
 
 class Problem:
@@ -53,7 +53,9 @@ class Problem:
         self.T = min(most, max(16, triton.next_power_of_2(channels)))
         self.parts = triton.cdiv(channels, self.T)
         numbers = map(tl.constexpr, (channels, states, self.T, self.M, self.parts, 0 if a.D is None else a.D.dim()))
-        self.tile = Tile(*numbers, described=False, **PRODUCTS[a.x.dtype])
+        allows_tf32 = a.x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        products = PRODUCTS[torch.float16 if allows_tf32 else a.x.dtype]
+        self.tile = Tile(*numbers, described=False, **products)
         low, high = (0.0, 0.0) if a.delta_limit is None else map(float, a.delta_limit)
         self.steps = Steps(a.delta, a.delta_bias, low, high, *a.delta.stride()[:2])
         self.of_steps = {"SOFTPLUS": a.delta_softplus, "LIMIT": a.delta_limit is not None}

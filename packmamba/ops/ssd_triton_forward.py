@@ -206,8 +206,18 @@ def load_skip(D, head, part, tile: tl.constexpr):
 
 
 @triton.jit
+def nearest_tf32(value):
+    """Round to the 10 bits of TF32, to which a product would cut; of float16 it holds all."""
+    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [value], tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit
 def multiply(a, b, tile: tl.constexpr):
-    return tl.dot(a.to(tile.dtype), b.to(tile.dtype), input_precision=tile.precision)
+    """Multiply matrices of ``tile.dtype``."""
+    a, b = a.to(tile.dtype), b.to(tile.dtype)
+    if tile.precision == "tf32":
+        a, b = nearest_tf32(a), nearest_tf32(b)
+    return tl.dot(a, b, input_precision=tile.precision)
 
 
 @triton.jit

@@ -28,7 +28,6 @@ from operators import (
     tolerance,
 )
 from packmamba import SequenceLayout, ops
-from packmamba.ops.ssd import Chunks
 
 # A multiple of the tokens that ssd_pack's states are carried over: a chunk's, and on a GPU a segment's.
 CUTS = {"reference": 192, "cpu": 192, "cuda": 2048}
@@ -268,14 +267,3 @@ def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend, begin):
     first, state = call(begin, cut)
     second, end = call(cut, length, state)
     assert torch.equal(torch.cat([first, second], 1), y) and torch.equal(end, final)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "slots"), [([1] * 100, 100), ([2, 16], 32), ([17, 64], 128), ([65], 65), ([64 + 5], 64 + 16)]
-)
-def test_short_documents_pay_few_slots_on_a_cpu(lengths, slots):
-    """Of ssd_pack: a chunk lies in 1, 16 or 64 slots, by its own number of tokens."""
-    layout = SequenceLayout.from_lengths([lengths], sum(lengths))
-    tiles = Chunks(layout, layout.offsets).tiles(heads=2, before_first=False, after_last=False)
-    assert sum(tile.slot.numel() for tile in tiles) == slots
-    assert sum(int(tile.inside.sum()) for tile in tiles) == sum(lengths)
