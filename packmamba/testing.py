@@ -43,7 +43,21 @@ class Found(IntEnum):
     LEAK = 3
 
 
-class _LeakCheck:
+class Saved:
+    """Save the attributes that ``SAVED`` names with each checkpoint, as a callback of Lightning."""
+
+    SAVED: tuple[str, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds."""
+        return {name: getattr(self, name) for name in self.SAVED}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from a checkpoint."""
+        vars(self).update(state_dict)
+
+
+class _LeakCheck(Saved):
     """Check the first training step in which a row holds two documents, on every rank.
 
     All batches of the step are checked as the training computes them, forward and backward. A leak
@@ -79,12 +93,6 @@ class _LeakCheck:
         self.done = self.checking = False
         self.handles: list[Any] = []
         self.batch: Mapping[str, Any] = {}
-
-    def state_dict(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in self.SAVED}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        vars(self).update(state_dict)
 
     # transformers' events
 

@@ -34,27 +34,13 @@ from packmamba.files import replacing
 from packmamba.isolation.probes import eager
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
-from packmamba.testing import Found, LightningLeakCheck
+from packmamba.testing import Found, LightningLeakCheck, Saved
 from packmamba.training.lit_module import POSITION_EDGES
 
 logger = logging.getLogger(__name__)
 
 
-class SavedCallback(Callback):
-    """Save the attributes that ``SAVED`` names with each checkpoint."""
-
-    SAVED: tuple[str, ...]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds."""
-        return {name: getattr(self, name) for name in self.SAVED}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
-        vars(self).update(state_dict)
-
-
-class RunMetrics(SavedCallback):
+class RunMetrics(Saved, Callback):
     """Count tokens, slots and seconds, keep curves, and stop at a loss that is not finite.
 
     ``totals`` are of the whole run; ``timed`` leaves out the first steps of each process, in which
@@ -323,7 +309,7 @@ def newest_checkpoint(folder: Path) -> Path | None:
     return None
 
 
-class Average(SavedCallback):
+class Average(Saved, Callback):
     """Average the weights of steps spaced evenly over the last ``share`` of the run."""
 
     SAVED = ("taken", "mean")
@@ -402,7 +388,7 @@ def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
     return EvalContext(config.data, trainer=config.trainer, **more)
 
 
-class Evaluations(SavedCallback):
+class Evaluations(Saved, Callback):
     """Evaluate the model every ``trainer.evaluate_every`` steps; ``points`` are the metrics by step."""
 
     SAVED = ("points",)

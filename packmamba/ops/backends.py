@@ -47,8 +47,10 @@ BACKENDS = {
     "reference": Backend({name: f"packmamba.ops.reference:{name}" for name in OPERATORS}),
     "cpu": Backend(COMPILED | {"ssd_pack": "packmamba.ops.ssd:on_cpu"}, device="cpu"),
     "cuda": Backend(COMPILED, device="cuda"),
-    "mamba_ssm": Backend(
-        {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS}, "cuda", ("mamba_ssm", "causal_conv1d")
+    "mamba_ssm": Backend(  # of Mamba-1 alone: mamba-ssm's own layer packs Mamba-2
+        {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS if name != "ssd_pack"},
+        device="cuda",
+        packages=("mamba_ssm", "causal_conv1d"),
     ),
 }
 

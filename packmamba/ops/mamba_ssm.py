@@ -1,4 +1,4 @@
-"""Baselines under our signatures: mamba-ssm's scans and causal-conv1d's convolution.
+"""Baselines under our signatures: mamba-ssm's scan of Mamba-1 and causal-conv1d's convolution.
 
 They know no documents: a layout may hold one per row, and padding is blanked, so that states pass
 it unchanged. The selective scan and the convolution take channels first, so that tensors are
@@ -21,7 +21,6 @@ from packmamba.ops import reference
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
 from packmamba.ops.scan import ScanArguments
-from packmamba.ops.ssd import SsdArguments
 
 
 @functools.cache
@@ -41,14 +40,12 @@ def _real(layout: SequenceLayout) -> Tensor:
     return (layout.documents >= 0)[..., None]
 
 
-def _blank(a: ScanArguments | SsdArguments, real: Tensor, *tensors: Tensor | None) -> Any:
-    """Zero tensors (B, L, ...) and step sizes at padding, which keeps the state; return delta and those."""
+def _blank(a: ScanArguments, real: Tensor, *tensors: Tensor | None) -> Any:
+    """Zero tensors (B, L, D) and step sizes at padding, which keeps the state; return delta and those."""
     if a.layout.num_tokens == a.layout.num_slots:
         return a.delta, *tensors
     delta = torch.where(real, a.delta, -1e4 if a.delta_softplus else 0)
-    return delta, *(
-        None if t is None else torch.where(real.unflatten(2, (1,) * (t.dim() - 2)), t, 0) for t in tensors
-    )
+    return delta, *(None if tensor is None else torch.where(real, tensor, 0) for tensor in tensors)
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
@@ -76,39 +73,6 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
 
 def _channels_first(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.transpose(1, 2).contiguous()
-
-
-def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
-    """Compute ``ops.ssd_pack`` by mamba-ssm, in chunks of 256."""
-    real = _real(a.layout)
-    delta, x, B, C, z = _blank(a, real, a.x, a.B, a.C, a.z)
-    scan = _peer("mamba_ssm", "ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-    limit = (-torch.inf, torch.inf) if a.delta_limit is None else tuple(a.delta_limit)
-    initial = a.initial_state
-    # Rows without a document have a state too, there.
-    has_empty_rows = a.layout.num_documents < a.layout.shape[0]
-    if initial is not None and has_empty_rows:
-        initial = initial.new_zeros(a.layout.shape[0], *initial.shape[1:]).index_copy(
-            0, a.layout.rows.long(), initial
-        )
-    y, final = scan(
-        x,
-        delta,
-        a.A,
-        B,
-        C,
-        chunk_size=256,
-        D=a.D,
-        z=z,
-        dt_bias=a.delta_bias,
-        initial_states=initial,
-        dt_softplus=a.delta_softplus,
-        dt_limit=limit,
-        return_final_states=True,
-    )
-    if final is not None and has_empty_rows:
-        final = final[a.layout.rows.long()]
-    return torch.where(real[..., None], y, 0), final.float() if a.return_final_state else None
 
 
 class _OwnStrides(torch.autograd.Function):

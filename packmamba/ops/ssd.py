@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
@@ -77,13 +78,10 @@ def ssd_pack(
     )  # fmt: skip
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     if delta_limit is not None:
-        pair = isinstance(delta_limit, (tuple, list)) and len(delta_limit) == 2
-        if (
-            not pair
-            or not all(isinstance(one, (int, float)) for one in delta_limit)
-            or delta_limit[0] > delta_limit[1]
-        ):
-            raise ValueError(f"delta_limit: expected (low, high) with low at most high, or None, got {delta_limit!r}")
+        is_pair = isinstance(delta_limit, (tuple, list)) and len(delta_limit) == 2
+        are_numbers = is_pair and all(isinstance(one, (int, float)) for one in delta_limit)
+        rises = are_numbers and delta_limit[0] <= delta_limit[1]
+        expect(rises, "delta_limit", "(low, high) with low at most high, or None", repr(delta_limit))
     a = SsdArguments(
         x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets, layout, delta_softplus, delta_limit,
         return_final_state,
@@ -183,11 +181,11 @@ def _limited_steps(a: SsdArguments, delta: Tensor) -> Tensor:
     size = delta if a.delta_bias is None else delta + a.delta_bias
     size = torch.where(a.layout.seq_idx[..., None] < 0, 0, size)  # what padding holds reaches no gradient
     if a.delta_softplus:
-        size = _elementwise(F.softplus, size)
+        size = elementwise(F.softplus, size)
     return size.clamp(*a.delta_limit)
 
 
-def _elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
+def elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
     """Apply a function to whole vectors: of the rest PyTorch takes each value by another, which rounds otherwise."""
     padded = F.pad(value.flatten(), (0, -value.numel() % VECTORS))
     return function(padded)[: value.numel()].view(value.shape)

@@ -117,6 +117,7 @@ class PackedMamba2(Mixer):
         flags |= {"learned_initial_state": learned_initial_state}
         dt_range = (dt_min, dt_max, dt_init_floor)
         check_options(sizes, flags, d_conv, dt_range, backend)
+        expect(backend != "mamba_ssm", "backend", "auto, reference, cpu or cuda for Mamba-2", repr(backend))
         d_inner = expand * d_model
         fits = d_inner % headdim == 0 and d_inner // headdim % ngroups == 0
         expect(fits, "headdim", f"a divisor of {d_inner}, with a multiple of {ngroups} heads", headdim)
