@@ -1,10 +1,10 @@
-"""Plain implementations of the packed operators: documents side by side, (S, T).
+"""Plain implementations of the packed operators, on documents end to end.
 
 Slow beside kernels, bearable on a CPU without a compiler. Tests hold them, as every backend, against
 loops over tokens (tests/loops.py), which are the specification. Autograd differentiates them, so that
 backends' gradients are checked too. Sums and states are float32, or float64 for float64 activations.
 
-Shapes: B rows, L slots, S documents, T tokens of the longest, D channels, N states, W taps.
+Shapes: B rows, L slots, S documents, T tokens of all, D channels, N states, W taps.
 """
 
 from __future__ import annotations
@@ -23,82 +23,83 @@ from packmamba.ops.scan import ScanArguments
 from packmamba.ops.ssd import SsdArguments, by_channels, elementwise
 
 
-def _slots(layout: SequenceLayout) -> tuple[Tensor, Tensor]:
-    """Return documents' slots side by side, (S, T), and which hold a token: T is the longest one's length."""
-    lengths = layout.lengths
-    longest = int(lengths.max()) if len(lengths) else 1
-    place = torch.arange(longest, device=layout.device)
-    inside = place < lengths[:, None]
-    slot = torch.where(inside, layout.starts[:, None] + place, 0)
-    return slot.long(), inside
+def _tokens(tensor: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return the tokens of (B, L, ...), documents end to end, in the accumulation dtype: (T, ...)."""
+    tokens = tensor.flatten(0, 1).index_select(0, layout.token_slots)
+    return tokens.to(accumulation_dtype(tensor.dtype))
 
 
-def _gather(tensor: Tensor, slots: tuple[Tensor, Tensor]) -> Tensor:
-    """Gather (B, L, ...) to (S, T, ...) in the accumulation dtype, zero where there is no token."""
-    slot, inside = slots
-    tokens = tensor.flatten(0, 1)[slot].to(accumulation_dtype(tensor.dtype))
-    return torch.where(inside[..., None], tokens, 0)
-
-
-def _scatter(tokens: Tensor, slots: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
-    """Write (S, T, ...) to slots, in like's shape and dtype, zero at padding."""
-    slot, inside = slots
-    output = torch.zeros_like(like.flatten(0, 1), dtype=tokens.dtype)
-    return output.index_copy(0, slot[inside], tokens[inside]).view(like.shape).to(like.dtype)
+def _to_slots(tokens: Tensor, layout: SequenceLayout, like: Tensor) -> Tensor:
+    """Write tokens (T, ...) to slots, in like's shape and dtype, zero at padding."""
+    zeros = torch.zeros_like(like.flatten(0, 1), dtype=tokens.dtype)
+    return zeros.index_copy(0, layout.token_slots, tokens).view(like.shape).to(like.dtype)
 
 
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
-    """Convolve documents, each behind its W - 1 initial inputs, tap by tap."""
+    """Convolve all tokens at once, tap by tap."""
     layout = a.layout
     channels, width = a.weight.shape
+    x = _tokens(a.x, layout)
     states = a.initial_state
     if states is None:
         states = a.x.new_zeros(layout.num_documents, channels, width - 1)
-    slots = _slots(layout)
-    x = _gather(a.x, slots)
-    inputs = torch.cat([states.to(x.dtype).transpose(1, 2), x], dim=1)
+    first = layout.lengths.cumsum(0) - layout.lengths  # documents' places among tokens
     weight = a.weight.to(x.dtype)
-    # The token's own tap first.
+
+    def inputs(document: Tensor, place: Tensor) -> Tensor:
+        """Return documents' inputs at places, of which those below 0 are initial."""
+        token = x[(first[document] + place).clamp(min=0)]
+        initial = states.to(x.dtype)[document, :, (place + width - 1).clamp(0, width - 2)]
+        return torch.where((place >= 0)[:, None], token, initial)
+
+    document = torch.repeat_interleave(layout.lengths)
+    place = torch.arange(len(x), device=x.device) - first[document]
     y = x * weight[:, -1]
-    for tap in reversed(range(width - 1)):
-        y = y + inputs[:, tap : tap + x.shape[1]] * weight[:, tap]
+    for lag in range(1, width):
+        y = y + inputs(document, place - lag) * weight[:, -1 - lag]
     if a.bias is not None:
         y = y + a.bias.to(x.dtype)
     if a.activation == "silu":
         y = F.silu(y)
-    output = _scatter(y, slots, a.x)
-    if not a.return_final_state:
-        return output, None
-    last = layout.lengths[:, None].long() + torch.arange(width - 1, device=x.device)
-    final = inputs.gather(1, last[..., None].expand(-1, -1, channels)).transpose(1, 2)
-    return output, final.to(states.dtype).contiguous()
+    output = _to_slots(y, layout, a.x)
+    every = torch.arange(layout.num_documents, device=x.device)
+    last = [inputs(every, layout.lengths - width + tap) for tap in range(1, width)]
+    final_state = torch.stack(last, dim=2).to(states.dtype)
+    return output, final_state if a.return_final_state else None
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
-    """Step all documents through time; one that has ended keeps its state."""
-    slots = _slots(a.layout)
-    x, B, C = _gather(a.u, slots), _gather(a.B, slots), _gather(a.C, slots)
-    size = _gather(a.delta, slots)
+    """Step documents through time together, the longest first: those that have ended drop out."""
+    layout = a.layout
+    x, B, C, size = (_tokens(tensor, layout) for tensor in (a.u, a.B, a.C, a.delta))
     if a.delta_bias is not None:
         size = size + a.delta_bias
     if a.delta_softplus:
         size = elementwise(F.softplus, size)
-    size = torch.where(slots[1][..., None], size, 0)
+    lengths, order = layout.lengths.sort(descending=True, stable=True)
+    first = (layout.lengths.cumsum(0) - layout.lengths)[order]  # their places among tokens
     state = a.initial_state
     if state is None:
-        state = a.A.new_zeros(a.layout.num_documents, *a.A.shape)
-    outputs = [x[:, :0]]
-    for t in range(x.shape[1]):
-        added = (size[:, t] * x[:, t])[..., None] * B[:, t, None]
-        state = torch.addcmul(added, torch.exp(size[:, t, :, None] * a.A), state)
+        state = a.A.new_zeros(layout.num_documents, *a.A.shape)
+    state = state[order]
+    places, outputs, finals = [], [], []
+    for t in range(int(lengths.max()) if len(lengths) else 1):
+        longer = int((lengths > t).sum())
+        finals.append(state[longer:])
+        token = first[:longer] + t
+        added = (size[token] * x[token])[..., None] * B[token, None]
+        state = torch.addcmul(added, torch.exp(size[token, :, None] * a.A), state[:longer])
         # Not a matmul: autocast would round the states to 16 bits.
-        outputs.append((state * C[:, t, None]).sum(-1)[:, None])
-    y = torch.cat(outputs, dim=1)
+        outputs.append((state * C[token, None]).sum(-1))
+        places.append(token)
+    y = torch.zeros_like(x).index_copy(0, torch.cat(places), torch.cat(outputs))
     if a.D is not None:
         y = y + a.D * x
     if a.z is not None:
-        y = y * elementwise(F.silu, _gather(a.z, slots))
-    return _scatter(y, slots, a.u), state.clone() if a.return_final_state else None
+        y = y * elementwise(F.silu, _tokens(a.z, layout))
+    output = _to_slots(y, layout, a.u)
+    final_state = torch.cat([state, *reversed(finals)])[order.argsort()]
+    return output, final_state if a.return_final_state else None
 
 
 def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
 from packmamba.ops.cuda import check_has_kernels
-from packmamba.ops.custom_op import Outputs, PackedOperator, empty_grad_like
+from packmamba.ops.custom_op import Outputs, PackedOperator, empty_grad_like, unit_stride
 from packmamba.ops.scan import ScanArguments
 from packmamba.ops.scan import compiled as scan
 
@@ -139,15 +139,13 @@ def by_channels(
 
     def of_channels(tensor: Tensor | None, axis: int, group: int) -> Any:
         """Take a group's heads along an axis, and repeat each one's number for its channels."""
-        if tensor is None:
-            return None
-        return tensor.narrow(axis, group * shared, shared).repeat_interleave(channels, dim=axis)
+        here = None if tensor is None else tensor.narrow(axis, group * shared, shared)
+        return None if here is None else here.repeat_interleave(channels, dim=axis)
 
     def flat(tensor: Tensor | None, axis: int, group: int) -> Any:
         """Take a group's heads along an axis; heads and channels become one."""
-        if tensor is None:
-            return None
-        return tensor.narrow(axis, group * shared, shared).flatten(axis, axis + 1)
+        here = None if tensor is None else tensor.narrow(axis, group * shared, shared)
+        return None if here is None else unit_stride(here.flatten(axis, axis + 1))
 
     skip = flat if a.D is not None and a.D.dim() == 2 else of_channels
     outputs: list[Tensor] = []

@@ -267,3 +267,11 @@ def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend, begin):
     first, state = call(begin, cut)
     second, end = call(cut, length, state)
     assert torch.equal(torch.cat([first, second], 1), y) and torch.equal(end, final)
+
+
+def test_heads_of_one_channel_may_lie_apart():
+    """Of ssd_pack: joined with its head such a channel has another stride."""
+    x = torch.randn(2, 6, 4, 2)[..., :1]
+    rest = (torch.randn(2, 6, 4), -torch.rand(4), torch.randn(2, 6, 1, 3), torch.randn(2, 6, 1, 3))
+    y = ops.ssd_pack(x, *rest, z=x, backend="cpu")
+    assert torch.equal(y, ops.ssd_pack(x.contiguous(), *rest, z=x.contiguous(), backend="cpu"))
