@@ -124,8 +124,8 @@ def by_channels(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack`` by a scan of Mamba-1, all of whose channels read the same B and C: a group at a time.
 
-    Each channel takes the step size, the rate and D of its head. In float32 (float64), which step sizes of 16 bits would
-    lose in the sum over a head's channels.
+    Each channel takes the step size, the rate and D of its head. Computed in the accumulation dtype: gradients of step sizes
+    are summed over a head's channels, and are not to be rounded to 16 bits before.
     """
     dtype = a.A.dtype
     heads, channels = a.x.shape[2:]

@@ -49,14 +49,14 @@ from packmamba.ops.ssd_triton_plan import BLOCK, CHUNK, load_chunk
 
 
 class Sums(NamedTuple):
-    """How a kernel sums over a group's heads: in shares of consecutive heads."""
+    """Split a sum over a group's heads into shares of consecutive heads."""
 
     heads: Any  # of a share; the last one may have fewer
     shares: Any  # of a group
 
 
 class ByRow(NamedTuple):
-    """What kernels find of each row of chunks, by head: (H, K * CHUNK)."""
+    """Hold what kernels find of each row of chunks, by head: (H, K * CHUNK)."""
 
     state_passes: Any
     added: Any

@@ -38,7 +38,7 @@ class Rows(NamedTuple):
 
 
 class Activations(NamedTuple):
-    """What a kernel reads of its arguments' tokens; None: absent, or not read."""
+    """Hold what a kernel reads of its arguments' tokens; None: absent, or not read."""
 
     x: Any
     B: Any
@@ -66,7 +66,7 @@ class Sizes(NamedTuple):
 
 
 class Steps(NamedTuple):
-    """How delta becomes step sizes."""
+    """Say how delta becomes step sizes."""
 
     delta: Any
     bias: Any  # (H,) or None
@@ -86,7 +86,7 @@ class Role(NamedTuple):
 
 
 class Tile(NamedTuple):
-    """What a kernel is compiled for."""
+    """Hold what a kernel is compiled for."""
 
     P: tl.constexpr
     N: tl.constexpr

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Where Mamba-2's scan on a GPU cuts documents: a layout's segments and chunks, as its Triton kernels read them.
+"""Cut documents for Mamba-2's scan on a GPU: a layout's segments and chunks, as its Triton kernels read them.
 
 Segments end at multiples of 2048 of a document's positions, offsets included; chunks of 128 tokens, two blocks of 64 each,
 are counted from a segment's first token (one document, offset 70)::
