@@ -28,10 +28,11 @@ STAGES = {"walk": 2, "walk_states": 2, "state_parts": 3, "pair_parts": 3, "input
 """Stages of loops, by kernel: others are up to 1.7 times slower."""
 PRODUCTS = {
     torch.bfloat16: {"dtype": tl.bfloat16, "precision": "ieee"},
-    torch.float16: {"dtype": tl.float32, "precision": "tf32"},
+    torch.float16: {"dtype": tl.float16, "precision": "ieee"},
     torch.float32: {"dtype": tl.float32, "precision": "tf32x3"},
 }
-"""Operands of products by the activations' dtype. Sums in float16 could overflow; TF32 holds its bits."""
+"""Operands of products by the activations' dtype. In float16 a state above 65,504 becomes infinite, as in mamba-ssm."""
+TF32 = {"dtype": tl.float32, "precision": "tf32"}
 
 
 class Problem:
@@ -54,7 +55,7 @@ class Problem:
         self.parts = triton.cdiv(channels, self.T)
         numbers = map(tl.constexpr, (channels, states, self.T, self.M, self.parts, 0 if a.D is None else a.D.dim()))
         allows_tf32 = a.x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-        products = PRODUCTS[torch.float16 if allows_tf32 else a.x.dtype]
+        products = TF32 if allows_tf32 else PRODUCTS[a.x.dtype]
         self.tile = Tile(*numbers, described=False, **products)
         low, high = (0.0, 0.0) if a.delta_limit is None else map(float, a.delta_limit)
         self.steps = Steps(a.delta, a.delta_bias, low, high, *a.delta.stride()[:2])
@@ -88,7 +89,7 @@ class Problem:
 
     def options(self, kernel: str) -> dict[str, int]:
         """Return numbers of warps and stages."""
-        if self.a.x.dtype != torch.bfloat16:
+        if self.a.x.dtype == torch.float32:
             # Products of small tiles by eight warps read past shared memory (Triton 3.6).
             return {"num_warps": 4 if self.T * self.M <= 4096 else 8, "num_stages": 1}
         large = self.T * self.M > 8192
@@ -201,9 +202,8 @@ def _backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor 
     # States before chunks, and gradients of states after chunks.
     inputs = problem.inputs(dy=dy)
     described = problem.described(inputs, whole=True)
-    near = torch.bfloat16 if a.x.dtype == torch.bfloat16 else torch.float32
     states, dstates = (
-        a.x.new_empty(count, problem.heads, problem.parts, problem.M, problem.T, dtype=near)
+        a.x.new_empty(count, problem.heads, problem.parts, problem.M, problem.T)
         for count in (
             max(1, plan.boundaries) if outer is None else problem.chunks for outer in (a.initial_state, dfinal)
         )

@@ -207,7 +207,7 @@ def load_skip(D, head, part, tile: tl.constexpr):
 
 @triton.jit
 def nearest_tf32(value):
-    """Round to the 10 bits of TF32, to which a product would cut; of float16 it holds all."""
+    """Round to the 10 bits of TF32, to which a product would cut."""
     return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [value], tl.float32, is_pure=True, pack=1)
 
 
