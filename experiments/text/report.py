@@ -1,4 +1,4 @@
-"""Verdicts of the primaries for each architecture, further contrasts, packers, answers, fine-tuning, the pilot.
+"""Verdicts of the primaries for each architecture, further contrasts, numerics, packers, answers, fine-tuning, the pilot.
 
 What was planned and has no run stands in the tables as ``not run``.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,6 +29,7 @@ from packmamba.lab.report.statistics import (
     holm,
     interval,
     margin_from_pilot,
+    of_finite_runs,
     p_of_equivalence,
     power,
     rule,
@@ -91,6 +93,12 @@ TUNED_PAIRS = (("tuned-reset", "tuned-padded"), ("tuned-leak", "tuned-reset"))
 PILOT = 100  # seeds from here on are the pilot's
 PLANNED = {"packed-control": 8, "own": 12, "state-passing": 8, "single": 4}  # seeds, where a table's others have more
 NOT_RUN = Cell("not run", (None, None))
+FACTORS = {
+    "layout, reset minus padded": ("reset", "padded"),
+    "micro-batch, 24,576 minus 131,072 slots": ("24k", "131k"),
+    "precision, float32 minus bfloat16": ("32-true", "bf16-mixed"),
+}
+NUMERICS_SEEDS = 8
 Arms = dict[tuple[str, str], Arm]
 Sums = tuple[Any, Any]
 
@@ -299,6 +307,88 @@ def pilot(arms: Arms) -> list[Table]:
     ]
 
 
+def effect(*factors: int, at: str = "") -> dict[tuple[str, ...], float]:
+    """Return weights of runs (layout, micro-batch, precision): first minus second level of these factors, averaged.
+
+    Of several factors it is the difference of differences. ``at`` is a level that all runs have.
+    """
+    runs = [run for run in itertools.product(*FACTORS.values()) if not at or at in run]
+    seconds = [tuple(FACTORS.values())[factor][1] for factor in factors]
+    return {run: 2 ** len(factors) / len(runs) * (-1) ** sum(level in run for level in seconds) for run in runs}
+
+
+def effects() -> dict[str, dict[tuple[str, ...], float]]:
+    """Return weights of runs by the name of an effect; the first four are primary."""
+    names = [*FACTORS]
+    found = {f"N{i} {names[k]}": effect(k) for i, k in enumerate((1, 0, 2), start=1)}
+    found["N4 layout by micro-batch"] = effect(0, 1)
+    for title, level in zip(("float32", "bfloat16"), FACTORS[names[2]]):
+        found |= {f"{names[k]}, in {title}": effect(k, at=level) for k in (1, 0)}
+        found[f"layout by micro-batch, in {title}"] = effect(0, 1, at=level)
+        found[f"reset-131k minus padded-24k, in {title}"] = {
+            ("reset", "131k", level): 1.0,
+            ("padded", "24k", level): -1.0,
+        }
+    return found | {"layout by precision": effect(0, 2), "micro-batch by precision": effect(1, 2)}
+
+
+def combine(arms: Mapping[tuple[str, ...], Arm], weights: Mapping[tuple[str, ...], float]) -> Comparison:
+    """Add the runs of a seed with their weights, by group of documents."""
+    curves = {run: arms[run].points(ALL) for run in weights if run in arms}
+    added, targets = pd.DataFrame(), pd.DataFrame()
+    if len(curves) == len(weights) and not any(points.empty for points in curves.values()):
+        sums = {}
+        for run, points in curves.items():
+            sums[run] = of_finite_runs(points, "nats").groupby(["seed", "group"])[["nats", "targets"]].sum()
+        added = sum(weight * sums[run]["nats"].unstack("group") for run, weight in weights.items())
+        added = added.dropna(how="all").dropna(axis=1)
+        targets = sums[run]["targets"].unstack("group").reindex(added.index)[added.columns]
+    counts = [0, 0, 0, 0]  # diverged and all runs, of positive and of negative weights
+    for run in curves:
+        side = 0 if weights[run] > 0 else 2
+        counts[side] += len(arms[run].diverged)
+        counts[side + 1] += len(arms[run].runs)
+    complete = set.intersection(*({*arms[run].runs.index} if run in arms else set() for run in weights))
+    margins = {arm.sweep.get("margin") for arm in arms.values()}
+    return Comparison(
+        added.to_numpy(float),
+        targets.to_numpy(float)[:1].ravel(),
+        next(iter(margins), None),
+        Divergence(*counts, NUMERICS_SEEDS, NUMERICS_SEEDS - len(complete)),
+    )
+
+
+def numerics(records: Sequence[Record]) -> Table:
+    """Make the table of effects of layout, micro-batch and precision, interim until all runs are there."""
+    arms = {}
+    for arm in training_arms(records):
+        run = (*arm.title.split("-"), arm.says("trainer.precision"))
+        if run in effect(0):
+            arms[run] = arm
+    compared = {name: combine(arms, weights) for name, weights in effects().items()}
+    for place, name in enumerate(compared):
+        compared[name] = replace(compared[name], family="exploratory" if place > 3 else "primary")
+    rows = []
+    for name, ruling in rule(compared).items():
+        one, it = compared[name], ruling.estimate
+        row: dict[str, Any] = {"effect": name, "family": one.family, "verdict": "not run"}
+        row |= {"difference": NOT_RUN._replace(values=(None,) * 3), "seeds": of_planned(it.seeds, NUMERICS_SEEDS)}
+        if it.seeds:
+            row |= {"difference": it, "below": int((one.differences.sum(axis=1) < 0).sum()), "margin": one.margin}
+            row |= {"p": ruling.p_difference, "p_same": ruling.p_equivalence, "groups": it.groups}
+            row["verdict"] = "interim" if one.divergence.missing else ruling.verdict
+        rows.append(row)
+    return make_table(
+        "numerics-text",
+        "Effects of layout, micro-batch and precision on the loss of sealed documents, nats a target",
+        "!effect | !family | difference [95 %] = difference[]:5 | seeds = seeds planned | seeds below zero = below:d | "
+        "groups:d | p of difference, Holm = p:p | p of equivalence, Holm = p_same:p | margin:.4f | !verdict",
+        rows,
+        "Mamba-1, learning rate 0.004, deterministic. Each effect is averaged over the factors that it does not name. "
+        "Intervals resample seeds and groups of documents; Holm over the family. Interim: a planned run is missing.",
+    )
+
+
 def kind_of(records: Sequence[Record]) -> str:
     """Return ``tuned`` (fine-tuning), ``text``, or ``pilot``, whose seeds are for choices alone."""
     if records[0]["config"]["data"]["source"] == "task":
@@ -322,6 +412,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
         *made,
         verdicts(arms),
         exploratory(arms),
+        numerics([record for record in records if record["seed"] < PILOT]),
         arms_table(arms, PARITY, "parity-text", "Arms of P1 and P2", "padded", 16),
         arms_table(arms, STATES, "states-text", "Arms of P3 and P4", "zero", 12),
         arms_table(arms, PACKERS, "packers-text", "Packers in their own order", PACKERS[0], 8),

@@ -24,6 +24,11 @@ SMALL = {
         *("trainer.cuda_graphs=false", "arms={shuffled: {data.shuffle_steps: 30}}"),
     ),
 }
+PLAIN = [key for key in TINY if not key.startswith("trainer.precision=")]  # which is in the sweep's grid
+SMALL_NUMERICS = (
+    *(*PLAIN, f"data.path={SAMPLE}", "common.data.subset=validation", "data.validation_documents=100"),
+    "arms={padded-24k: {data.max_tokens_per_batch: 1024}, reset-24k: {data.max_tokens_per_batch: 2048}}",
+)
 SMALL_TUNED = (
     *(*TINY, "data.num_documents=400", f"common={{data.task_options: {{path: {SAMPLE}}}}}"),
     f"evaluation_options={{pairs: {HELD_OUT}, asked_headword: {HELD_OUT}}}",
@@ -70,6 +75,7 @@ STEPS = [
     _pilot("harm", "packed-reset,packed-leak", "grid.seed=[102,103,104,105]"),
     *(_sweep(name, mixer) for name in ("parity", "states", "packers") for mixer in MARGINS),
     *map(_tuned, MARGINS),
+    _step("numerics.yaml", small=SMALL_NUMERICS),
     *(_sweep(name, mixer) for name in ("state-passing", "single") for mixer in MARGINS),
 ]
 HEADLINES = [

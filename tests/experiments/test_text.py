@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import gzip
 import io
+import itertools
 import json
 from pathlib import Path
 
@@ -25,6 +26,7 @@ pytestmark = pytest.mark.slow
 
 FOLDER = Path(reproduce.__file__).parent
 GROUPS = 20
+DTYPES = ("float32", "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +59,9 @@ def test_small_sweeps_make_every_table(sample, tmp_path):
             *load_sweep(FOLDER / step.file, [*given, *few, *fewer, f"output={tmp_path / 'text'}"]), progress=False
         )
     made = table_files(read_records(tmp_path / "text"), KINDS)
-    for name in ("verdicts-text", "exploratory-text", "parity-text", "states-text", "packers-text", "answers-text"):
-        assert f"{name}.csv" in made
+    for name in ("verdicts", "exploratory", "numerics", "parity", "states", "packers", "answers"):
+        assert f"{name}-text.csv" in made
+    assert made["numerics-text.csv"].count("interim") == 14, "two of eight seeds of every effect"
     rows = csv.DictReader(io.StringIO(made["verdicts-text.csv"]))
     assert [(row["architecture"], row["seeds"]) for row in rows] == [("Mamba-1", "2")] * 4 + [("Mamba-2", "0")] * 4
     assert ",2,8" in made["finetuning-tuned.csv"] and "0.004" in made["rates-pilot-text.csv"]
@@ -166,6 +169,56 @@ def test_by_half_of_the_pilot_s_lower_bound_the_first_primary_is_open():
     for row in rows:
         found = Estimate(*(float(row[f"difference{side}"]) for side in ("", "_low", "_high")), 16)
         assert (row["registered"], verdict(found, margin_from_pilot(harm))) == ("equivalent", "open")
+
+
+def numerics_study(lost=None, **effect):
+    """Eight seeds of both layouts, micro-batches and precisions; each level adds its effect."""
+    records = []
+    for layout, size, precision in itertools.product(("reset", "padded"), ("24k", "131k"), ("bf16-mixed", "32-true")):
+        names = (layout, "m" + size, "f" + precision[:2], f"{layout}_{size}", f"{layout}_{size}_{precision[:2]}")
+        loss = sum(effect.get(name, 0.0) for name in names)
+        for seed in range(1, 9):
+            made = record(f"{layout}-{size} precision={precision}", seed, loss, margin=0.0012)
+            made["config"]["trainer"] = made["config"]["trainer"] | {"precision": precision}
+            records.append(made | {"arm": f"{layout}-{size} precision={precision}"})
+    return [one for one in records if (one["arm"], one["seed"]) != lost]
+
+
+@pytest.mark.parametrize(
+    ("effect", "expected"),
+    [
+        ({"m24k": 0.004}, (0.004, 0, 0, 0)),
+        ({"reset": -0.004}, (0, -0.004, 0, 0)),
+        ({"f32": -0.004}, (0, 0, -0.004, 0)),
+        ({"reset_24k": 0.008}, (0.004, 0.004, 0, 0.008)),
+    ],
+)
+def test_effects_of_numerics_come_back(effect, expected):
+    rows = rows_of(numerics_study(**effect), "numerics-text")
+    assert [row["effect"][:2] for row in rows[:4]] == ["N1", "N2", "N3", "N4"]
+    assert [row["family"] for row in rows].count("primary") == 4
+    for row, value in zip(rows, expected):
+        assert float(row["difference"]) == pytest.approx(value, abs=9e-4)
+        assert row["verdict"].startswith("different" if value else ("equivalent", "open"))
+        if value:
+            assert row["below"] == str(8 * (value < 0))
+
+
+def test_an_effect_in_one_precision_is_of_that_precision():
+    rows = {row["effect"]: row for row in rows_of(numerics_study(reset_131k_bf=-0.004), "numerics-text")}
+    found = {title: float(rows[f"reset-131k minus padded-24k, in {title}"]["difference"]) for title in DTYPES}
+    assert found == pytest.approx({"float32": 0.0, "bfloat16": -0.004}, abs=9e-4)
+    assert float(rows["layout by precision"]["difference"]) == pytest.approx(0.002, abs=9e-4)
+
+
+def test_a_run_that_is_missing_makes_effects_interim():
+    lost = ("padded-24k precision=32-true", 3)
+    rows = {row["effect"]: row for row in rows_of(numerics_study(lost, m24k=0.004), "numerics-text")}
+    verdicts = {name: row["verdict"] for name, row in rows.items()}
+    assert [verdict for name, verdict in verdicts.items() if name[0] == "N"] == ["interim"] * 4
+    assert verdicts["micro-batch, 24,576 minus 131,072 slots, in bfloat16"] == "different"
+    assert rows["N4 layout by micro-batch"]["seeds"] == "7"
+    assert {row["verdict"] for row in rows_of(study(), "numerics-text")} == {"not run"}
 
 
 def test_what_did_not_run_is_counted_and_a_pilot_stays_out():
