@@ -27,8 +27,9 @@ SMALL = {
 PLAIN = [key for key in TINY if not key.startswith("trainer.precision=")]  # which is in the sweep's grid
 SMALL_NUMERICS = (
     *(*PLAIN, f"data.path={SAMPLE}", "common.data.subset=validation", "data.validation_documents=100"),
-    "data.tokens_per_step=4096",  # at least two rows, so that sizes of micro-batches differ
-    "arms={padded-24k: {data.max_tokens_per_batch: 1024}, reset-24k: {data.max_tokens_per_batch: 2048}}",
+    "common.data.cut_documents=256",  # rows of 256, eight in a step, so that sizes of micro-batches differ
+    "arms={padded-24k: {data.max_tokens_per_batch: 1024}, reset-131k: {data.row_length: 256}, "
+    "reset-24k: {data.max_tokens_per_batch: 1024, data.row_length: 256}}",
 )
 SMALL_TUNED = (
     *(*TINY, "data.num_documents=400", f"common={{data.task_options: {{path: {SAMPLE}}}}}"),
