@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from experiments.corpus import text_items
 from packmamba.config import ConfigError, DataConfig
@@ -25,7 +26,7 @@ from packmamba.data.tasks import TASKS
 from packmamba.data.tasks.base import Example, make_example
 from packmamba.data.token_store import load_corpora
 from packmamba.evaluation import language_modeling
-from packmamba.evaluation.language_modeling import token_losses, validation
+from packmamba.evaluation.language_modeling import perplexity, token_losses, validation
 from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.evaluation.packed_forward import DocumentState, Segment, packed_forward, read_to_the_end
 from packmamba.evaluation.scoring import score
@@ -94,6 +95,12 @@ def beyond(model: MambaLM, context: EvalContext) -> EvalResult:
     return texts.result(metrics, "beyond", [], items, key="start", sums=sums, items_of=items)
 
 
+def perplexity_float32(model: MambaLM, context: EvalContext) -> EvalResult:
+    """Evaluate ``perplexity`` in the weights' precision, not under the autocast of training."""
+    with torch.autocast(model.lm_head.weight.device.type, enabled=False):
+        return perplexity(model, context)
+
+
 @functools.cache
 def items(path: str, task: str, split: str) -> list[dict[str, Any]]:
     """Read a task's items of a split, or make them from the corpus where that is one file."""
@@ -151,6 +158,7 @@ class Asked:
 SOURCES["natural_text"] = open_natural_text
 TASKS |= dict.fromkeys(("pairs", "asked_headword", "last_word"), Asked)
 language_modeling.EVALUATIONS |= {
-    "beyond": beyond, "headword": functools.partial(choose, "headword"), "module": functools.partial(choose, "module")
+    "beyond": beyond, "perplexity_float32": perplexity_float32,
+    "headword": functools.partial(choose, "headword"), "module": functools.partial(choose, "module")
 }  # fmt: skip
 language_modeling.OPTIONS["beyond"] = {"after": (None, 2), "most": (65536, 2)}

@@ -39,6 +39,7 @@ from packmamba.lab.report.tables import Cell, Table, make_table
 
 MIXERS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
 ALL, BEYOND = "perplexity.by_group", "beyond.by_group"
+IN_FLOAT32 = "perplexity_float32.by_group"
 INSIDE, START = "start < 2048", "start < 256"
 
 
@@ -334,7 +335,7 @@ def effects() -> dict[str, dict[tuple[str, ...], float]]:
 
 def combine(arms: Mapping[tuple[str, ...], Arm], weights: Mapping[tuple[str, ...], float]) -> Comparison:
     """Add the runs of a seed with their weights, by group of documents."""
-    curves = {run: arms[run].points(ALL) for run in weights if run in arms}
+    curves = {run: arms[run].points(IN_FLOAT32) for run in weights if run in arms}
     added, targets = pd.DataFrame(), pd.DataFrame()
     if len(curves) == len(weights) and not any(points.empty for points in curves.values()):
         sums = {}
@@ -384,8 +385,9 @@ def numerics(records: Sequence[Record]) -> Table:
         "!effect | !family | difference [95 %] = difference[]:5 | seeds = seeds planned | seeds below zero = below:d | "
         "groups:d | p of difference, Holm = p:p | p of equivalence, Holm = p_same:p | margin:.4f | !verdict",
         rows,
-        "Mamba-1, learning rate 0.004, deterministic. Each effect is averaged over the factors that it does not name. "
-        "Intervals resample seeds and groups of documents; Holm over the family. Interim: a planned run is missing.",
+        "Mamba-1, learning rate 0.004, deterministic, all read in float32. Each effect is averaged over the factors "
+        "that it does not name. Intervals resample seeds and groups of documents; Holm over the family. Interim: a "
+        "planned run is missing.",
     )
 
 

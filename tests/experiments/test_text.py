@@ -105,7 +105,8 @@ def record(arm, seed, effect, mixer="mamba1", margin=0.01):
     ]
     made = training("padded", seed, loss, config={"model": {"mixer": mixer}, **SCHEMES["padded"]})
     made["config"]["data"] = {**made["config"]["data"], "source": "natural_text"}
-    curves = {"perplexity.by_group": points, "beyond.by_group": beyond}
+    curves = {f"{name}.by_group": points for name in ("perplexity", "perplexity_float32")}
+    curves["beyond.by_group"] = beyond
     return made | {"arm": f"{arm} mixer={mixer}", "curves": made["curves"] | curves, "sweep": {"margin": margin}}
 
 
