@@ -355,7 +355,7 @@ def combine(arms: Mapping[tuple[str, ...], Arm], weights: Mapping[tuple[str, ...
         added.to_numpy(float),
         targets.to_numpy(float)[:1].ravel(),
         next(iter(margins), None),
-        Divergence(*counts, NUMERICS_SEEDS, NUMERICS_SEEDS - len(complete)),
+        Divergence(*counts)._replace(seeds=NUMERICS_SEEDS, missing=NUMERICS_SEEDS - len(complete)),
     )
 
 
