@@ -89,6 +89,7 @@ class SequenceLayout:
         self.longest = longest
         self.flowing: SequenceLayout | None = None
         self.origin: SequenceLayout | None = None
+        # Dynamo cannot set attributes of tensors. Layouts that share `starts` share its schedules.
         if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
             starts.schedules = Schedules(longest=longest, offsets=offsets)  # type: ignore[attr-defined]
 
@@ -117,6 +118,8 @@ class SequenceLayout:
             if sum(row) > row_length:
                 expected = f"at most row_length={row_length} tokens"
                 raise ValueError(f"lengths[{b}]: expected {expected}, got {sum(row)}")
+            # A document starts at the row's first slot plus
+            # the lengths before it; the last sum is an end.
             starts += [*accumulate(row, initial=b * row_length)][:-1]
         first = torch.tensor(starts, dtype=torch.int64)
         length = torch.tensor([*chain(*rows)], dtype=torch.int64)
@@ -139,9 +142,11 @@ class SequenceLayout:
         document may begin above 0 (a continuation). ``name``: the argument's, in errors.
         """
         positions = _index_matrix(position_indices, name)
+        # A row may begin inside a document, which an earlier row or batch began.
         is_start = positions == 0
         is_start[:, 0] |= positions[:, 0] > 0
         valid = (positions == -1) | is_start
+        # A slot is valid as padding, as a start, or as the successor of its left neighbour.
         valid[:, 1:] |= positions[:, 1:] == positions[:, :-1] + 1
         expected = "0 (a document starts) or one more than before; only a row's first may begin above 0"
         check_all(valid, name, expected, positions)
@@ -155,8 +160,10 @@ class SequenceLayout:
         row. Offsets are 0. ``name``: the argument's, in errors.
         """
         ids = _index_matrix(seq_idx, name)
+        # A start is a token whose id differs from its left neighbour's.
         is_start = ids >= 0
         is_start[:, 1:] &= ids[:, 1:] != ids[:, :-1]
+        # Neighbours alone say nothing of an id that returns later in the row.
         for b in range(len(ids)):
             values, counts = ids[b, is_start[b]].unique(return_counts=True)
             again = values[counts > 1]
@@ -199,6 +206,8 @@ class SequenceLayout:
         if len(missing):
             expected = "a document to start at each row's start"
             raise ValueError(f"{name}: expected {expected}, got none at {missing[0]}")
+        # Padding would be a gap between an end and the
+        # next start, which this format cannot express.
         starts = cumulative[:-1]
         return cls._checked(shape, starts, cumulative[1:], torch.zeros_like(starts))
 
@@ -228,10 +237,13 @@ class SequenceLayout:
         L) are read at marks.
         """
         rows, row_length = values.shape
+        # (S,) slots of first tokens, and (S,) the rows that they lie in.
         starts = is_start.flatten().nonzero().flatten()
         row = starts // row_length
+        # (B,) the slot after each row's last token: padding is the row's tail.
         tokens_end = (values >= 0).sum(1) + torch.arange(rows) * row_length
         ends = tokens_end[row]
+        # A document that is not its row's last ends where the next one of the row starts.
         ends[:-1] = torch.where(row[1:] == row[:-1], starts[1:], ends[:-1])
         return cls._checked((rows, row_length), starts, ends, offsets.flatten()[starts])
 
@@ -278,6 +290,8 @@ class SequenceLayout:
     @cached_property
     def packed(self) -> bool:
         """Return whether any row holds several documents. Waits for a GPU, once."""
+        # Documents lie side by side from a row's left,
+        # so one that starts elsewhere has a neighbour.
         return bool((self.starts % self.shape[1]).any())
 
     @property
@@ -302,6 +316,7 @@ class SequenceLayout:
     def token_slots(self) -> Tensor:
         """(num_tokens,) int64, the slots that hold a token, in order."""
         token = torch.arange(self.num_tokens, device=self.device)
+        # A token's slot is its number among all tokens plus the padding slots before its document.
         tokens_before_end = self.lengths.cumsum(0)
         document = torch.searchsorted(tokens_before_end, token, right=True)
         return token + (self.ends - tokens_before_end)[document]
@@ -310,6 +325,7 @@ class SequenceLayout:
     def seq_idx(self) -> Tensor:
         """(B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
         first_slots = torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
+        # (B,) documents in earlier rows.
         first_document = torch.searchsorted(self.starts, first_slots, out_int32=True)
         return torch.where(self.documents >= 0, self.documents - first_document[:, None], -1)
 
@@ -317,6 +333,7 @@ class SequenceLayout:
     def position_indices(self) -> Tensor:
         """(B, L) int32, each slot's position in its document, offsets included; padding -1."""
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device).view(self.shape)
+        # A token's position is its slot minus its document's start, plus the document's offset.
         first_position = _append_zero(self.offsets - self.starts)[self.documents]
         return torch.where(self.documents >= 0, slot + first_position, -1)
 
@@ -335,6 +352,7 @@ class SequenceLayout:
         is_first[1:] = self.rows[1:] != self.rows[:-1]
         starts = self.starts[is_first]
         ends = self.ends[is_first.roll(-1)]  # of its row's last documents
+        # ``longest`` stays unknown: finding it would wait for a GPU.
         return SequenceLayout(self.shape, starts, ends, self.offsets[is_first], self.num_tokens)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
@@ -420,6 +438,7 @@ def _index_matrix(tensor: Tensor, name: str) -> Tensor:
     expect(fits, name, "shape (B, L) with at least one slot", tuple(matrix.shape))
     check_all(matrix >= -1, name, "-1 (padding) or at least 0", matrix)
     valid = torch.ones_like(matrix, dtype=torch.bool)
+    # Padding may follow anything, a token only a token.
     valid[:, 1:] = (matrix[:, :-1] >= 0) | (matrix[:, 1:] < 0)
     check_all(valid, name, "padding (-1) only at a row's tail", matrix)
     return matrix

@@ -106,9 +106,11 @@ def count_step(corpus: Documents, plan: RowPlan, micro_batches: Sequence[Integer
         micro_batches: row numbers of each; one without rows costs a slot of padding.
     """
     rows = np.concatenate([np.asarray(numbers, np.int64) for numbers in micro_batches])
+    # Indices of the rows' pieces, row by row. The first piece of a row is in ``row_offsets``.
     index = plan.pieces_of(rows)
     pieces = plan.take(index)
     is_behind = ~np.isin(index, plan.row_offsets)
+    # Slots of a micro-batch: its rows times its widest one; a single slot without rows.
     widths = [int(plan.slots[numbers].max(initial=1)) for numbers in micro_batches]
     return StepCounts(
         num_targets=_count_targets(corpus, pieces),
@@ -123,6 +125,7 @@ def _count_targets(corpus: Documents, pieces: Pieces) -> int:
     """Count tokens that predict their next one, or that have an answer."""
     if not corpus.has_answers:
         return pieces.num_targets
+    # Answers are sparse and known only to the corpus: read the targets.
     ends_document = pieces.start + pieces.length == pieces.end
     total = 0
     for document, start, length, ends in zip(pieces.document, pieces.start, pieces.length, ends_document):
@@ -157,6 +160,7 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
             pieces.document.tolist(), pieces.start.tolist(), lengths[-1], ends_document
         ):
             of_piece = slice(slot, slot + length)
+            # A target of -1 is none: store a valid id there, and let the mask exclude it.
             tokens[b, of_piece], of_tokens = corpus.read(document, start, length, ends)
             targets[b, of_piece] = np.maximum(of_tokens, 0)
             loss_mask[b, of_piece] = of_tokens >= 0
@@ -168,6 +172,7 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
         tokens=torch.from_numpy(tokens),
         targets=torch.from_numpy(targets),
         loss_mask=torch.from_numpy(loss_mask),
+        # Without rows ``[[]]`` is one row that is all padding.
         layout=SequenceLayout.from_lengths(lengths or [[]], row_length=shape[1], offsets=offsets or [[]]),
         turn=turn,
         source=source,

@@ -69,6 +69,7 @@ class Documents:
         if self.targets is not None:
             return tokens, self.targets[first : first + length]
         targets = np.full(length, -1, np.int64)
+        # ``ends`` counts as 1: then the piece's last token has no next one and keeps -1.
         targets[: length - ends] = self.tokens[first + 1 : first + 1 + length - ends]
         return tokens, targets
 
@@ -103,6 +104,7 @@ class Corpus(Documents):
         return np.memmap(self.folder / f"{self.split}.{name}", dtype, "r", shape=(size,)).view(np.ndarray)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Pickle the place and not the tokens: a loader worker maps the same files.
         return Corpus, (self.folder, self.split)
 
 
@@ -120,6 +122,7 @@ class Mixture(Documents):
         self.split = parts[0].split
         self.vocab_size = max(part.vocab_size for part in parts)
         self.num_tokens = sum(part.num_tokens for part in parts)
+        # Tokens stay in the parts: ``read`` and ``document`` find them there.
         self.lengths = np.concatenate([part.lengths for part in parts])
         self.num_documents = len(self.lengths)
         counts = [part.num_documents for part in parts]
@@ -127,8 +130,10 @@ class Mixture(Documents):
         self.groups = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
         identity = [[part.corpus_hash for part in parts], weights]
         self.corpus_hash = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+        # Weights are shares of tokens; windows draw documents, so divide by a part's mean length.
         per_token = np.array(weights) / np.array([part.num_tokens / part.num_documents for part in parts])
         self.document_shares = per_token / per_token.sum()
+        # A window may touch two passes of a part.
         self._shuffled = functools.lru_cache(2 * len(parts))(self._shuffle)
 
     @property
@@ -153,8 +158,10 @@ class Mixture(Documents):
         """Draw the documents of a window of about ``size``: those of each part in the order of its passes."""
         drawn = []
         for part, share in enumerate(self.document_shares):
+            # Documents of the part drawn before this window and up to its end, over all passes.
             first, last = (int(edge * size * share) for edge in (number, number + 1))
             count = self.parts[part].num_documents
+            # Passes that the window touches, and the window's part of each.
             for index in range(first // count, -(-last // count)):
                 whole = self._shuffled(seed, part, index)
                 drawn.append(whole[max(first - index * count, 0) : last - index * count])

@@ -93,6 +93,7 @@ class Pieces:
 
     def cut(self, longest: int) -> Pieces:
         """Cut pieces longer than ``longest`` tokens into pieces of that length and a rest."""
+        # For each part: the piece it is cut from, and its number among the piece's parts.
         source, part = _enumerate(ceil_div(self.length, longest))
         skipped = part * longest
         length = np.minimum(self.length[source] - skipped, longest)
@@ -106,10 +107,13 @@ class Pieces:
 
     def between(self, first: int, last: int) -> Pieces:
         """Return what lies in tokens ``first`` to ``last`` of all pieces; cut the outermost two."""
+        # Pieces lie end to end: piece i holds tokens ``ends[i] - length[i]`` to ``ends[i]``.
         ends = np.cumsum(self.length)
         first_piece = int(np.searchsorted(ends, first, "right"))
         last_piece = int(np.searchsorted(ends, last, "left"))
         inside = slice(first_piece, last_piece + 1)
+        # Of the pieces inside, only the first may begin
+        # before ``first`` and the last end past ``last``.
         begins = ends[inside] - self.length[inside]
         skipped = np.maximum(first - begins, 0)
         length = np.minimum(ends[inside], last) - begins - skipped
@@ -120,10 +124,12 @@ class Pieces:
 
         First parts come last, so that ``count`` streams begin inside a document, each elsewhere.
         """
+        # Multiples of the golden ratio, modulo 1, are spread evenly whatever their number is.
         number = np.arange(1, len(self.length) + 1)
         fraction = number * ((5**0.5 - 1) / 2) % 1
         cut_at = np.where(number <= count, fraction * self.length, 0).astype(np.int64)
         tails = replace(self, start=self.start + cut_at, length=self.length - cut_at)
+        # A cut at 0 leaves the piece whole, without a first part.
         heads = replace(self, length=cut_at).take(np.flatnonzero(cut_at))
         return join([tails, heads])
 
@@ -251,18 +257,23 @@ def plan_pieces(
     """
     limit = _check_arguments(row_length, strategy, overlong, buffer, streams)
     chosen = STRATEGIES[strategy]
+    # From here on: ``placed`` pieces, their ``offset``
+    # in earlier rows, and their ``row``, (P,) each.
     if chosen.splits_documents:
         source, offset, length, row = chosen.assign(pieces.length.copy(), limit, streams)
         placed = replace(pieces.take(source), start=pieces.start[source] + offset, length=length)
     else:
         placed, offset = _fit_to_rows(pieces, limit, overlong)
         row = _check_assignment(chosen.assign(placed.length.copy(), limit, buffer), strategy, len(placed.length))
+    # Each stream has as many rows as the longest one; the last ones may be empty.
     num_rows = round_up(int(row.max(initial=-1)) + 1, streams)
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=num_rows))])
+    # Sort by row. Stable, so that the pieces of a row keep the order in which they came.
     by_row = np.argsort(row, kind="stable")
     placed = placed.take(by_row)
     tokens_before = np.concatenate([[0], np.cumsum(placed.length)])
     filled = np.diff(tokens_before[row_offsets])
+    # No strategy of this module overfills a row; a plugin's may.
     if filled.max(initial=0) > limit:
         raise ValueError(f"strategy '{strategy}': expected at most {limit} tokens in a row, got {filled.max()}")
     if chosen.pads and row_length is not None:
@@ -302,6 +313,7 @@ def _check_lengths(lengths: Any) -> Integers:
 
 def _check_assignment(rows: Any, strategy: str, count: int) -> Integers:
     """Check the rows that a strategy returned: one for each piece, from 0, none empty."""
+    # Without pieces NumPy would make an empty list float64.
     row = np.asarray(rows, None if count else np.int64)
     is_integers = row.shape == (count,) and row.dtype.kind in "iu"
     if not (is_integers and row.min(initial=0) >= 0 and np.bincount(row).all()):
@@ -318,6 +330,7 @@ def _fit_to_rows(pieces: Pieces, limit: int, overlong: str) -> tuple[Pieces, Int
         raise ValueError(f"lengths: expected at most row_length={limit} tokens, got {got}")
     if overlong == "truncate":
         return pieces.truncate(limit), np.zeros_like(pieces.start)
+    # With overlong "error" every piece fits here, so each is cut into one part.
     _, part = _enumerate(ceil_div(pieces.length, limit))
     return pieces.cut(limit), part * limit
 
@@ -333,12 +346,15 @@ def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Int
     """Concatenate the documents of each stream and split them at the ends of rows."""
     # A heap of tokens * streams + stream: its least has the fewest tokens, then the first stream.
     heap = list(range(streams))
+    # heapreplace returns the old key: the tokens that the stream held before this document.
     keys = [heapreplace(heap, heap[0] + tokens) for tokens in (lengths * streams).tolist()]
     begins, stream = np.divmod(np.array(keys, np.int64), streams)
     ends = begins + lengths
+    # Rows of the stream that the document touches, from its first token's to its last token's.
     first_row = begins // row_length
     document, part = _enumerate((ends - 1) // row_length - first_row + 1)
     row = first_row[document] + part
+    # The part of the document in each of these rows; begin and end are places in the stream.
     begin = np.maximum(begins[document], row * row_length)
     end = np.minimum(ends[document], (row + 1) * row_length)
     return document, begin - begins[document], end - begin, row * streams + stream[document]
@@ -361,15 +377,17 @@ def _next_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
 def _first_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
     """Put each document into the first row that has room."""
     # A binary tree of maxima, node n above 2n and 2n + 1; its leaves are rows' free slots.
-    leaves = 1 << max(len(lengths) - 1, 0).bit_length()
+    leaves = 1 << max(len(lengths) - 1, 0).bit_length()  # at most a row for each document
     rooms = [row_length] * (2 * leaves)
     row_of = []
     for length in lengths.tolist():
+        # Go down to the leftmost leaf with room: left wherever the left maximum suffices.
         node = 1
         while node < leaves:
             node = 2 * node + (rooms[2 * node] < length)
         row_of.append(node - leaves)
         rooms[node] -= length
+        # Lower the maxima above the leaf, up to the first that stays.
         while node > 1:
             node //= 2
             room = max(rooms[2 * node], rooms[2 * node + 1])
@@ -386,6 +404,7 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
     """
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
+    # Rows of earlier windows are closed: a document moves by at most ``buffer`` places.
     for first in range(0, len(lengths), buffer):
         order = first + np.argsort(-lengths[first : first + buffer], kind="stable")
         shortest = lengths[order[-1]]
@@ -394,6 +413,7 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
         rows = []
         for length in lengths[order].tolist():
             if rooms and rooms[-1] >= length:
+                # The most room, or the least that suffices.
                 index = len(rooms) - 1 if emptiest else bisect_left(rooms, length)
                 room = rooms[index]
                 row = rows_with[room].pop()
@@ -405,6 +425,7 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
                 num_rows += 1
             rows.append(row)
             room -= length
+            # A row with less room than the window's shortest piece can take none: forget it.
             if room in rows_with:
                 rows_with[room].append(row)
             elif room >= shortest:
@@ -428,6 +449,7 @@ def _spfhp(lengths: Integers, row_length: int, _: int) -> Integers:
 
 def _by_length(lengths: Integers, *_: int) -> Integers:
     """Give each document a row of its own, shortest first."""
+    # The second argsort turns an order into ranks.
     return np.argsort(np.argsort(lengths, kind="stable"))
 
 

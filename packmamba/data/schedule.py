@@ -83,6 +83,7 @@ def arrange_as_trained(corpus: Documents, documents: Integers, data: DataConfig,
     if carry:
         # No more streams than the tokens fill; at least two, as a state may come from another row.
         streams = min(streams, max(2, pieces.num_tokens // int(pieces.length.max())))
+    # Evaluation starts each document at its first token.
     data = replace(data, streams=streams, stagger=False)
     rows = arrange(pieces, data)
     return StepPlan(corpus, rows, micro_batches(rows, np.arange(len(rows)), data, carry))
@@ -99,14 +100,18 @@ def micro_batches(
     """
     pads = STRATEGIES[data.strategy].pads
     if not pads:
+        # One row each: a row has exactly its tokens' slots, and batching rows would pad them.
         edges = list(range(1, len(numbers)))
     elif carry and not data.takes_turns:
+        # Row b of a micro-batch must continue row b of the last one: one row of each stream.
         rows_per_batch = data.streams // world_size
         edges = list(range(rows_per_batch, len(numbers), rows_per_batch))
     else:
+        # Without carried states, split rows among ranks even where one micro-batch could hold all.
         share = len(numbers) if carry else ceil_div(len(numbers), world_size)
         edges = _edges_by_slots(rows.slots[numbers], data.max_tokens_per_batch, share)
     batches = np.split(numbers, edges)
+    # Ranks reduce gradients together, so all of them must compute as many micro-batches.
     missing = -len(batches) % world_size
     return batches + [numbers[:0]] * missing
 
@@ -193,10 +198,12 @@ class StepSchedule:
         self._check_row_length()
         self.exact = self.data.batching == "matched" and self.data.cut_at_steps
         self.tokens = int(self.corpus.lengths.sum(dtype=np.int64))
+        # A corpus smaller than a step is one step: no step holds a document twice.
         self.budget = min(self.data.tokens_per_step, self.tokens)
         self.windows_per_epoch = ceil_div(self.corpus.num_documents, WINDOW_DOCUMENTS)
         # First step of each window, or its first token where steps are exact.
         self._firsts = [0]
+        # The last window used, shuffled or planned. Steps come in order, so one is enough.
         self._shuffled: dict[int, Pieces] = {}
         self._planned: dict[int, Window] = {}
 
@@ -239,10 +246,12 @@ class StepSchedule:
         """
         if not (self.carry and self.data.takes_turns and len(numbers)):
             return 0
+        # A step has ``len(numbers)`` rows on each of ``world_size`` ranks, all of one group.
         return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size
 
     def _tokens(self, first: int, last: int) -> Pieces:
         """Take tokens ``first`` to ``last``, counted over all windows."""
+        # At a window's end the step takes its remaining tokens from the next window.
         drawn = []
         while first < last:
             window = self._locate(first)
@@ -254,6 +263,8 @@ class StepSchedule:
 
     def _locate(self, place: int) -> int:
         """Return the window of a step, or of a token where steps are exact."""
+        # A window's size is known once it is planned, so
+        # windows are planned in order up to the place.
         while self._firsts[-1] <= place:
             self._firsts.append(self._firsts[-1] + self._size(len(self._firsts) - 1))
         return bisect.bisect_right(self._firsts, place) - 1
@@ -267,11 +278,13 @@ class StepSchedule:
 
     def _documents(self, window: int) -> tuple[np.random.Generator, Integers]:
         """Return a window's documents, and what shuffles them."""
+        # A mixture draws windows without end; a corpus goes through its windows once an epoch.
         if self.corpus.source_names:
             size = min(self.corpus.num_documents, WINDOW_DOCUMENTS)
             documents = self.corpus.window(self.seed, window, size)
             return np.random.default_rng([self.seed, window]), documents
         epoch, place = divmod(window, self.windows_per_epoch)
+        # Windows come in another order each epoch; documents are shuffled within a window only.
         shuffle_windows = np.random.default_rng([self.seed, epoch])
         part = int(shuffle_windows.permutation(self.windows_per_epoch)[place])
         first = part * WINDOW_DOCUMENTS
@@ -313,6 +326,7 @@ def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generat
     """Order the rows of a window, and cut the order into steps."""
     strategy = STRATEGIES[data.strategy]
     order = np.arange(len(rows))
+    # Of strategies that keep no order: packed rows are shuffled one by one, sorted rows by step.
     if not strategy.keeps_order and strategy.needs_row_length:
         # A strategy that sorts by length must not impose a curriculum.
         order = generator.permutation(order)
@@ -324,6 +338,7 @@ def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generat
         order = np.concatenate(steps)
         edges = [0, *np.cumsum([len(step) for step in steps]).tolist()]
     if data.shuffle_steps is not None:
+        # Shuffle rows across the steps of a block; the steps' sizes stay.
         blocks = np.split(order, edges[: -1 : data.shuffle_steps][1:])
         order = np.concatenate([generator.permutation(block) for block in blocks])
     return StreamWindow(edges, rows, order)
@@ -331,6 +346,7 @@ def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generat
 
 def _edges(sizes: Integers, budget: int) -> list[int]:
     """Return where steps begin: with the first item past each multiple of ``budget``."""
+    # Items before each item; a step begins where this passes another multiple of the budget.
     before = np.cumsum(sizes, dtype=np.int64) - sizes
     begins_step = np.diff(before // budget) != 0
     return [0, *(np.flatnonzero(begins_step) + 1).tolist(), len(sizes)]

@@ -25,6 +25,7 @@ from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_to
 from packmamba.files import DiskFull, space_for
 
 FORMAT = 1  # raise when the same keys and files give others
+# A task of one encoding thread: large enough to pay for its start, small in memory.
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096
 
@@ -47,6 +48,7 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
         return _load_mixture(data, progress)
     source = open_source(data)
     tokenizer = load_tokenizer(data) if source.vocab_size is None else None
+    # Everything that decides the tokens. A change of any makes another folder.
     identity = {
         "format": FORMAT,
         "source": [data.source, *source.fingerprint],
@@ -60,7 +62,7 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
         try:
             folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(f".{folder.name}.lock")):
-                if not folder.exists():
+                if not folder.exists():  # another process may have made it while this one waited
                     ids = tokenizer or TokenIds(source.vocab_size or 0)
                     with space_for(folder):
                         _tokenize(folder, data, source, ids, identity, progress)
@@ -101,6 +103,7 @@ def evaluation_documents(corpus: Any, data: DataConfig) -> np.ndarray:
     limit = None if corpus.split == "test" else data.validation_documents
     if limit is None or limit >= corpus.num_documents:
         return np.arange(corpus.num_documents)
+    # Not the run's seed: all runs of a corpus are evaluated on the same documents.
     return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[:limit])
 
 
@@ -109,7 +112,7 @@ def _tokenize(
 ) -> None:
     """Write a corpus under a temporary name, then rename it: it is whole or absent."""
     work = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(work, ignore_errors=True)  # what a killed process left behind
     work.mkdir()
     hidden = None if progress else True  # None: where there is no terminal
     bar = functools.partial(tqdm, unit=" documents", disable=hidden)
@@ -127,6 +130,8 @@ def _tokenize(
         ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
         splits = {"train": train.meta(), "validation": validation.meta()}
         if test.counts["documents"]:
+            # Its own hash: a test split that is added or
+            # changed leaves the identity of runs as it is.
             splits["test"] = test.meta() | {"hash": _hash([*ids.values()], test)}
         corpus_hash = _hash([*ids.values()], train, validation)
         meta = {"identity": identity, "corpus_hash": corpus_hash, **ids, "splits": splits}
@@ -152,6 +157,7 @@ def _check_counts(data: DataConfig, *writers: "_SplitWriter") -> None:
 
 
 def _hash(header: list[Any], *writers: "_SplitWriter") -> str:
+    # Groups decide no batch of a training, only how evaluations are summed.
     hashes = [hash.hexdigest() for writer in writers for name, hash in writer.hashes.items() if name != "groups"]
     return hashlib.blake2b(json.dumps([*header, *hashes]).encode(), digest_size=16).hexdigest()
 
@@ -209,6 +215,8 @@ class _SplitWriter:
             return document.targets
         ends_with_answer = encoded.answered[-1:].repeat(len(self.end))
         answered = np.concatenate([np.zeros(len(self.begin), bool), encoded.answered, ends_with_answer])
+        # A token predicts its successor where that is part
+        # of an answer; the last one predicts nothing.
         return np.append(np.where(answered[1:], tokens[1:].astype("<i4"), -1), -1)
 
 
@@ -220,6 +228,8 @@ def _encoded(
     threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
     chunks = _chunks(documents)
     with ThreadPoolExecutor(threads) as pool:
+        # Two tasks a thread and round: bounds what waits
+        # in memory, and few threads idle at its end.
         while some := [*itertools.islice(chunks, 2 * threads)]:
             for chunk, encoded in zip(some, pool.map(functools.partial(_encode, tokenizer), some)):
                 yield [pair for pair in zip(chunk, encoded) if len(pair[1].ids)]

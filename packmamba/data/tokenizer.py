@@ -62,6 +62,7 @@ def tokenizer_file(name: str) -> Path:
             is_there, "data.tokenizer", f"a folder with {TOKENIZER}", f"'{name}' without; name another", ConfigError
         )
         return path / TOKENIZER
+    # A Hub's name is owner/name; with an existing folder of that name, a wrong path is meant.
     if path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.parent.exists():
         return path
     return _download(name) / TOKENIZER
@@ -120,6 +121,7 @@ class FileTokenizer(Tokenizer):
             raise ConfigError(
                 f"data.tokenizer: expected bytes, or a JSON file or a folder with one, got '{path}' ({error})"
             ) from None
+        # Threads encode; its own would warn after a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -135,6 +137,7 @@ class FileTokenizer(Tokenizer):
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
         """Return the ids of each text, without the file's template."""
+        # Fast: without offsets into the text, which nothing reads here.
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [np.array(encoding.ids, token_dtype(self.vocab_size)) for encoding in encodings]
 
@@ -169,6 +172,7 @@ def write_tokenizer(
     content = (
         _byte_level(begin_token, end_token) if tokenizer == "bytes" else tokenizer_file(tokenizer).read_text("utf-8")
     )
+    # What AutoTokenizer reads. BYTES is for ``read_tokenizer``: the vocabulary alone cannot tell.
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
     options |= {BYTES: tokenizer == "bytes", "bos_token": begin_token, "eos_token": end_token}
     options = {name: value for name, value in options.items() if value is not None}
@@ -181,6 +185,7 @@ def write_tokenizer(
 def write_template(folder: str | Path, token: str | None, token_id: int | None) -> None:
     """Let a folder's tokenizer begin texts with a token, as in training, or with none."""
     path = Path(folder) / TOKENIZER
+    # tokenizers' TemplateProcessing: A is a text, B the second one of a pair.
     begun = [{"SpecialToken": {"id": token, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*begun, {"Sequence": {"id": "B", "type_id": 1}}]
     special = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
@@ -195,6 +200,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     if not (folder / TOKENIZER).is_file():
         raise ConfigError(f"data.tokenizer: expected one, since {folder} has no {TOKENIZER}")
     options = json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
+    # transformers writes a token as its text, or as a dictionary with its content and flags.
     tokens = [options.get(name) for name in ("bos_token", "eos_token")]
     begin, end = (token.get("content") if isinstance(token, dict) else token for token in tokens)
     return ByteTokenizer(begin, end) if options.get(BYTES) else FileTokenizer(folder / TOKENIZER, begin, end)
@@ -203,6 +209,7 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 def _byte_level(begin_token: str | None, end_token: str | None) -> str:
     """Write ``ByteTokenizer`` as `tokenizers` JSON: byte-level BPE without merges."""
     # ByteLevel: printable bytes are their own characters, others those from 256 on.
+    # The characters for bytes are GPT-2's, which decoders of byte-level BPE expect.
     printable = {*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)}
     others = iter(range(256, 512))
     vocabulary = {chr(i if i in printable else next(others)): i for i in range(256)}

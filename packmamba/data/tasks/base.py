@@ -53,10 +53,13 @@ def complete(prompt: Any, right: Any, load: int, **others: Any) -> Example:
 
 
 def draw(name: str, seed: int, index: int) -> np.random.Generator:
+    """Make an example's generator: a function of the task, the seed and the index alone."""
+    # crc32, since Python's hash of a text differs from process to process.
     return np.random.default_rng([zlib.crc32(name.encode()), seed, index])
 
 
 def within(rng: np.random.Generator, span: tuple[int, int]) -> int:
+    """Draw uniformly from a span, both ends included."""
     return int(rng.integers(*span, endpoint=True))
 
 
@@ -69,5 +72,6 @@ def span(name: str, value: Span, minimum: int) -> tuple[int, int]:
 
 
 def integer(name: str, value: int, minimum: int) -> int:
+    """Check an integer of at least ``minimum`` and return it. Raises ValueError."""
     expect(isinstance(value, int) and value >= minimum, name, f"an integer of at least {minimum}", value)
     return value

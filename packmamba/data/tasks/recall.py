@@ -28,8 +28,10 @@ class MultiQueryRecall:
         pairs, length, half = (within(rng, self.pairs), within(rng, self.length), self.vocab_size // 2)
         keys = rng.choice(half, pairs, replace=False)
         values = rng.integers(half, self.vocab_size, pairs)
+        # Fill with values: a key occurs only in its pair and as a question.
         tokens = rng.integers(half, self.vocab_size, length)
         tokens[: 2 * pairs] = np.stack([keys, values], axis=1).ravel()
+        # Questions lie at even distances behind the pairs, so that two of them never overlap.
         gaps = (length - 2 * pairs) // 2
         weights = self.POWER * np.arange(1, gaps + 1) ** (self.POWER - 1)
         places = 2 * pairs + 2 * rng.choice(gaps, pairs, replace=False, p=weights / weights.sum())
@@ -52,6 +54,7 @@ class Induction:
         rng = draw("induction", seed, index)
         length, mark = within(rng, self.length), self.vocab_size - 1
         tokens = rng.integers(0, mark, length)
+        # At most length - 3: the successor of the first mark must not be the second mark.
         place = int(rng.integers(0, length - 2))
         tokens[[place, length - 1]] = mark
         return make_example(tokens, {length - 1: int(tokens[place + 1])}, load=length - 1 - place)
@@ -78,7 +81,9 @@ class FuzzyRecall:
         def motif(low: int, high: int) -> list[int]:
             return rng.integers(low, high, int(rng.integers(1, self.MOTIF + 1))).tolist()
 
+        # A key's first token is unique, so that it tells the key after one token.
         firsts = rng.choice(half, self.KEYS, replace=False)
+        # A pair has at most 2 * MOTIF tokens, so the last one ends within the length.
         pairs = [([int(first), *motif(0, half)[1:]], motif(half, self.vocab_size)) for first in firsts]
         return _recall(rng, pairs, length - 2 * self.MOTIF)
 
@@ -117,6 +122,8 @@ def _recall(
         which = int(rng.integers(len(pairs)))
         key, value = pairs[which]
         if which in seen:
+            # The last token of the key predicts the value's
+            # first, the value's first its second, ...
             answers |= {len(tokens) + len(key) - 1 + i: token for i, token in enumerate(value)}
         tokens += key + value
         seen.add(which)
@@ -139,6 +146,7 @@ class SelectiveCopying:
         """Return example ``index`` of a seed: tokens, targets, and the mask of answers."""
         rng = draw("selective_copying", seed, index)
         count, length = within(rng, self.data), within(rng, self.length)
+        # One id for noise, one for the marker that asks for the next data token.
         noise, marker = self.vocab_size - 2, self.vocab_size - 1
         data = rng.integers(0, noise, count)
         tokens = np.full(length + count, noise)

@@ -14,6 +14,8 @@ Item = tuple[bytes, bytes, list[bytes]]  # context, right line, wrong ones
 
 
 def standard_library() -> Iterable[tuple[str, str]]:
+    """Read the standard library's modules, as pairs (package, text)."""
+    # Here, since the built-in sources import the tasks.
     from packmamba.data.sources import builtin
 
     return builtin.standard_library()
@@ -44,17 +46,21 @@ class Passkey:
         rng = draw("passkey", seed, index)
         length = within(rng, self.length)
         depth = self.depth if self.depth is not None else self.DEPTHS[int(rng.integers(len(self.DEPTHS)))]
+        # Numbers of three-letter names, all different: the first key is the one asked for.
         numbers = rng.choice(26**3, self.OTHERS + 2, replace=False)[1:]
         names = ["".join(chr(97 + int(n) // 26**i % 26) for i in range(3)) for n in numbers]
         values = ["".join(map(str, rng.integers(0, 10, self.digits))) for _ in names]
         question = f"print(KEY_{names[0]}) # ".encode()
         lines = [f"KEY_{name} = {value}\n".encode() for name, value in zip(names, values)]
+        # Bytes of code, so that code, key lines, question and answer have ``length`` in all.
         size = length - len(question) - self.digits - sum(map(len, lines))
         start = int(rng.integers(len(self.code) - size))
         code = self.code[start : start + size]
+        # A key's line is put at the start of the line of code at its place.
         places = [int(depth * size), *rng.integers(0, size + 1, self.OTHERS).tolist()]
         line_starts = [code.rfind(b"\n", 0, place) + 1 for place in places]
         prompt, key_end, before = b"", 0, 0
+        # In order of places; number 0 is the key that is asked for.
         for place, number in sorted((place, number) for number, place in enumerate(line_starts)):
             prompt += code[before:place] + lines[number]
             before = place
@@ -73,7 +79,7 @@ class NextLine:
     vocab_size, of_bytes = 256, True
     DRAWS_PER_ITEM = 8
     MIN_LINE = 12  # bytes: shorter ones (``else:``) make no question
-    INSIDE_CHARACTER = bytes(range(0x80, 0xC0))
+    INSIDE_CHARACTER = bytes(range(0x80, 0xC0))  # UTF-8 continuation bytes, which begin no context
 
     def __init__(
         self, context: int = 2048, num_choices: int = 4, per_package: int = 20, documents: Documents = None
@@ -100,6 +106,7 @@ class NextLine:
 
     def _make_items(self, files: list[bytes], rng: np.random.Generator) -> list[Item]:
         items: list[Item] = []
+        # A draw may find no usable line: give up after a fixed number of them.
         for _ in range(self.DRAWS_PER_ITEM * self.per_package):
             if len(items) == self.per_package:
                 break
@@ -110,10 +117,12 @@ class NextLine:
             right = lines[place]
             if len(right.strip()) < self.MIN_LINE:
                 continue
+            # The last ``context`` bytes may begin inside a character.
             context = b"".join(lines[:place])[-self.context :].lstrip(self.INSIDE_CHARACTER)
             if right in context or any(item[:2] == (context, right) for item in items):
                 continue
             kind = _kind(right)
+            # Length and indentation must not give the right line away.
             alike = {line for line in lines if _kind(line) == kind and line.strip() != right.strip()}
             if len(wrong := sorted(line for line in alike if line not in context)) >= self.num_choices - 1:
                 chosen = rng.choice(len(wrong), self.num_choices - 1, replace=False)
