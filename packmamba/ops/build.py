@@ -70,8 +70,10 @@ class Build:
     @functools.cached_property
     def path(self) -> Path:
         """Name the library by a hash of all that changes it, which no folder's place does."""
+        # The stable ABI is compiled against the headers of this minor version.
         digest = hashlib.sha256(".".join(torch.__version__.split(".")[:2]).encode())
         for fact in (self.version, *self.flags, *self.link_flags, self.identity):
+            # Folders become names, so that equal environments at other places share a library.
             for name, folder in (("torch", TORCH), ("compiler", Path(self.compiler).resolve().parents[1])):
                 fact = fact.replace(str(folder), name)
             digest.update(fact.encode() + b"\0")
@@ -101,6 +103,7 @@ def build(kind: str) -> Path:
         if not recipe.path.is_file():
             recipe.path.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(recipe.path.with_suffix(".lock")):
+                # Looked for again under the lock: another process may have compiled it meanwhile.
                 if not recipe.path.is_file():
                     _compile(recipe)
     except OSError as error:
@@ -193,12 +196,14 @@ def _describe_cpu() -> Build:
         raise KernelError(f"no C++ compiler: install g++ or name one in CXX, then run `{BUILD_COMMAND}`")
     # A choice at compile time needs no dispatch at run time; the hash holds what the choice was.
     march = f"-march={os.environ.get('PACKMAMBA_MARCH') or 'native'}"
+    # No -ffast-math, which would reorder sums and lose NaN. These flags fuse and vectorise.
     flags = [*FLAGS, march, "-ffp-contract=fast", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fPIC", "-fvisibility=hidden", "-Wall", "-Wno-psabi"]
     link_flags = LINK_FLAGS
     if sanitizers := os.environ.get("PACKMAMBA_SANITIZE"):
         flags += [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-g", "-O1"]
         link_flags = [*LINK_FLAGS, f"-fsanitize={sanitizers}"]
+    # The compiler's macros say which instructions -march=native means on this machine.
     macros = _output(compiler, march, "-dM", "-E", "-x", "c++", os.devnull)
     sets = {"__AVX512F__": "AVX-512", "__AVX2__": "AVX2", "__ARM_NEON": "NEON"}
     target = next((name for macro, name in sets.items() if f"#define {macro} " in macros), "baseline")
@@ -250,6 +255,7 @@ def _cuda_architectures() -> list[int]:
 def _compile(recipe: Build) -> None:
     """Compile each source in a thread of its own, link, and put the library in its place at once."""
     print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: a minute or two", file=sys.stderr)
+    # In the cache's own file system, so that the last rename is atomic.
     with tempfile.TemporaryDirectory(dir=recipe.path.parent) as scratch:
         objects = {source: f"{scratch}/{source.stem}.o" for source in recipe.sources}
         compiler = [recipe.compiler, *recipe.flags, "-c"]

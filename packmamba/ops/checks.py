@@ -194,6 +194,7 @@ def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
     """Return a cached layout of one document per row; a stream each, as another could read too early."""
+    # Made anew: a graph must not hold a cached tensor of outside, nor the cache one of a graph.
     if is_tracing() or (like.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return SequenceLayout.from_rows(rows, row_length, like.device)
     stream = torch._C._cuda_getCurrentRawStream(like.get_device()) if like.is_cuda else 0

@@ -137,6 +137,7 @@ def allocate_conv_state(weight: Tensor, layout: SequenceLayout) -> Tensor:
 def _backward(a: ConvArguments, saved: Nothing, grads: Outputs) -> dict[str, Tensor | None]:
     gradients = _operator.signature.allocate_gradients(a)
     arguments = _inputs(a) | gradients
+    # No gradient of y: only the final state was used.
     arguments["dy"] = a.x.new_zeros(a.x.shape) if grads.y is None else unit_stride(grads.y)
     arguments["dfinal"] = dense(grads.final_state) if a.return_final_state else None
     KERNELS[a.x.device.type]["conv1d_backward"](arguments)
@@ -166,6 +167,7 @@ def conv_inputs(
 def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:
     """Launch a kernel with the schedule that the scan will have; the convolution itself cuts nothing."""
     x = arguments["x"]
+    # Whether the scan will cut is not known here: assume 16 states, Mamba-1's usual number.
     launch(name, direction, arguments, like=x, cuts=scans_by_tensor_cores(x, states=16))
 
 

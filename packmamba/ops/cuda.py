@@ -93,6 +93,7 @@ def plan(slots: int, longest: int, channels: int, cuts: bool, device: torch.devi
         direction: of ``CUT_SHARE``.
     """
     window = max(MIN_WINDOW, slots // WINDOWS)
+    # No document reaches a multiple of SEGMENT: kernels without combinations are faster.
     if not cuts or longest < SEGMENT:
         return CutPlan(cut_above=NEVER, cut_length=NEVER, window=window)
     # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that
@@ -124,6 +125,7 @@ def schedule(
     schedules = schedules_of(starts)
     if stream is None:
         stream = torch._C._cuda_getCurrentRawStream(starts.get_device())
+    # The address of ``starts`` is not needed: the schedules are an attribute of it.
     made_of = (ends.data_ptr(), *versions(starts, ends))
     key = (direction, rows, row_length, channels, cuts, stream)
     cached = schedules.get(key)
@@ -131,6 +133,7 @@ def schedule(
         return cached
     longest = NEVER if schedules.get("longest") is None else schedules["longest"]
     cut_plan = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
+    # The length of the longest document is the host's knowledge; unknown, it may be any.
     # Shared by both directions and all widths whose plans are equal.
     cached = schedules.setdefault((cut_plan, rows, row_length, stream), KernelSchedule())
     schedules[key] = cached
@@ -147,7 +150,9 @@ def schedule(
 def versions(*tensors: Tensor) -> tuple:
     """Return what changes when a layout's tensors may have: their versions, and a graph's capture."""
     capturing = torch._C._cuda_isCurrentStreamCapturing()
+    # Outside ``one_capture`` a new object, equal to none: each call of a capture makes a schedule.
     capture = (_capture or object()) if capturing else None
+    # An inference tensor has no version counter.
     return (*(0 if tensor.is_inference() else tensor._version for tensor in tensors), capture)
 
 
@@ -192,6 +197,7 @@ def launch(name: str, direction: str, arguments: dict[str, Any], like: Tensor, c
     """
     check_has_kernels(like)
     device = like.get_device()
+    # Kernels are launched on the current device, which a tensor's need not be.
     if device != current_device():
         with torch.cuda.device(device):
             launch(name, direction, arguments, like, cuts)
@@ -209,4 +215,5 @@ def current_device() -> int:
 
 @functools.cache
 def _schedulers(device: torch.device) -> int:
+    # A multiprocessor has four warp schedulers.
     return 4 * torch.cuda.get_device_properties(device).multi_processor_count

@@ -180,8 +180,12 @@ class PackedOperator(Generic[Arguments]):
         values = signature.flatten(arguments)
         tensors = values[: signature.num_tensors]
         needs_backward = torch.is_grad_enabled() and _any_requires_grad(tensors[: signature.num_gradients])
+        # Inside forward-mode differentiation: an operator
+        # without a rule would drop tangents silently.
         if forward_ad._current_level >= 0:
             self._refuse_tangents(tensors)
+        # A tensor subclass (fake, distributed) sees
+        # operators of the dispatcher, and not raw kernels.
         if is_tracing() or not PLAIN.issuperset(map(type, values)):
             if is_transforming():
                 refuse_transforms(self.name, tensors)
@@ -199,8 +203,10 @@ class PackedOperator(Generic[Arguments]):
     def differentiate_dispatched(self, values: tuple, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
         """Compute the same by ``torch.ops.packmamba.<name>_backward``; refuse to differentiate gradients."""
         states = none_to_empty(saved, values[0])
+        # The backward operator has no autograd: ``_FirstDerivatives`` below stands for it.
         with torch.no_grad():
             computed = self._operator_backward(*grads, *values, *states)
+        # Operators return empty tensors for absent gradients; autograd expects None.
         gradients = tuple(None if tensor is None else gradient for tensor, gradient in zip(values, computed))
         if torch.is_grad_enabled():
             tensors = values[: self.signature.num_tensors]
@@ -221,6 +227,7 @@ class PackedOperator(Generic[Arguments]):
         grads = "".join(f"Tensor? grad_{i}, " for i in range(self.num_outputs))
         states = "".join(f", Tensor saved_{i}" for i in range(len(saved)))
         name_backward = f"{self.name}_backward"
+        # keep: whether a backward follows, so that the forward saves for it.
         _define(
             f"{self.name}({signature.schema}, bool keep)",
             num_results=self.num_outputs + len(saved),
@@ -270,6 +277,7 @@ class PackedOperator(Generic[Arguments]):
         values = (*ctx.saved_tensors[:num_saved], *ctx.options)
         states = ctx.saved_tensors[num_saved:]
         gradients = self.differentiate_dispatched(values, states, grads[: self.num_outputs])
+        # Layouts' tensors, options and ``keep`` have no gradients.
         return (*gradients, *(None,) * (len(values) + 1 - len(gradients)))
 
 
@@ -295,6 +303,7 @@ class _EagerCall(torch.autograd.Function):
             operator.differentiate_dispatched if torch.is_grad_enabled() else operator.differentiate
         )
         gradients = differentiate(saved[:num_saved] + ctx.options, saved[num_saved:], grads)
+        # The operator, its options and the layouts' tensors have no gradients.
         return None, None, *gradients, *(None,) * (num_saved - len(gradients))
 
 
@@ -318,6 +327,7 @@ class _FirstDerivatives(torch.autograd.Function):
 def _define(schema: str, num_results: int, run: Callable, fake: Callable) -> None:
     name = schema.partition("(")[0]
     _library.define(f"{schema} -> ({', '.join(['Tensor'] * num_results)})")
+    # One function for both: it looks the kernel up by its tensors' device.
     for device in ("CPU", "CUDA"):
         _library.impl(name, run, device)
     torch.library.register_fake(f"packmamba::{name}", fake, lib=_library)

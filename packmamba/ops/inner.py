@@ -73,6 +73,7 @@ def mamba_inner(
     ValueError.
     """
     checks.check_activations(xz, "xz")
+    # Arguments by name; ``compiled`` fills in the weights that it casts.
     arguments = InnerArguments(
         xz=xz,
         conv_weight=conv_weight,
@@ -212,6 +213,7 @@ def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
             out_used=_copy_if_other(a.out_weight, activations),
         )
     )
+    # A convolution state is returned in the dtype in which it was given.
     state_dtype = activations if a.conv_state is None else a.conv_state.dtype
     return mixed, to_dtype(conv_final, state_dtype), ssm_final
 
@@ -224,16 +226,20 @@ def _forward(a: InnerArguments, needs_backward: bool, kernels: Any = None) -> tu
     """Walk the block; ``kernels``: None: those of the tensors' device."""
     if kernels is None:
         kernels = KERNELS[a.xz.device.type]
+    # x_in and z (B, L, D) are views: the kernels take any row stride.
     x_in, z = a.xz.chunk(2, dim=2)
     scanned, saved = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, needs_backward)
     y = scanned.y
     conv_state = allocate_conv_state(a.conv_weight, a.conv_layout) if a.return_state else None
+    # Convolution: x (B, L, D).
     x = torch.empty_like(y)
     kernels["conv1d_forward"]({**_conv_inputs(a), "x": x_in, "y": x, "final_state": conv_state})
+    # Projections of x: delta's low rank, B and C; then delta (B, L, D).
     x_weight, dt_weight, out_weight = a.weights
     projected = _linear(x, x_weight)
     low_rank, B, C = a.parts(projected)
     delta = _linear(low_rank, dt_weight)
+    # Scan and gate: y (B, L, D).
     kernels["ssm_forward"](
         {
             **_scan_inputs(a),
@@ -247,6 +253,7 @@ def _forward(a: InnerArguments, needs_backward: bool, kernels: Any = None) -> tu
             "saved": saved.states,
         }
     )
+    # Output projection.
     outputs = InnerOutputs(mixed=_linear(y, out_weight), conv_state=conv_state, ssm_state=scanned.final_state)
     keeps_all = needs_backward and not a.recompute
     # CUDA's ``ssm_backward`` can also write y, so that ``recompute`` keeps none there.
@@ -279,6 +286,7 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict
     gradients = _operator.signature.allocate_gradients(a)
     if gradients["dssm_state"] is not None:
         gradients["dssm_state"].zero_()  # nothing writes absent documents' (training.cuda_graphs)
+    # Inputs: views of what the forward had, and x and delta, saved or computed again.
     x_in, _ = a.xz.chunk(2, dim=2)
     dx_in, _ = gradients["dxz"].chunk(2, dim=2)
     x_weight, dt_weight, _ = a.weights
@@ -289,15 +297,20 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict
         dmixed = a.xz.new_zeros(*a.xz.shape[:2], len(a.out_weight))
     dmixed = dmixed.flatten(0, 1)
 
+    # dy, then the scan's backward: du (as dx), ddelta, dB and dC.
     y, dx, ddelta, dprojected = _scan_backward(a, saved, grads, gradients, x, delta, dmixed)
     dlow_rank, _, _ = a.parts(dprojected)
+    # dW_out; then ddelta's low rank and dW_dt. Slots are flattened: products are over B L.
     _product(dmixed.t(), y.flatten(0, 1), gradients["dout_weight"])
     ddelta = ddelta.flatten(0, 1)
     dprojected = dprojected.flatten(0, 1)
+    # Columns of dprojected, by a view: with dB and dC beside them it is whole now.
     torch.mm(ddelta, dt_weight, out=dlow_rank.flatten(0, 1))
     _product(ddelta.t(), low_rank.flatten(0, 1), gradients["ddt_weight"])
+    # dW_x, and what x gets through its projections beside du.
     _product(dprojected.t(), x.flatten(0, 1), gradients["dx_weight"])
     dx.flatten(0, 1).addmm_(dprojected, x_weight)
+    # The convolution's backward, from dx to dx_in, a part of dxz.
     KERNELS[dx.device.type]["conv1d_backward"](
         {
             **_conv_inputs(a),
@@ -333,6 +346,7 @@ def _scan_backward(
     _, B, C = a.parts(saved.projected)  # type: ignore[arg-type]
     _, _, out_weight = a.weights
     dy = torch.empty_like(x)
+    # dy = dmixed W_out, before the gate's and the scan's backward.
     torch.mm(dmixed, out_weight, out=dy.flatten(0, 1))
     du = torch.empty_like(x)
     ddelta = torch.empty_like(x)
@@ -358,6 +372,8 @@ def _scan_backward(
         "ddelta_bias": gradients["ddelta_bias"],
         "dinitial_state": gradients["dssm_state"],
     }
+    # Not saved under ``recompute`` (an empty tensor
+    # in a graph): the scan's backward writes y again.
     y = saved.y
     if y is None or not y.numel():
         y = torch.empty_like(x)

@@ -44,6 +44,7 @@ def _blank(a: ScanArguments, real: Tensor, *tensors: Tensor | None) -> Any:
     """Zero tensors (B, L, D) and step sizes at padding, which keeps the state; return delta and those."""
     if a.layout.num_tokens == a.layout.num_slots:
         return a.delta, *tensors
+    # A step of size 0 keeps the state: softplus(-1e4) is 0 in every dtype.
     delta = torch.where(real, a.delta, -1e4 if a.delta_softplus else 0)
     return delta, *(None if tensor is None else torch.where(real, tensor, 0) for tensor in tensors)
 
@@ -68,6 +69,7 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     )
     y, final = result if a.return_final_state else (result, None)
     y = torch.where(real, y.transpose(1, 2), 0)
+    # States by row: each document takes that of its row.
     return y, None if final is None else final[a.layout.rows.long()]
 
 

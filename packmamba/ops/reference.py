@@ -49,12 +49,15 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     def inputs(document: Tensor, place: Tensor) -> Tensor:
         """Return documents' inputs at places, of which those below 0 are initial."""
         token = x[(first[document] + place).clamp(min=0)]
+        # An initial state holds the inputs at places -(W - 1) to -1, the oldest first.
         initial = states.to(x.dtype)[document, :, (place + width - 1).clamp(0, width - 2)]
         return torch.where((place >= 0)[:, None], token, initial)
 
+    # Of each token (T,): its document, and its place there.
     document = torch.repeat_interleave(layout.lengths)
     place = torch.arange(len(x), device=x.device) - first[document]
     y = x * weight[:, -1]
+    # Taps from the token itself (the last) to the oldest input.
     for lag in range(1, width):
         y = y + inputs(document, place - lag) * weight[:, -1 - lag]
     if a.bias is not None:
@@ -62,6 +65,7 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     if a.activation == "silu":
         y = F.silu(y)
     output = _to_slots(y, layout, a.x)
+    # The last W - 1 inputs, initial ones where the document is shorter.
     every = torch.arange(layout.num_documents, device=x.device)
     last = [inputs(every, layout.lengths - width + tap) for tap in range(1, width)]
     final_state = torch.stack(last, dim=2).to(states.dtype)
@@ -83,7 +87,9 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
         state = a.A.new_zeros(layout.num_documents, *a.A.shape)
     state = state[order]
     places, outputs, finals = [], [], []
+    # One step without documents, too: gradients of zero must reach every argument.
     for t in range(int(lengths.max()) if len(lengths) else 1):
+        # Documents with a token t are the first ``longer``; the others' states are final.
         longer = int((lengths > t).sum())
         finals.append(state[longer:])
         token = first[:longer] + t
@@ -92,12 +98,14 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
         # Not a matmul: autocast would round the states to 16 bits.
         outputs.append((state * C[token, None]).sum(-1))
         places.append(token)
+    # Steps are in order of time; put outputs where their tokens are.
     y = torch.zeros_like(x).index_copy(0, torch.cat(places), torch.cat(outputs))
     if a.D is not None:
         y = y + a.D * x
     if a.z is not None:
         y = y * elementwise(F.silu, _tokens(a.z, layout))
     output = _to_slots(y, layout, a.u)
+    # Longest first: states that ran to the end, then those that ended before, latest first.
     final_state = torch.cat([state, *reversed(finals)])[order.argsort()]
     return output, final_state if a.return_final_state else None
 

@@ -70,6 +70,7 @@ def ssm_pack(
     Returns y (B, L, D) in u's dtype, zero at padding, which is never read; with
     ``return_final_state`` a pair. Raises TypeError or ValueError.
     """
+    # u alone comes first: the other checks compare shapes, dtypes and devices with u's.
     checks.check_activations(u, "u")
     arguments = ScanArguments(
         u=u,
@@ -160,6 +161,8 @@ def allocate_scan(
         return outputs, ScanSaved(states=None)
     intervals = u.shape[0] * u.shape[1] // SAVED_TOKENS
     if u.is_cuda:
+        # The scan of other dtypes saves float32 states
+        # every 64 tokens, which takes the same bytes.
         saved = A.new_empty((intervals, channels, states), dtype=torch.bfloat16)
     else:
         saved = A.new_empty((documents + intervals, round_up(channels, SAVED_CHANNELS), states))
@@ -183,6 +186,7 @@ def _allocate(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSave
 def _backward(a: ScanArguments, saved: ScanSaved, grads: Outputs) -> dict[str, Tensor | None]:
     gradients = compiled.signature.allocate_gradients(a)
     arguments = _inputs(a) | gradients
+    # No gradient of y: only the final state was used.
     arguments["dy"] = a.u.new_zeros(a.u.shape) if grads.y is None else unit_stride(grads.y)
     arguments["dfinal"] = dense(grads.final_state) if a.return_final_state else None
     arguments["saved"] = saved.states
@@ -220,6 +224,8 @@ def _cuda_forward(arguments: dict[str, Any]) -> None:
     """Launch the forward; where documents may be cut, refuse a GPU on which the backward would not fit."""
     u = arguments["u"]
     cuts = _may_cut(arguments)
+    # The backward of these kernels needs more shared
+    # memory than the forward: refuse before it runs.
     if cuts and arguments["saved"] is not None:
         _check_backward_fits(u.device)
     launch("ssm_forward", "forward", arguments, like=u, cuts=cuts)
@@ -229,6 +235,7 @@ def _cuda_backward(arguments: dict[str, Any]) -> None:
     """Launch the backward; with a gate it also writes the forward's output to ``y``, if that is there."""
     arguments.setdefault("y", None)
     cuts = _may_cut(arguments)
+    # Loads in pairs need what ``_may_cut`` asks of the activations; dy comes from autograd.
     if cuts and not _is_even(arguments["dy"]):
         arguments["dy"] = arguments["dy"].contiguous()
     launch("ssm_backward", "backward", arguments, like=arguments["u"], cuts=cuts)
@@ -251,6 +258,7 @@ def _check_backward_fits(device: torch.device) -> None:
 def _is_even(tensor: Tensor) -> bool:
     """Return whether each token of 16-bit (B, L, D) begins at a multiple of 4 bytes: for reads in pairs."""
     rows, tokens, _ = tensor.stride()
+    # 16-bit numbers: strides << 1 are bytes, and the last two bits of all of them must be 0.
     return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
 
 

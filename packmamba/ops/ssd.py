@@ -23,7 +23,7 @@ from packmamba.ops.scan import compiled as scan
 
 MOST_STATES = 256
 VECTORS = 64
-"""A multiple of the numbers that one round of a processor's vector loop takes."""
+"""A multiple of the numbers that one iteration of a processor's vector loop takes."""
 
 
 def ssd_pack(
@@ -65,6 +65,7 @@ def ssd_pack(
     layout = checks.check_layout(layout, x, "x")
     rows, row_length, heads, channels = shape = x.shape
     near, wide = (x.dtype,), (checks.accumulation_dtype(x.dtype),)
+    # G and N, which other shapes depend on, are read from B.
     checks.check_is_tensor(B, "B")
     if B.dim() != 4 or not 1 <= B.shape[3] <= MOST_STATES or not B.shape[2] or heads % B.shape[2]:
         expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
@@ -134,6 +135,7 @@ def by_channels(
     B, C = a.B.to(dtype), a.C.to(dtype)
     delta, delta_bias = a.delta.to(dtype), a.delta_bias
     if a.delta_limit is not None:
+        # Mamba-1's scan has no limit: give it finished step sizes, without a bias.
         delta, delta_bias = _limited_steps(a, delta), None
     shared = heads // groups
 
@@ -150,6 +152,7 @@ def by_channels(
     skip = flat if a.D is not None and a.D.dim() == 2 else of_channels
     outputs: list[Tensor] = []
     finals: list[Any] = []
+    # A scan of Mamba-1 for each group, of (H / G) P channels: u, delta and z are (B, L, H / G P).
     for group in range(groups):
         y, final = scan(
             ScanArguments(
@@ -169,6 +172,7 @@ def by_channels(
         )
         outputs.append(y)
         finals.append(final)
+    # Channels of all groups side by side are heads by channels again.
     y = torch.cat(outputs, 2).view(a.x.shape).to(a.x.dtype)
     return y, torch.cat(finals, 1).view(a.state_shape) if a.return_final_state else None
 
@@ -214,6 +218,7 @@ def _fake(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, SsdSaved]:
 
 def _backward(a: SsdArguments, saved: SsdSaved, grads: Outputs) -> dict[str, Tensor | None]:
     dfinal = grads.final_state if a.return_final_state else None
+    # All padding: no kernel has work, and every gradient is zero.
     if a.layout.starts.numel() == 0:
         tensors: Any = a[: compiled.signature.num_gradients]
         gradients = tuple(None if t is None else torch.zeros_like(t) for t in tensors)

@@ -40,15 +40,19 @@ class Problem:
 
     def __init__(self, a: Any, before_first: bool = False, after_last: bool = False) -> None:
         """before_first, after_last: whether states before documents' first chunks (gradients after the last) are kept."""
+        # B rows, L slots, H heads, P channels of a head; G groups of ``shared`` heads, N states.
         (rows, length, heads, channels), (groups, states) = a.x.shape, a.B.shape[2:]
         self.a, self.slots = a, rows * length
         self.heads, self.groups, self.shared = heads, groups, heads // groups
         self.plan = plan(a.layout, a.offsets, rows, length)
         self.chunks = len(self.plan.chunks)
+        # Columns of ``Plan.chunks``: boundaries inside
+        # documents (2, 3), or chunks, edges included (4).
         self.sizes = Sizes(
             length, heads, self.shared, self.chunks * CHUNK.value,
             before=4 if before_first else 2, after=4 if after_last else 3,
         )  # fmt: skip
+        # A tile is T channels by M states, powers of two; Triton's products need 16 or more.
         self.M = max(16, triton.next_power_of_2(states))
         most = 32 if a.x.dtype == torch.float32 and self.M > 128 else 64  # which shared memory has room for
         self.T = min(most, max(16, triton.next_power_of_2(channels)))
@@ -57,6 +61,7 @@ class Problem:
         allows_tf32 = a.x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
         products = TF32 if allows_tf32 else PRODUCTS[a.x.dtype]
         self.tile = Tile(*numbers, described=False, **products)
+        # Step sizes, and logarithms of decays, of all chunks: every other kernel reads them.
         low, high = (0.0, 0.0) if a.delta_limit is None else map(float, a.delta_limit)
         self.steps = Steps(a.delta, a.delta_bias, low, high, *a.delta.stride()[:2])
         self.of_steps = {"SOFTPLUS": a.delta_softplus, "LIMIT": a.delta_limit is not None}
@@ -79,6 +84,7 @@ class Problem:
         whole: only if each tile is whole.
         """
         size, channels = self.a.x.element_size(), self.a.x.shape[3]
+        # TMA: addresses and strides are multiples of 16 bytes, coordinates are 32-bit integers.
         aligned = channels * size % 16 == 0 and not (whole and channels % self.T)
         for rows in (inputs.x, inputs.B, inputs.C, inputs.dy):
             if rows is not None:
@@ -102,6 +108,7 @@ class Problem:
         return Sums(triton.cdiv(self.shared, shares), shares)
 
     def launch(self, kernel: str, programs: int, *arguments: Any, **constants: Any) -> None:
+        # The kernels' names are unique over the two modules.
         module = of_forward if hasattr(of_forward, kernel) else of_backward
         getattr(module, kernel)[(programs,)](*arguments, **{"tile": self.tile} | constants, **self.options(kernel))
 
@@ -114,6 +121,7 @@ class Problem:
         )  # fmt: skip
 
     def walk_states(self, inputs: Activations, forward: Role, reverse: Role, **roles: bool) -> None:
+        # A program for each segment, head, part of its channels, and role.
         plan, programs = self.plan, len(self.plan.segments) * self.heads * self.parts * sum(roles.values())
         self.launch(
             "walk_states", programs, inputs, forward, reverse, self.decays, plan.chunks, plan.segments, plan.order, self.sizes,
@@ -126,8 +134,10 @@ class Problem:
         With dy the gradients of states after segments that are not a document's last; ``last``: before documents.
         """
         plan, reverse = self.plan, dy is not None
+        # No document can have two segments, and nobody asks for final states.
         if not plan.cuts and last is None:
             return None
+        # First each segment's state from zero, all at once; then, in order, what came before it.
         between = self.a.A.new_empty(max(1, plan.cuts), *self.a.state_shape[1:])
         role = Role(outer, between, last, None)
         self.walk_states(self.inputs(dy=dy), role, role, FORWARD=not reverse, REVERSE=reverse)
@@ -148,6 +158,7 @@ class Problem:
 
 
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
+    """Allocate what Triton asks for: memory for the descriptors that a kernel makes."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
@@ -182,12 +193,15 @@ def _forward(a: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+    # Boundaries at documents' edges matter where states come from outside, or gradients do.
     problem = Problem(a, a.initial_state is not None, dfinal is not None)
     plan, groups, sizes = problem.plan, problem.groups, problem.sizes
     channels, states_of_group = a.x.shape[3], a.B.shape[3]
     dy = a.x.new_zeros(a.x.shape) if dy is None else dy.contiguous()
     dfinal, dinitial = dense(dfinal), None if a.initial_state is None else torch.zeros_like(a.initial_state)
+    # The forward keeps no states: those at starts of segments are computed again.
     starts = problem.between(a.initial_state, None)
+    # Gate. ``dz`` holds y before the gate at first; ``gate_gradients`` replaces it.
     dz = None
     if a.z is not None:
         dz, ungated = a.x.new_empty(a.x.shape), a.x.new_empty(a.x.shape)
@@ -197,11 +211,13 @@ def _backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor 
             P=channels, T=triton.next_power_of_2(channels), ROWS=32,
         )  # fmt: skip
         dy = ungated
+    # Gradients of states after segments; ``dinitial`` those before documents.
     ends = problem.between(dfinal, dinitial, dy)
 
     # States before chunks, and gradients of states after chunks.
     inputs = problem.inputs(dy=dy)
     described = problem.described(inputs, whole=True)
+    # Stored in the activations' dtype, a whole tile (M, T) for each part of a head's channels.
     states, dstates = (
         a.x.new_empty(count, problem.heads, problem.parts, problem.M, problem.T)
         for count in (
@@ -215,31 +231,38 @@ def _backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor 
     sums = {kernel: problem.sums(kernel) for kernel in SUMMED}
     programs = {kernel: problem.chunks * groups * of.shares for kernel, of in sums.items()}
     tables = (problem.decays, plan.chunks, sizes)
+    # By row of chunks and head, for ``step_gradients``; ``through`` by chunk and head.
     found = ByRow(*(problem.by_row() for _ in ByRow._fields))
     through = a.A.new_empty(problem.chunks, problem.heads)
+    # dC and dB of states, by share of a group's heads: ``finish`` sums the shares.
     shares = a.A.new_empty(2, sums["state_parts"].shares, groups, sizes.rows, states_of_group)
     problem.launch(
         "state_parts", 4 * programs["state_parts"], inputs, states, dstates, found, through, shares, *tables,
         sums["state_parts"], tile=described,
     )  # fmt: skip
+    # Memory: from here on the gradients of states alone are read.
     del states, forward
+    # dC and dB of pairs of tokens: three products of blocks for each chunk and share.
     pairs = a.A.new_empty(programs["pair_parts"], 3, BLOCK.value, BLOCK.value)
     partial_D = None if a.D is None else a.A.new_zeros(2 * problem.chunks, *a.D.shape)
     problem.launch(
         "pair_parts", 3 * programs["pair_parts"], inputs, pairs, found, partial_D, *tables, sums["pair_parts"], tile=described
     )  # fmt: skip
 
+    # dx.
     dx, ddelta = a.x.new_empty(a.x.shape), a.x.new_empty(a.delta.shape)
     problem.launch(
         "input_gradients", 2 * programs["input_gradients"], inputs, a.D, dstates, dx, *tables, sums["input_gradients"]
     )  # fmt: skip
     del dstates, reverse
+    # dB and dC: shares in order, then pairs by C and B.
     dB, dC = a.x.new_empty(a.B.shape), a.x.new_empty(a.B.shape)
     columns = min(64, problem.M)
     problem.launch(
         "finish", 2 * problem.chunks * groups * triton.cdiv(states_of_group, columns), inputs, shares, sums["state_parts"].shares,
         pairs, sums["pair_parts"].shares, dB, dC, plan.chunks, sizes, COLUMNS=columns,
     )  # fmt: skip
+    # Gradients of delta, of the rates A and of the bias, by chunk and head.
     partial = a.A.new_empty(2, problem.chunks, problem.heads)
     of_backward.step_gradients[(problem.chunks, triton.cdiv(problem.heads, 8))](
         problem.steps, a.A, found, through, ddelta, partial, *tables, HEADS=8, **problem.of_steps

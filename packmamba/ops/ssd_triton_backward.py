@@ -71,6 +71,7 @@ def gate_gradients(inputs, dz, ungated, padding, sizes, slots, P: tl.constexpr, 
     head = tl.program_id(1)
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     p = tl.arange(0, T)
+    # Padding was never written: it is masked here and zeroed later.
     token = tl.load(padding + slot, slot < slots, 1) == 0
     inside = token[:, None] & (p < P)[None, :]
     row = slot // sizes.row_length
@@ -80,6 +81,7 @@ def gate_gradients(inputs, dz, ungated, padding, sizes, slots, P: tl.constexpr, 
     place = (slot * wide(sizes.heads) + head)[:, None] * P + p[None, :]
     dy = tl.load(inputs.dy.pointer + place, inside, 0.0).to(tl.float32)
     out = tl.load(dz + place, inside, 0.0).to(tl.float32)
+    # silu(z) = z g with g = sigmoid(z); its derivative is g (1 + z (1 - g)).
     gate = 1 / (1 + tl.exp(-z))
     tl.store(dz + place, (dy * out * gate * (1 + z * (1 - gate))).to(dz.dtype.element_ty), inside)
     tl.store(ungated + place, (dy * z * gate).to(ungated.dtype.element_ty), inside)
@@ -102,6 +104,7 @@ def load_group(rows, begin, count, group, row, sizes, tile: tl.constexpr):
 @triton.jit
 def view_heads(rows, begin, count, sizes, tile: tl.constexpr):
     """View all heads' channels of a chunk; ``load_head`` loads from it."""
+    # Heads are columns of one view, so that a loop over heads needs one descriptor.
     base = tokens_of(rows, begin, sizes.row_length, 0)
     return view(base, count, rows.token, (sizes.heads - 1) * rows.head + tile.P, BLOCK, tile.T, tile.described)
 
@@ -132,6 +135,8 @@ def state_part(
     state_tiles = view(states, height, tile.T, tile.T, tile.M, tile.T, tile.described)
     total_sum = tl.zeros((BLOCK, tile.M), tl.float32)
     for head in range(first, last):
+        # Decay to the chunk's end (for E), or from its start (for S). Logs start again in the
+        # second block, hence the first block's sum ``early``.
         early, late = load_wholes(decays, head, sizes, k)
         step, total = load_decays(decays, head, sizes, k, row, BLOCK)
         if GRADIENT:
@@ -144,7 +149,10 @@ def state_part(
         for part in tl.static_range(tile.parts):
             value = load_head(values, rows, head, part, row, tile).to(tl.float32)
             state = load(state_tiles, (head * tile.parts + part) * tile.M, 0, tile.M, tile.T, tile.described)
+            # dC[i] += a[i, 0] dy[i] S, or dB[j] += d[j] a[Q, j] x[j] E.
             total_sum += multiply(value * scale[:, None], tl.trans(state), tile)
+            # a[i, 0] dy[i] S C[i] (passes), or a[Q, j] x[j]
+            # E B[j] (added), over all parts of the channels.
             product += tl.sum(multiply(along, state, tile) * value, 1)
         at = wide(head) * sizes.rows + wide(k) * CHUNK + row + tl.arange(0, BLOCK)
         tl.store(sums + at, product * decay)
@@ -158,10 +166,12 @@ def state_parts(inputs, states, dstates, found, through, shares, decays, chunks,
     shares: (2, shares of a group, G, K * CHUNK, N), of dC, then of dB.
     """
     groups = sizes.heads // sizes.shared
+    # Programs: block, role (dC, dB), share of a group's heads, chunk.
     block, role = tl.program_id(0) % 2, tl.program_id(0) // 2 % 2
     some, k = tl.program_id(0) // 4 % (groups * sums.shares), tl.program_id(0) // 4 // (groups * sums.shares)
     begin, count, before, after = load_chunk(chunks, k, sizes.before, sizes.after)
     row = BLOCK * block
+    # No such block, or no state there: readers skip what is not written.
     if (row >= count) | (tl.where(role == 0, before, after) < 0):
         return
     group, first, last = heads_of(some, sums, sizes.shared)
@@ -180,6 +190,7 @@ def state_parts(inputs, states, dstates, found, through, shares, decays, chunks,
                 inner = tl.zeros((tile.T, tile.T), tl.float32)
                 for part in tl.static_range(tile.parts):
                     place = (head * tile.parts + part) * tile.M * tile.T
+                    # (M, T) each: S before the chunk, E after it.
                     S = tl.load(states + before * size + place + inside)
                     E = tl.load(dstates + after * size + place + inside)
                     inner += multiply(tl.trans(S), E, tile)
@@ -193,6 +204,7 @@ def state_parts(inputs, states, dstates, found, through, shares, decays, chunks,
             tile, True,
         )  # fmt: skip
     n = tl.arange(0, tile.M)
+    # Shares of dC come first, then those of dB.
     share = (role * sums.shares + some % sums.shares) * groups + group
     tl.store(shares + share_places(share, sizes, k, row, n, tile.N), out, (n < tile.N)[None, :])
 
@@ -221,6 +233,7 @@ def pair_parts(inputs, pairs, found, partial_D, decays, chunks, sizes, sums, til
     ``crossing``: sums over earlier tokens at the later block's, over later at the earlier's.
     """
     groups = sizes.heads // sizes.shared
+    # Kinds 0 and 1: a block with itself; 2: the second block's tokens with the first's.
     kind = tl.program_id(0) % 3
     some, k = tl.program_id(0) // 3 % (groups * sums.shares), tl.program_id(0) // 3 // (groups * sums.shares)
     begin, count, _, _ = load_chunk(chunks, k)
@@ -243,14 +256,17 @@ def pairs_of_blocks(
 ):  # fmt: skip
     """Return the sum of W d over heads; CROSS: of two blocks."""
     group, first, last = heads_of(some, sums, sizes.shared)
+    # Rows where the earlier token j (of x, B) and the later token i (of dy, C) begin.
     early = BLOCK if kind == 1 else 0
     late = BLOCK if CROSS else early
     i = tl.arange(0, BLOCK)
     Bk = load_group(inputs.B, begin, count, group, early, sizes, tile)
     Ck = load_group(inputs.C, begin, count, group, late, sizes, tile)
+    # G[i, j] = C[i] B[j], the same for all heads of the group.
     scores = multiply(Ck, tl.trans(Bk), tile)
     diagonal = i[:, None] == i[None, :]
     below = i[:, None] > i[None, :]
+    # The diagonal apart: there the decay is 1, and a token meets itself.
     own = tl.sum(tl.where(diagonal, scores, 0.0), 1)
     x_tiles = view_heads(inputs.x, begin, count, sizes, tile)
     dy_tiles = view_heads(inputs.dy, begin, count, sizes, tile)
@@ -258,11 +274,13 @@ def pairs_of_blocks(
     for head in range(first, last):
         step, total = load_decays(decays, head, sizes, k, early, BLOCK)
         at = wide(head) * sizes.rows + wide(k) * CHUNK + i
+        # Kinds 0 and 1 write dD, one place a block.
         share = wide(2 * k + kind) * sizes.heads + head
         product = tl.zeros((BLOCK, BLOCK), tl.float32)
         for part in tl.static_range(tile.parts):
             xk = load_head(x_tiles, inputs.x, head, part, early, tile)
             dyk = load_head(dy_tiles, inputs.dy, head, part, late, tile)
+            # dy[i] x[j], over all parts of the head's channels.
             product += multiply(dyk, tl.trans(xk), tile)
             if tile.skip == 2 and not CROSS:
                 p = part * tile.T + tl.arange(0, tile.T)
@@ -271,22 +289,28 @@ def pairs_of_blocks(
         if CROSS:
             # Through the middle of the chunk: a product of decays that are at most 1.
             whole, _ = load_wholes(decays, head, sizes, k)
+            # W[i, j] = dy[i] x[j] a[i, j], whose sum with d[j] gives dB and dC.
             _, late_total = load_decays(decays, head, sizes, k, late, BLOCK)
             product *= tl.exp2(late_total)[:, None] * tl.exp2(whole - total)[None, :]
             sum_pairs += product * step[None, :]
+            # W G: summed over later tokens for d[j], over earlier ones, with d, for decays.
             product *= scores
             tl.store(found.crossing + at + early, tl.sum(product, 0))
             tl.store(found.crossing + at + late, tl.sum(product * step[None, :], 1))
         else:
+            # W on and below the diagonal; on it the decay is 1.
             same = tl.sum(tl.where(diagonal, product, 0.0), 1)
             if tile.skip == 1:
                 tl.store(partial_D + share, tl.sum(same, 0))
             product = tl.where(below, product * tl.exp2(total[:, None] - total[None, :]), 0.0)
             sum_pairs += (product + tl.where(diagonal, same[:, None], 0.0)) * step[None, :]
             product *= scores
+            # Sums over i > j (d[j] has them), and over j < i (pairs that end at i).
             to_later = tl.sum(product, 0)
             of_earlier = tl.sum(product * step[None, :], 1)
             tl.store(found.of_x + at + early, to_later + same * own)
+            # A pair decays over the steps between its tokens:
+            # it counts where it ends, not where it starts.
             tl.store(found.pair_passes + at + early, of_earlier - step * to_later)
     return sum_pairs
 
@@ -300,6 +324,7 @@ def input_gradients(inputs, D, dstates, dx, decays, chunks, sizes, sums, tile: t
     begin, count, _, after = load_chunk(chunks, k, sizes.before, sizes.after)
     if BLOCK * block >= count:
         return
+    # NEXT is compiled in: only a first block that has a second one after it reads that one.
     if (block == 0) & (BLOCK < count):
         block_inputs(
             inputs, D, dstates, dx, decays, sizes, sums, begin, count, after, k, 0, some, tile, True
@@ -316,20 +341,25 @@ def block_inputs(
 ):  # fmt: skip
     """Compute ``input_gradients``; NEXT: the chunk has a later block."""
     row = BLOCK * block
+    # Without a state after the chunk any is loaded, and dropped by ``tl.where`` below.
     index = wide(tl.maximum(after, 0))
     group, first, last = heads_of(some, sums, sizes.shared)
     i, p = tl.arange(0, BLOCK), tl.arange(0, tile.T)
     Bk = load_group(inputs.B, begin, count, group, row, sizes, tile)
     Ck = load_group(inputs.C, begin, count, group, row, sizes, tile)
+    # G transposed: rows are tokens j of this block, columns tokens i.
     scores = multiply(Bk, tl.trans(Ck), tile)
     own = tl.sum(tl.where(i[:, None] == i[None, :], scores, 0.0), 1)
+    # Tokens of the next block, which all come after those of this one.
     if NEXT:
         Ck = load_group(inputs.C, begin, count, group, BLOCK, sizes, tile)
         next_scores = multiply(Bk, tl.trans(Ck), tile)
     for head in range(first, last):
         early, late = load_wholes(decays, head, sizes, k)
         step, total = load_decays(decays, head, sizes, k, row, BLOCK)
+        # Decay from each token to the end of its block.
         to_end = tl.exp2(tl.where(block == 1, late, early) - total)
+        # G[i, j] a[i, j] for i > j.
         weights = tl.where(i[:, None] < i[None, :], scores * tl.exp2(total[None, :] - total[:, None]), 0.0)
         if NEXT:
             _, next_total = load_decays(decays, head, sizes, k, BLOCK, BLOCK)
@@ -338,14 +368,17 @@ def block_inputs(
             dy_tiles = view_part(inputs.dy, begin, count, head, part, sizes, BLOCK, tile, False)
             state = dstates + ((index * sizes.heads + head) * tile.parts + part) * tile.M * tile.T
             state = tl.load(state + tl.arange(0, tile.M)[:, None] * tile.T + p[None, :])
+            # B[j] E; then both it and the next block's sum decay through what lies between.
             out = tl.where(after >= 0, multiply(Bk, state, tile), 0.0)
             if NEXT:
                 dyk = load(dy_tiles, BLOCK, 0, BLOCK, tile.T, False)
                 out = out * tl.exp2(late) + multiply(next_weights, dyk, tile)
             out *= to_end[:, None]
+            # Tokens of this block, by their own decays.
             dyk = load(dy_tiles, row, 0, BLOCK, tile.T, False)
             out += multiply(weights, dyk, tile)
             skip = load_skip(D, head, part, tile)[None, :]
+            # All of it by d[j]; the token itself, and D.
             out = out * step[:, None] + ((own * step)[:, None] + skip) * dyk.to(tl.float32)
             written = dx + (begin * sizes.heads + head) * tile.P + part * tile.T
             dx_tiles = view(written, count, sizes.heads * tile.P, tile.P - part * tile.T, BLOCK, tile.T, False)
@@ -362,6 +395,7 @@ def finish(
     """
     groups = sizes.heads // sizes.shared
     tiles = tl.cdiv(tile.N, COLUMNS)
+    # Programs: block, columns of states, group, chunk.
     block, column = tl.program_id(0) % 2, tl.program_id(0) // 2 % tiles * COLUMNS
     group, k = tl.program_id(0) // 2 // tiles % groups, tl.program_id(0) // 2 // tiles // groups
     begin, count, before, after = load_chunk(chunks, k, sizes.before, sizes.after)
@@ -371,6 +405,8 @@ def finish(
     n = column + tl.arange(0, COLUMNS)
     of_C = tl.zeros((BLOCK, COLUMNS), tl.float32)
     of_B = tl.zeros((BLOCK, COLUMNS), tl.float32)
+    # What states gave: shares of heads in a fixed
+    # order, so that sums have the same bits each time.
     for share in range(number):
         place = share_places(share * groups + group, sizes, k, row, n, tile.N)
         of_C += tl.load(shares + place, (n < tile.N)[None, :] & (before >= 0), 0.0)
@@ -378,9 +414,11 @@ def finish(
         of_B += tl.load(shares + place, (n < tile.N)[None, :] & (after >= 0), 0.0)
     B_tiles = view_group(inputs.B, begin, count, group, sizes, BLOCK, tile, False)
     C_tiles = view_group(inputs.C, begin, count, group, sizes, BLOCK, tile, False)
+    # What pairs of tokens gave: dC = (W d) B, dB = (W d).T C, within the block.
     own = sum_pairs(pairs, group, sizes, k, block, pair_number)
     of_C += multiply(own, load(B_tiles, row, column, BLOCK, COLUMNS, False), tile)
     of_B += multiply(tl.trans(own), load(C_tiles, row, column, BLOCK, COLUMNS, False), tile)
+    # Across the middle: dC of the second block, dB of the first.
     if count > BLOCK:
         crossing = sum_pairs(pairs, group, sizes, k, 2, pair_number)
         if block == 1:
@@ -415,24 +453,31 @@ def step_gradients(
     is_head, row = head < sizes.heads, tl.arange(0, CHUNK)
     size, slope, inside = load_steps(steps, begin, count, 0, head, sizes, CHUNK, SOFTPLUS, LIMIT)
     at = wide(head)[None, :] * sizes.rows + (wide(k) * CHUNK + row)[:, None]
+    # Everything that decays over step t begins before it and ends at t or later.
     passes = tl.load(found.pair_passes + at, inside, 0.0)
     passes += tl.load(found.state_passes + at, inside & (before >= 0), 0.0)
     added = tl.load(found.added + at, inside & (after >= 0), 0.0)
+    # direct: what d[t] gives outside of decays.
     direct = added + tl.load(found.of_x + at, inside, 0.0)
     # Pairs across the middle, where the chunk has both blocks.
     late = (row >= BLOCK)[:, None]
+    # Later tokens hold sums over earlier ones, which
+    # end there; earlier ones sums that start there.
     across = tl.load(found.crossing + at, inside & (count > BLOCK), 0.0)
     passes += tl.where(late, across, -size * across)
     direct += tl.where(late, 0.0, across)
+    # dlog[t]: passes from t on, d added before t (from the state's gradient), and <S, E>.
     added *= size
     dlog = tl.cumsum(passes, 0, reverse=True) + tl.cumsum(added, 0) - added
     around = is_head & (before >= 0) & (after >= 0)
     dlog += tl.load(through + wide(k) * sizes.heads + head, around, 0.0)[None, :]
     dlog = tl.where(inside, dlog, 0.0)
     rate = tl.load(A + head, is_head, 0.0)
+    # d[t] scales a decay's logarithm by A; softplus and the limit have their slope.
     gradient = tl.where(inside, (direct + dlog * rate[None, :]) * slope, 0.0)
     place = (begin + row)[:, None] * sizes.heads + head[None, :]
     tl.store(ddelta + place, gradient.to(ddelta.dtype.element_ty), inside)
+    # Shares of dA (sum of dlog d) and of the bias's gradient, which the host sums over chunks.
     share = partial + wide(k) * sizes.heads + head
     tl.store(share, tl.sum(dlog * size, 0), is_head)
     tl.store(share + wide(tl.num_programs(0)) * sizes.heads, tl.sum(gradient, 0), is_head)

@@ -104,10 +104,12 @@ def step_size(delta, bias, low, high, SOFTPLUS: tl.constexpr, LIMIT: tl.constexp
     """Return step sizes and their derivatives."""
     size = delta + bias
     slope = tl.full(size.shape, 1.0, tl.float32)
+    # As PyTorch: above 20 softplus is the identity in float32. Its derivative is the sigmoid.
     if SOFTPLUS:
         slope = 1 / (1 + tl.exp(-size))
         size = tl.where(size > 20, size, tl.log(1 + tl.exp(size)))
     if LIMIT:
+        # Where the limit holds, delta has no effect.
         slope = tl.where((size >= low) & (size <= high), slope, 0.0)
         size = tl.minimum(tl.maximum(size, low), high)
     return size, slope
@@ -131,6 +133,7 @@ def view(base, count, stride, width, Q: tl.constexpr, WIDTH: tl.constexpr, DESCR
     """Return a view of ``count`` rows of a width, which tiles (Q, WIDTH) are loaded from and stored to."""
     descriptor = base
     if DESCRIBED:
+        # 2D, of one row of the batch.
         descriptor = tl.make_tensor_descriptor(base, [count, width], [stride, 1], [Q, WIDTH])
     return descriptor, base, count, stride, width
 
@@ -263,6 +266,7 @@ def load_steps(
     offset = tl.zeros_like(head).to(tl.float32)
     if steps.bias is not None:
         offset = tl.load(steps.bias + head, is_head, 0.0)
+    # A chunk lies in one row of the batch.
     first = begin // sizes.row_length
     base = steps.delta + first * steps.row + (begin - first * sizes.row_length) * steps.token
     value = tl.load(base + rows[:, None] * steps.token + head[None, :], inside, 0.0).to(tl.float32)
@@ -279,22 +283,25 @@ def write_steps(
     begin, count, _, _ = load_chunk(chunks, k)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     is_head = head < sizes.heads
-    rate = tl.load(A + head, is_head, 0.0) * 1.4426950408889634
+    rate = tl.load(A + head, is_head, 0.0) * 1.4426950408889634  # log2(e): decays are powers of two
     for block in tl.static_range(2):
         size, _, _ = load_steps(steps, begin, count, BLOCK * block, head, sizes, BLOCK, SOFTPLUS, LIMIT)
         row = wide(k) * CHUNK + BLOCK * block + tl.arange(0, BLOCK)
         at = wide(head)[None, :] * sizes.rows + row[:, None]
         tl.store(decays.steps + at, size, is_head[None, :])
+        # Sums of log2 decays start again in each block, so that their differences lose few bits.
         tl.store(decays.totals + at, tl.cumsum(size * rate[None, :], 0), is_head[None, :])
 
 
 @triton.jit
 def walk(inputs, D, initial, starts, y, decays, segments, order, sizes, tile: tl.constexpr):
     """Walk a segment and write y. starts: states at starts of segments that are not a document's first."""
+    # Neighbouring programs share a segment, and its B and C; long segments start first.
     part = tl.program_id(0) % tile.parts
     head = tl.program_id(0) // tile.parts % sizes.heads
     i = tl.load(order + tl.program_id(0) // (sizes.heads * tile.parts))
     begin, count, before, _, document, chunk = load_segment(segments, i)
+    # The table has room for more segments than there are.
     if count == 0:
         return
     group = head // sizes.shared
@@ -306,9 +313,12 @@ def walk(inputs, D, initial, starts, y, decays, segments, order, sizes, tile: tl
     written = y + (begin * sizes.heads + head) * tile.P + part * tile.T
     y_tiles = view(written, count, sizes.heads * tile.P, tile.P - part * tile.T, BLOCK, tile.T, tile.described)
     skip = load_skip(D, head, part, tile)
+    # S, (M, T): N states by P channels, in float32.
     state = first_state(initial, starts, before, document, head, part, sizes, tile)
     i = tl.arange(0, BLOCK)
     for row in range(0, count, BLOCK):
+        # d (step sizes), logs of a (decay from the block's
+        # start to each token, and over the block).
         step, total = load_decays(decays, head, sizes, chunk, row, BLOCK)
         whole = tl.load(decays.totals + wide(head) * sizes.rows + wide(chunk) * CHUNK + row + BLOCK - 1)
         Ck = load(C_tiles, row, 0, BLOCK, tile.M, tile.described)
@@ -318,17 +328,23 @@ def walk(inputs, D, initial, starts, y, decays, segments, order, sizes, tile: tl
             # No product takes it, so that its descriptor's load would not be started early; one through registers is.
             zk = load(z_tiles, row, 0, BLOCK, tile.T, False)
         # The part of earlier tokens of the block, then that of earlier blocks; a token's own is not rounded to x's dtype.
+        # G[i, j] d[j] = C[i] B[j] d[j].
         scores = multiply(Ck, tl.trans(Bk), tile) * step[None, :]
+        # Earlier blocks: y[i] = a[i, 0] C[i] S.
         out = multiply_state(Ck, state, tile) * tl.exp2(total)[:, None]
+        # The block itself: y[i] += sum over j < i of G[i,
+        # j] a[i, j] d[j] x[j], then j = i, and D x[i].
         own = tl.sum(tl.where(i[:, None] == i[None, :], scores, 0.0), 1)
         scores = tl.where(i[:, None] > i[None, :], scores * tl.exp2(total[:, None] - total[None, :]), 0.0)
         out += multiply(scores, xk, tile)
         xf = xk.to(tl.float32)
         out += (own[:, None] + skip[None, :]) * xf
+        # y silu(z).
         if inputs.z is not None:
             zk = zk.to(tl.float32)
             out = out * zk / (1 + tl.exp(-zk))
         store(y_tiles, row, 0, out, BLOCK, tile.T, tile.described)
+        # S = a[Q, 0] S + sum over j of a[Q, j] d[j] B[j] x[j].
         scaled = xf * (step * tl.exp2(whole - total))[:, None]
         state = state * tl.exp2(whole) + multiply(tl.trans(Bk), scaled, tile)
 
@@ -342,12 +358,16 @@ def walk_chunks(
 
     Stores the state at which each chunk is met; the last chunk is not walked. ENDS: it is, and that state alone is stored.
     """
+    # near, far: boundaries between segments where the
+    # walk begins and ends, -1 at documents' edges.
     begin, count, near, far, document, first = segment
+    # Backwards the segment is entered at its end.
     if REVERSE:
         near, far = far, near
     number = tl.cdiv(count, CHUNK)
     steps = number - 1
     state = tl.zeros((tile.M, tile.T), tl.float32)
+    # Only a state that somebody reads is worth the walk.
     if ENDS:
         steps = tl.where((far >= 0) | (last is not None), number, 0)
     else:
@@ -359,12 +379,15 @@ def walk_chunks(
         place = number - 1 - met if REVERSE else met
         if not ENDS:
             store_chunk_state(stored, chunks, first + place, head, part, sizes, state, tile, REVERSE)
+        # Logs are from a block's start: continue those of the second block from the first.
         step, total = load_decays(decays, head, sizes, first + place, 0, CHUNK)
         early, late = load_wholes(decays, head, sizes, first + place)
         total += tl.where(late_rows, early, 0.0)
+        # Forward d[j] a[Q, j], to the chunk's end; reverse a[i, 0], to its start.
         scale = tl.exp2(total) if REVERSE else step * tl.exp2(early + late - total)
         across = load(along, CHUNK * place, 0, CHUNK, tile.M, False)
         value = load(values, CHUNK * place, 0, CHUNK, tile.T, False).to(tl.float32) * scale[:, None]
+        # S = a[Q, 0] S + sum of B d a x; reverse: E = a[Q, 0] E + sum of C a dy.
         state = state * tl.exp2(early + late) + multiply(tl.trans(across), value, tile)
     if ENDS:
         if far >= 0:
@@ -375,6 +398,7 @@ def walk_chunks(
                 at, inside = state_places(document, head, part, sizes, tile)
                 tl.store(last + at, state, inside)
     else:
+        # The chunk that is met last is not walked: no chunk of this segment reads what follows it.
         end = first if REVERSE else first + number - 1
         store_chunk_state(stored, chunks, end, head, part, sizes, state, tile, REVERSE)
 
@@ -399,12 +423,14 @@ def walk_states(
     forward, reverse: what the roles read and write: ``stored``; if there is one role only, ``between`` and ``last``, of walks
     from zero. FORWARD, REVERSE: whether the role is there.
     """
+    # With both roles states are stored at every chunk; with one, at segments' ends.
     roles: tl.constexpr = FORWARD + REVERSE
     ENDS: tl.constexpr = roles == 1
     role = tl.program_id(0) % roles
     part = tl.program_id(0) // roles % tile.parts
     head = tl.program_id(0) // roles // tile.parts % sizes.heads
     i = tl.load(order + tl.program_id(0) // roles // (sizes.heads * tile.parts))
+    # Longest segments first, as in ``walk``.
     segment = load_segment(segments, i)
     if segment[1] == 0:
         return
@@ -433,6 +459,7 @@ def combine(
     last segment, None: not wanted. REVERSE: of gradients, from the last segment to the first.
     """
     document, head = tl.program_id(0), tl.program_id(1)
+    # Numbers of segments up to this document, and before it.
     end = tl.load(totals + documents + document)
     first = tl.load(totals + documents + document - 1, document > 0, 0)
     number = end - first
@@ -444,9 +471,11 @@ def combine(
     state = tl.zeros((WIDTH,), tl.float32)
     if outer is not None:
         state = tl.load(outer + own, mask, 0.0)
+    # With S from zero in ``between``: S[end] = a S[start] + S from zero, in order.
     for met in range(number):
         i = end - 1 - met if REVERSE else first + met
         _, count, before, after, _, chunk = load_segment(segments, i)
+        # Log of the decay over the segment: its blocks' sums, 32 blocks at a time.
         change = tl.zeros((32,), tl.float32)
         wholes = decays.totals + wide(head) * sizes.rows + wide(chunk) * CHUNK + BLOCK - 1
         for block in range(0, count, 32 * BLOCK):
@@ -470,6 +499,7 @@ def combine(
 def zero_padding(outputs, widths, padding, slots, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Zero the padding of contiguous (slots, width)."""
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    # Most groups of slots have no padding: they only read the flags.
     hole = tl.load(padding + slot, slot < slots, 0) != 0
     if tl.max(hole.to(tl.int32), 0) > 0:
         for i in tl.static_range(len(outputs)):

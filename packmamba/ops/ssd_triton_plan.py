@@ -64,16 +64,19 @@ def plan(layout: Any, offsets: Tensor | None, rows: int, row_length: int) -> Pla
 
 def _plan(layout: Any, offsets: Tensor | None, slots: int, longest: int | None) -> Plan:
     documents = len(layout.starts)
+    # ``longest`` includes offsets, so such a document crosses no multiple of SEGMENT.
     never_cut = longest is not None and longest <= SEGMENT
     segment = NEVER if never_cut else SEGMENT
     # A document that begins inside a segment and is cut has one boundary more than its tokens fill.
     more = 0 if never_cut or offsets is None else min(documents, slots // 2)
+    # Room in the tables: a document has one piece more than boundaries.
     boundaries = slots // CHUNK.value + more
     cuts = 0 if never_cut else slots // SEGMENT + more
     empty = functools.partial(torch.empty, dtype=torch.int32, device=layout.starts.device)
     chunks, segments = empty(documents + boundaries, 5), empty(documents + cuts, 6)
     order, totals, padding = empty(len(segments)), empty(3, documents), empty(slots)
     layout_of = (layout.starts, layout.ends, offsets, totals, documents, segment)
+    # Three launches: totals by document; chunks, segments and padding; the segments' order.
     count_pieces[(1,)](*layout_of, WIDTH=1024)
     tables = (chunks, len(chunks), segments, len(segments), padding, slots)
     write_pieces[(triton.cdiv(max(tables[1::2]), WIDTH), 3)](*layout_of, *tables, WIDTH=WIDTH)
@@ -108,6 +111,7 @@ def load_documents(starts, ends, offsets, document, inside, segment):
     position = tl.zeros_like(start)
     if offsets is not None:
         position = tl.load(offsets + document, inside, 0)
+    # The first segment ends at the next multiple of ``segment`` positions.
     first = tl.minimum(length, segment - position % segment)
     first_chunks = tl.cdiv(first, CHUNK)
     chunks = first_chunks + tl.cdiv(length - first, CHUNK)
@@ -152,20 +156,25 @@ def write_pieces(
     """Write WIDTH entries of ``Plan.chunks``, ``Plan.segments`` or ``Plan.padding``, by the program's second number."""
     role = tl.program_id(1)
     i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
+    # Role 2: padding. A slot's document is the first that ends after it.
     if role == 2:
         at = find(ends, documents, i)
         hole = (i < tl.load(starts + at)) | (i >= tl.load(ends + at))
         tl.store(padding + i, hole.to(tl.int32), i < slots)
         return
+    # Roles 0 and 1: entry i is a chunk (segment) of the first document whose total exceeds i.
     document = find(totals + role * documents, documents, i)
     start, length, first, first_chunks, of_chunks, of_segments = load_documents(
         starts, ends, offsets, document, i >= 0, segment
     )
     number = tl.where(role == 0, of_chunks, of_segments)
     last = tl.load(totals + role * documents + document)
+    # Its place among its document's pieces, and the number of the boundary before it: of each
+    # document up to this one the first piece has none.
     place = i - (last - number)
     boundary = i - tl.load(totals + 2 * documents + document)
     if role == 0:
+        # Chunks are counted from a segment's start, so those of later segments begin at ``first``.
         later = place >= first_chunks
         begin = start + tl.where(later, first + (place - first_chunks) * CHUNK, place * CHUNK)
         count = tl.minimum(start + tl.where(later, length, first) - begin, CHUNK)
@@ -178,6 +187,7 @@ def write_pieces(
         entry = segments + 6 * i
         write_piece(entry, i < segments_bound, i < last, begin, count, place, number, boundary)
         first_chunk = tl.load(totals + document) - of_chunks
+        # Segments but the first have equally many chunks, except for the document's last.
         later_chunk = first_chunk + first_chunks + (place - 1) * (segment // CHUNK)
         tl.store(entry + 4, document, i < segments_bound)
         tl.store(entry + 5, tl.where(place > 0, later_chunk, first_chunk), i < segments_bound)
