@@ -66,6 +66,7 @@ class Boundary:
     def name(self) -> str:
         """Return the scheme's key in BOUNDARIES, or the class's name."""
         for name, scheme in BOUNDARIES.items():
+            # The class itself: a subclass of a scheme, as a plugin's, has a name of its own.
             if type(self) is scheme:
                 return name
         return type(self).__name__
@@ -89,6 +90,7 @@ class Boundary:
     def logits(self, model: MambaLM, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Compute logits (1, L, V) of one row of documents of these lengths."""
         layout = SequenceLayout.from_lengths([list(lengths)], tokens.shape[1]).to(tokens.device)
+        # Only hidden states are computed, so targets and mask are not read.
         batch = PackedBatch(tokens=tokens, targets=tokens, loss_mask=tokens >= 0, layout=layout)
         return model.lm_head(self.hidden(model, batch))
 
@@ -182,6 +184,7 @@ class StatefulBoundary(Boundary):
         states = self.initial_states(model, batch.layout, incoming)
         hidden, final = super().hidden(model, batch, states=states, return_states=True)
         final = map_states(Tensor.detach, final)
+        # From documents (S, ...) to rows (B, ...).
         if batch.layout.num_documents:
             final = index_states(final, last_documents(batch.layout))
         return hidden, final
@@ -210,6 +213,7 @@ class Carry(StatefulBoundary):
         continuing = layout.continues
         if not continuing.any():
             return fresh
+        # A continuing document must begin where the last one of its row ended, one batch before.
         rows = layout.rows[continuing].tolist()
         offsets = layout.offsets[continuing].tolist()
         states, positions, step = self.stored.get(batch.turn, (fresh, torch.empty(0), 0))
@@ -226,6 +230,7 @@ class Carry(StatefulBoundary):
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         """Give continuing documents the incoming state of their row, others a fresh one."""
+        # With gradients, since start states may be learned; in ``incoming`` they are detached.
         fresh = model.start_states(layout.num_documents)
         continued = self.continued(index_states(incoming, row_of(layout)), fresh)
         return select_states(layout.continues, continued, fresh)
@@ -236,6 +241,7 @@ class Carry(StatefulBoundary):
 
     def store(self, batch: PackedBatch, final: States) -> None:
         """Store the rows' final states under the batch's turn, in place of those that it used."""
+        # A batch without documents leaves its turn nothing to continue.
         self.stored.pop(batch.turn, None)
         layout = on_host(batch.layout)
         if layout.num_documents:
@@ -272,11 +278,14 @@ class StatePassing(Carry):
 
     def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
         """Hand each row its predecessor's state in the ring; fresh states with fewer than two rows."""
+        # Rows whose last batch held a document, by its length. The ring goes up by every second of
+        # them and back down by the others, so that neighbours have like lengths.
         (rows,) = torch.where(positions >= 0)
         if len(rows) < 2:
             return fresh
         rows = rows[positions[rows].argsort(stable=True)]
         ring = torch.cat([rows[::2], rows[1::2].flip(0)])
+        # Rows in the ring take their predecessor's state, empty rows keep their own.
         source = torch.arange(len(positions), device=rows.device).index_copy(0, ring, ring.roll(1))
         return index_states(states, source)
 
@@ -302,6 +311,7 @@ class FittedNoise(Carry):
     def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
         """Draw each element from a normal with the running mean and variance of stored states."""
         generator = self._generator(states[0][-1].device)
+        # As Adam does: averages that begin at zero are too small by this factor.
         debias = 1 - self.memory**self.batches
         drawn = []
         for tensor, mean, square in zip(flatten_states(states), self.means, self.squares):
@@ -313,6 +323,7 @@ class FittedNoise(Carry):
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if self.generator is None:
+            # Ranks draw different noise.
             rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
             self.generator = torch.Generator(device).manual_seed(torch.initial_seed() + rank)
         return self.generator
@@ -322,6 +333,7 @@ class FittedNoise(Carry):
         super().store(batch, final)
         if batch.turn not in self.stored:
             return
+        # Rows that hold a document. Averages are float32 even of 16-bit states.
         (rows,) = torch.where(self.stored[batch.turn][1] >= 0)
         states = [
             state.to(torch.promote_types(state.dtype, torch.float32))
@@ -365,11 +377,14 @@ class StatePassingWithinRow(StatefulBoundary):
         rows = batch.layout.shape[0]
         if self.stored is None:
             return map_states(Tensor.detach, model.start_states(rows))
+        # Empty rows were not stored, so the previous
+        # batch may have fewer states than this one rows.
         num_stored = len(self.stored[0][-1])
         return index_states(self.stored, torch.arange(rows) % num_stored)
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         """Pass document i of row r the state of row r + i; a row's first document starts fresh."""
+        # place: a document's number in its row. At place i it reads the state of row r + i.
         rows = row_of(layout)
         first_document = torch.searchsorted(layout.starts, rows * layout.shape[1])
         place = torch.arange(layout.num_documents, device=layout.device) - first_document
@@ -397,6 +412,8 @@ def on_host(layout: SequenceLayout) -> SequenceLayout:
 def last_documents(layout: SequenceLayout) -> Tensor:
     """Return each row's last document (B,)."""
     rows, row_length = layout.shape
+    # The last document that starts before a row's end. An empty row gets an earlier row's
+    # document, whose state nobody reads.
     ends = torch.arange(1, rows + 1, dtype=torch.int32, device=layout.device) * row_length
     return (torch.searchsorted(layout.starts, ends) - 1).clamp(min=0)
 
@@ -411,6 +428,7 @@ def end_positions(layout: SequenceLayout) -> Tensor:
 
 def row_of(layout: SequenceLayout) -> Tensor:
     """Return each document's row (S,)."""
+    # Absent documents of a static batch (cuda_graphs) start behind every row.
     return (layout.starts // layout.shape[1]).clamp(max=layout.shape[0] - 1)
 
 

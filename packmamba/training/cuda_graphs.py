@@ -60,6 +60,7 @@ class Shape(NamedTuple):
         """Return the shape of a batch, rounded up."""
         rows, row_length = batch.layout.shape
         row_length = round_up(row_length, ROW_MULTIPLE)
+        # An unknown length may be any.
         longest = next_power(2, batch.layout.longest or ABSENT)
         if longest > row_length:
             longest = ABSENT  # that of continued documents grows from batch to batch
@@ -107,6 +108,7 @@ class StaticBatch:
         row_length = batch.layout.shape[1]
         for name in ("tokens", "targets", "loss_mask"):
             static = getattr(self.batch, name)
+            # Behind this batch's rows lies what an earlier, longer batch left.
             static[:, row_length:] = 0
             static[:, :row_length].copy_(getattr(batch, name))
         layout = self.batch.layout
@@ -168,15 +170,18 @@ class BatchGraphs:
             first, last: the batch is its step's first and last one; a step of several adds up.
             inputs: ``loss``'s further tensors.
         """
+        # Gradients of a step of several micro-batches add up in ``sums``, which all graphs share.
         shape = Shape.of(batch, accumulates=not (first and last))
         if shape.accumulates:
             self.sums = self.sums or [torch.zeros_like(parameter) for parameter in self.parameters]
             if first:
                 torch._foreach_zero_(self.sums)
+        # Without ``sums`` each graph allocates gradients of its own while it is captured.
         self._set_gradients(self.sums if shape.accumulates else None)
         captured = self.captured.get(shape.slots)
         if captured is None and len(self.captured) == MAX_GRAPHS:
             return self._run(batch, num_targets, *inputs)
+        # Of the same slots there is one graph: capture it anew with room for both batches.
         if captured is not None:
             shape = shape._replace(
                 documents=max(shape.documents, captured.shape.documents),
@@ -187,9 +192,11 @@ class BatchGraphs:
         captured.static.fill(batch, num_targets)
         if inputs:
             torch._foreach_copy_(captured.inputs, list(inputs))
+        # The replay wrote the gradients that its graph was captured with.
         captured.graph.replay()
         self._set_gradients(captured.gradients)
         total, losses, *others = captured.results
+        # Rows of the static batch are longer: cut the losses to the batch's.
         return total, losses[:, : batch.layout.shape[1]], *others
 
     def _run(self, batch: PackedBatch, num_targets: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
@@ -218,6 +225,7 @@ class BatchGraphs:
         # thread_local: other threads pin the next batches' memory meanwhile.
         with torch.cuda.graph(graph, pool=self.pool, capture_error_mode="thread_local"), one_capture():
             results = self._run(static.batch, static.num_targets, *static_inputs)
+        # Casts made in the capture lie in the graph's memory, where eager code must not read them.
         torch.clear_autocast_cache()
         return Captured(
             shape=shape,

@@ -45,6 +45,7 @@ class PackedDataModule(lightning.LightningDataModule):
     ) -> None:  # fmt: skip
         super().__init__()
         need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
+        # First the given section, then keys over it; ``resolve`` checks both.
         layers = [({"data": one}, type(self).__name__) for one in (vars(config or DataConfig()), keys)]
         self.config = resolve(Config, layers).data
         self.seed, self.plugins, self.progress, self._boundary = (seed, list(plugins), progress, boundary)
@@ -52,6 +53,7 @@ class PackedDataModule(lightning.LightningDataModule):
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
         """Build from a run's configuration."""
+        # The class will do: before there is a module, only its attributes are read.
         boundary = registry("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
         return cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
 
@@ -86,6 +88,7 @@ class PackedDataModule(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Plan this rank's steps, and the rows of the documents to evaluate."""
         ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        # The scheme came with the Lightning module: check only now that it fits the data.
         if self._boundary is None and self.boundary is not None:
             validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks)))
         self.steps = StepDataset(self.schedule(ranks), rank)
@@ -112,6 +115,7 @@ class PackedDataModule(lightning.LightningDataModule):
         """Arrange whole documents in rows, for this rank's batches."""
         data = self.config
         documents = evaluation_documents(corpus, data)
+        # Wide enough for every document, and for several short ones in a row.
         row_length = max(int(corpus.lengths[documents].max()), data.max_tokens_per_batch)
         alone = replace(data, strategy=strategy, row_length=row_length, streams=1, stagger=False)
         rows = arrange(pieces_of(corpus, documents), alone)
@@ -127,11 +131,14 @@ class PackedDataModule(lightning.LightningDataModule):
         if trainer is None:
             sampler = StepSampler(lambda: 0, self.steps.schedule.epoch_steps())
             return self._loader(self.steps, sampler)
-        # By a module that does not step with each StepBatch.
+        # A module with automatic optimisation may accumulate several StepBatches into one step.
         accumulated = trainer.accumulate_grad_batches
+        # Steps are numbered from 0 over all epochs; ``last`` is the number after the last step's.
         last = trainer.max_steps * accumulated if trainer.max_steps > 0 else sys.maxsize
         whole = trainer.max_steps > 0 and trainer.max_epochs in (-1, None)
         epoch = last if whole else self.steps.schedule.epoch_steps()
+        # A function, since one loader serves all epochs,
+        # each from the Trainer's step at its start.
         sampler = StepSampler(lambda: trainer.global_step * accumulated, epoch, last)
         return self._loader(self.steps, sampler, kind=StepLoader)
 
@@ -185,6 +192,7 @@ class PackedDataModule(lightning.LightningDataModule):
         options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu, "collate_fn": make}
         # A loader made on resuming must not move the global generator.
         options |= {"worker_init_fn": partial(_start_worker, self.plugins), "generator": torch.Generator()}
+        # Batches are made whole by the dataset, hence ``batch_size=None``.
         return kind(dataset, batch_size=None, sampler=sampler, **options)
 
 
@@ -214,6 +222,7 @@ class StepDataset(Dataset):
         schedule = self.schedule
         plan = schedule.step(step)
         batches = []
+        # Micro-batch i belongs to rank i modulo the number of ranks.
         for rows in plan.micro_batches[self.rank :: schedule.world_size]:
             batches.append(make_batch(plan.corpus, plan.rows, rows, turn=schedule.turn(rows)))
         counts = count_step(plan.corpus, plan.rows, plan.micro_batches)
@@ -237,5 +246,6 @@ class StepSampler(DistributedSampler):
 def _start_worker(plugins: list[str], worker: int) -> None:
     # Signals reach workers too, which training needs to end its step.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Training has 20 seconds to end its step, for which it needs its workers' batches.
     signal.signal(signal.SIGTERM, lambda *_: signal.alarm(20))
     import_plugins(plugins)  # a worker that is not forked has imported nothing

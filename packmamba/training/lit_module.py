@@ -24,8 +24,9 @@ from packmamba.training.optimizer import learning_rate, make_optimizer
 
 Backward = Callable[[Tensor], Any]
 RESET = Reset()
+# Buckets of positions [0, 1), [1, 2), [2, 4), ..., from the document's first token.
 POSITION_EDGES = (0, *(2**n for n in range(17)))
-START_TOKENS = 32
+START_TOKENS = 32  # of a document: ``val/loss_start`` is their mean loss
 
 
 class BucketedLoss(Metric):
@@ -65,6 +66,7 @@ class LossByPosition(BucketedLoss):
 
     def compute(self) -> dict[str, Tensor]:
         """Return means in nats."""
+        # START_TOKENS is an edge, so the first buckets hold exactly these tokens.
         ends = {"loss": None, "loss_start": POSITION_EDGES.index(START_TOKENS)}
         means = {name: self.sums[:end].sum() / self.counts[:end].sum() for name, end in ends.items()}
         return {**means, "by_position": self.sums / self.counts, "counts": self.counts}
@@ -118,6 +120,7 @@ class PackedLitModule(lightning.LightningModule):
         **optimizer: Any,
     ) -> None:
         super().__init__()
+        # The module steps by itself: micro-batches share one denominator, the step's targets.
         self.automatic_optimization, self.compiled = False, compile
         takes = isinstance(model, dict | nn.Module)
         need(takes, "model", "MambaLM's arguments or a module", f"{model}; pass your own")
@@ -125,6 +128,7 @@ class PackedLitModule(lightning.LightningModule):
             TrainerConfig(boundary=boundary, boundary_options=boundary_options or {}, mean_over=mean_over)
         )
         self.optimizer_config = resolve(OptimizerConfig, [({"lr": lr, **optimizer}, type(self).__name__)])
+        # Two instances: validation must not touch the states that training carries.
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
         if isinstance(model, dict):
@@ -132,6 +136,7 @@ class PackedLitModule(lightning.LightningModule):
         self.model: Any = MambaLM(**model) if isinstance(model, dict) else cast(Any, model)
         if compile:
             self.model.compile_blocks()
+        # For ``load_from_checkpoint``: a model of the user's own must be given there again.
         self.save_hyperparameters(ignore="model")
         if isinstance(self.model, MambaLM):
             self.save_hyperparameters({"model": dict(self.model.config)})
@@ -156,6 +161,8 @@ class PackedLitModule(lightning.LightningModule):
 
     def configure_model(self) -> None:
         """Shard blocks, then the rest, where the Trainer's strategy is FSDP2."""
+        # FSDP2 gathers a block while it computes; what is
+        # left (embedding, head, norm) is one more unit.
         if self.device_mesh is not None and not isinstance(self.model, FSDPModule):
             for part in (*self.model.backbone.layers, self.model):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
@@ -180,10 +187,12 @@ class PackedLitModule(lightning.LightningModule):
 
     def _loss(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
         layout, mask, weights = batch.layout, batch.loss_mask, None
+        # The head is the largest product: padding is left out.
         slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
         if self.mean_over == "rows":  # whose sum over the number of targets is the mean over rows
             of_row = mask.sum(1, keepdim=True)
             rows = (of_row > 0).sum().clamp(min=1)
+            # (B, 1): a row's n targets weigh (targets / rows) / n each.
             weights = (of_row.sum() / rows / of_row.clamp(min=1)).expand(mask.shape)
         head = self.model.lm_head.weight
         return linear_cross_entropy(hidden, head, batch.targets, mask, slots, self.compiled, weights)
@@ -196,6 +205,7 @@ class PackedLitModule(lightning.LightningModule):
         total = torch.zeros((), dtype=torch.float32, device=step.batches[0].tokens.device)
         for i, batch in enumerate(step.batches):
             last = i + 1 == len(step.batches)
+            # Ranks exchange gradients once a step, with the last micro-batch.
             if isinstance(self.model, FSDPModule):
                 self.model.set_requires_gradient_sync(last)
             elif isinstance(strategy, DDPStrategy):
@@ -214,6 +224,7 @@ class PackedLitModule(lightning.LightningModule):
             incoming = scheme.incoming(self.model, batch) if isinstance(scheme, StatefulBoundary) else []
             edges = {"first": i == 0, "last": i + 1 == len(step.batches)}
             total, _, *final = self._graphs(batch, max(step.num_targets, 1), **edges, inputs=flatten_states(incoming))
+            # A graph's results lie at fixed addresses, which the next replay overwrites.
             losses.append(total.clone())
             if isinstance(scheme, StatefulBoundary):
                 scheme.store(batch, unflatten_states([part.clone() for part in final], incoming))
@@ -223,6 +234,7 @@ class PackedLitModule(lightning.LightningModule):
         """Compute what a CUDA graph replays: the loss, each slot's, and the rows' final states."""
         if not isinstance(self.boundary, StatefulBoundary):
             return self.loss(batch, self.boundary)
+        # Of no documents, for the structure alone: which tensors belong to which layer.
         states = unflatten_states(incoming, self.model.start_states(0))
         hidden, final = self.boundary.forward(self.model, batch, states)
         return *self._loss(hidden, batch), *flatten_states(final)
@@ -231,6 +243,7 @@ class PackedLitModule(lightning.LightningModule):
         self, step: StepBatch, optimizer: Any, number: int, backward: Any = Tensor.backward, ranks: int = 1
     ) -> Any:
         """Take step ``number``, from 0; return ``accumulate``'s loss."""
+        # A function of the step: no scheduler, whose state would have to be resumed.
         for parameters in optimizer.param_groups:
             parameters["lr"] = self.learning_rate(number)
         self.boundary.step = number
@@ -242,7 +255,7 @@ class PackedLitModule(lightning.LightningModule):
     def training_step(self, step: StepBatch, step_index: int) -> Tensor:
         """Take an optimizer step of all its micro-batches; log loss, rate, padding and gradient norm."""
         optimizer: Any = self.optimizers()
-        number = self.global_step
+        number = self.global_step  # counts the calls of ``optimizer.step``
         loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
         if self.trainer.world_size > 1:
             torch.distributed.all_reduce(loss)  # without the strategy's barrier
@@ -254,12 +267,14 @@ class PackedLitModule(lightning.LightningModule):
             logged["train/learning_rate"] = self.learning_rate(number)
             logged["data/padding_fraction"] = 1 - step.num_tokens / step.num_slots
             if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
+                # The norm of sharded gradients is a DTensor: sum it over ranks.
                 logged["train/gradient_norm"] = getattr(norm, "full_tensor", lambda: norm)()
             self.log_dict({name: torch.tensor(float(value), dtype=torch.float64) for name, value in logged.items()})
         return loss
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
         """Add a batch's losses to the metrics: loader 0 reads documents alone, loader 1 as trained."""
+        # Documents alone are read under reset, whatever the training's scheme is.
         boundary, metric = (self.evaluation_boundary, self.as_trained) if dataloader_idx else (RESET, self.alone)
         losses = self.loss(batch, boundary)[1]
         metric.update(losses, batch.loss_mask, batch.layout.position_indices)
@@ -278,6 +293,7 @@ class PackedLitModule(lightning.LightningModule):
 
     def on_validation_epoch_end(self, split: str = "val") -> None:
         """Log the losses: of all targets, of documents' first tokens, and by source of a mixture."""
+        # Of the two metrics only those whose loader ran.
         for metric, suffix in ((self.alone, ""), (self.as_trained, "_as_trained")):
             for name in ("loss", "loss_start") if metric.update_called else ():
                 shown = f"{name}{suffix}" == "loss"
@@ -313,10 +329,12 @@ class PackedLitModule(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's carried states and all random generators, so that resuming keeps the bits."""
+        # Each rank carries the states of its own streams; rank 0 writes those of all.
         carried = [self.boundary.state_dict()] * self.trainer.world_size
         if self.trainer.world_size > 1:
             torch.distributed.all_gather_object(carried, carried[0])
         checkpoint["carry"] = carried
+        # Plain lists: checkpoints are loaded with weights_only=True, which takes no NumPy arrays.
         kind, numbers, *place = cast(Any, np.random.get_state())  # noqa: NPY002, of user code
         checkpoint["rng"] = {
             "python": random.getstate(),
@@ -327,6 +345,7 @@ class PackedLitModule(lightning.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them when training resumes. Raises ConfigError for another number of devices."""
+        # Validation and test load the weights alone.
         if self._trainer is None or self._trainer.state.fn != "fit":
             return
         carried = checkpoint["carry"]
@@ -352,6 +371,7 @@ def check_model_arguments(arguments: dict[str, Any]) -> None:
     of_mixer = inspect.signature(mixer).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in of_mixer.values()):
         return  # it takes names that no signature says
+    # ``options`` stands for the mixer's arguments, which are in ``of_mixer`` by name.
     known = [name for name in inspect.signature(MambaLM).parameters | of_mixer if name != "options"]
     for name in arguments:
         if name not in known:
@@ -363,6 +383,7 @@ def make_model(config: Config, vocab_size: int) -> MambaLM:
     model = config.model
     if model.pretrained is not None:
         return _load_pretrained(config, vocab_size)
+    # The embedding may have more rows than the corpus has ids, as padded or published ones do.
     rows = vocab_size if model.vocab_size is None else model.vocab_size
     need(rows >= vocab_size, "model.vocab_size", f"at least the corpus's {vocab_size}", rows)
     options = {name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")}

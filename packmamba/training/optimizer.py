@@ -37,6 +37,7 @@ class Joint(Optimizer):
         self._share()
 
     def _share(self) -> None:
+        # The same dictionaries: a schedule that sets a group's rate sets the part's.
         groups = iter(self.param_groups)
         for part in self.parts:
             part.param_groups = [next(groups) for _ in part.param_groups]
@@ -69,7 +70,9 @@ def muon(
     projections = {module.weight for module in model.backbone.layers.modules() if isinstance(module, nn.Linear)}
     rest = []
     for group in model.weight_decay_groups(config.weight_decay):
+        # Of all other parameters; norms, biases, embedding and head among them.
         rest.append(group | {"params": [weight for weight in group["params"] if weight not in projections]})
+    # In the model's order, since a set has none: checkpoints number parameters.
     in_order = [weight for weight in model.parameters() if weight in projections]
     matrices = torch.optim.Muon(
         in_order,
@@ -102,11 +105,13 @@ def clip(optimizer: Optimizer, limit: float) -> None:
     """Scale gradients to a norm of at most ``limit``; keep it as ``gradient_norm``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    # Gradients that are sharded (DTensor), 16-bit or on a CPU are left to PyTorch's clipping.
     plain = all(type(g) is torch.Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients)
     if optimizer.defaults.get("fused") and plain:
         norm = get_total_norm(gradients)
         optimizer.grad_scale = (norm / limit).clamp(min=1)  # type: ignore[attr-defined]  # the step divides by it
     else:
+        # Else the fused step would divide by an earlier step's scale.
         vars(optimizer).pop("grad_scale", None)
         norm = clip_grad_norm_(parameters, limit)
     optimizer.gradient_norm = norm  # type: ignore[attr-defined]
@@ -148,7 +153,9 @@ Progress and height go from 0 to 1; a height of 0 is ``final_lr_fraction`` of th
 def learning_rate(config: OptimizerConfig, step: int, steps: float) -> float:
     """Return the learning rate of a step, from 0: linear warm-up, then ``optimizer.schedule``."""
     if step < config.warmup_steps:
+        # The first step already has a rate above zero; warm-up ends at the peak.
         return config.lr * (step + 1) / config.warmup_steps
+    # The last step has progress 1.
     progress = (step - config.warmup_steps) / max(1, steps - 1 - config.warmup_steps)
     height = SCHEDULES[config.schedule](config, min(progress, 1.0), step + 1)
     last = config.final_lr_fraction
