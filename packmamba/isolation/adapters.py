@@ -67,6 +67,7 @@ class CheckedModel(CheckedCallable):
     optional = True
 
     def __init__(self, model: nn.Module, boundaries: str, vocab_size: int | None) -> None:
+        # Several arguments may mark documents together, as transformers' collator does.
         self.names = tuple(boundaries.split("+")) if isinstance(boundaries, str) else ()
         masked = self.names == ("attention_mask",)
         valid = masked or (self.names and set(self.names) <= set(ARGUMENTS[:3]))
@@ -74,12 +75,16 @@ class CheckedModel(CheckedCallable):
         expect(valid, "boundaries", choices, repr(boundaries))
         self.parameters, self.open_ended = forward_parameters(model)
         if masked:
+            # A mask marks padding: rows of one document. A packed
+            # model with a mask is checked for padding, too.
             self.inputs = ("left", "right")
         elif self.takes("attention_mask"):
             self.padding = ("left", "right")
         config = getattr(model, "config", None)
+        # A cache would carry states from one call to the next.
         caches = "use_cache" in self.parameters or hasattr(config, "use_cache")
         self.no_cache = {"use_cache": False} if caches else {}
+        # Models with vision or audio keep the text model's configuration inside.
         text_config = getattr(config, "text_config", None) or config
         num_ids = getattr(text_config, "vocab_size", None) or 0
         fits = not 0 < num_ids < (vocab_size or 0)
@@ -113,7 +118,8 @@ class CheckedModel(CheckedCallable):
 
     def alone(self, tokens: Tensor) -> Tensor:
         """Compute the logits of one document in a row of its own."""
-        if getattr(self.call, "require_boundaries", False):  # a patched model
+        # A patched model refuses tokens without boundaries, so one document gets its positions.
+        if getattr(self.call, "require_boundaries", False):
             positions = torch.arange(tokens.shape[1], device=tokens.device)
             return self._logits(tokens, position_ids=positions[None])
         return self._logits(tokens)
@@ -171,6 +177,7 @@ def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
 
 def _modules_of(function: Any) -> list[nn.Module]:
     """List the modules that a callable binds, encloses or names in its code."""
+    # Its arguments, its object, its closure and the globals that its code names.
     found: list[Any] = []
     if isinstance(function, partial):
         found += [*function.args, *function.keywords.values()]
@@ -179,6 +186,7 @@ def _modules_of(function: Any) -> list[nn.Module]:
     if inspect.isfunction(inner := getattr(function, "__func__", function)):
         enclosed = inspect.getclosurevars(inner)
         found += [*enclosed.nonlocals.values(), *enclosed.globals.values()]
+    # One level down: a module may be an attribute of what was found, as in a wrapper class.
     for owner in list(found):
         plain = not isinstance(owner, (nn.Module, type)) and not inspect.ismodule(owner)
         if plain and not inspect.isroutine(owner) and hasattr(owner, "__dict__"):

@@ -41,6 +41,7 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, 
     Returns whether any row holds two documents; else nothing is checked. Raises LeakError;
     ValueError where a leak could not be seen, as while no token moves those behind it.
     """
+    # No labels: logits are compared, and losses are this module's own.
     arguments = {name: value for name, value in batch.items() if name not in LOSS_ARGUMENTS}
     marks = {**(marks or {}), **arguments}
     names = [name for name in (*POSITION_STEPS, "cu_seq_lens_q") if marks.get(name) is not None]
@@ -84,15 +85,19 @@ def cut_rows(batch: Any, max_slots: int) -> Any:
     num_rows, row_length = layout.shape
     if num_rows * row_length <= max_slots:
         return batch
+    # (first, end) of each document by row, counted from the row's start.
     spans: list[list[tuple[int, int]]] = [[] for _ in range(num_rows)]
     for row, start, end in zip(*(t.tolist() for t in (layout.rows, layout.starts, layout.ends))):
         spans[row].append((start - row * row_length, end - row * row_length))
     width = min(row_length, max_slots)
+    # False sorts before True: rows with two documents or more come first.
     rows = sorted(range(num_rows), key=lambda row: len(spans[row]) < 2)[: max_slots // width]
     firsts, lengths = [], []
     for row in rows:
+        # Centre the window on the second document's start, as far as the row allows.
         boundary = spans[row][1][0] if len(spans[row]) > 1 else 0
         first = min(max(boundary - width // 2, 0), row_length - width)
+        # Documents clipped to the window; those outside become empty and are dropped.
         inside = [(max(start, first), min(end, first + width)) for start, end in spans[row]]
         firsts.append(row * row_length + first)
         lengths.append([end - start for start, end in inside if start < end])
@@ -114,9 +119,12 @@ def number_documents(arguments: Mapping[str, Any]) -> Tensor:
     in_document = torch.ones_like(starts)
     for name, step in POSITION_STEPS.items():
         marks = arguments.get(name)
+        # Arguments of another shape (4D masks, one row of positions for all) mark no documents.
         if isinstance(marks, Tensor) and marks.dim() == 2 and marks.shape[1] == tokens.shape[1]:
+            # Inside a document positions rise by 1, ids stay: another difference is a start.
             starts[:, 1:] |= marks.long().diff() != step
             in_document &= marks > 0 if name == "attention_mask" else marks >= 0
+    # cu_seq_lens_q: a document starts where the one before ends; the last end starts none.
     if isinstance(ends := arguments.get("cu_seq_lens_q"), Tensor):
         starts.view(-1)[ends[ends < starts.numel()].long()] = True
     return torch.where(in_document, starts.view(-1).cumsum(0).view(tokens.shape), -1)
@@ -135,12 +143,14 @@ class BatchDocuments(Documents):
         self.model = CheckedCallable(call, [model], boundaries, vocab_size=0, longest=0)
         self.way = "as trained"
         self.in_document = number >= 0
+        # Place of each slot's token among the T tokens; padding repeats an earlier token.
         self.slots = (self.in_document.flatten().cumsum(0) - 1).clamp(min=0).view(rows.shape)
         self.tokens = rows[self.in_document]
         _, self.number, counts = number[self.in_document].unique_consecutive(return_inverse=True, return_counts=True)
         self.lengths = counts.tolist()
         self.position = torch.arange(len(self.tokens), device=rows.device)
         self.position -= (counts.cumsum(0) - counts)[self.number]
+        # Replacements are ids of the batch (and 0 and 1): others might be special, or too large.
         ids = torch.cat([self.tokens, self.tokens.new_tensor([0, 1])]).unique()
         place = torch.searchsorted(ids, self.tokens)
         self.others = ids[(place + len(ids) // 2) % len(ids)]
@@ -161,10 +171,12 @@ class BatchDocuments(Documents):
 
     def alone(self) -> list[Tensor]:
         """Compute each document's logits in a row of its own."""
+        # Never compared: ``check`` says alone=False. An error of the model is raised as it is.
         return []
 
     def check(self, remedy: str) -> LeakCheckResult | None:
         """Return what was found; None where no row holds two documents. Raises as check_batch."""
+        # As many documents as rows that hold any: no row has two.
         if len(self.lengths) <= int(self.in_document.any(1).sum()):
             return None
         result = LeakCheckResult(self.model.boundaries)

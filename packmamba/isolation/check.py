@@ -139,8 +139,10 @@ def leakcheck(
     expect(rows, "lengths", f"documents that fit in {model.longest} positions", "none")
     result = LeakCheckResult(model.boundaries)
     with probes.undisturbed(model.modules):
+        # Evaluation mode first: with dropout a document alone differs from itself packed.
         for module in model.modules:
             module.eval()
+        # A callable tells its vocabulary by the width of its logits.
         if not model.vocab_size:
             with torch.no_grad():
                 two = torch.zeros(2, dtype=torch.int64, device=model.device)
@@ -148,6 +150,8 @@ def leakcheck(
         for row in rows:
             for way in model.inputs:
                 check_documents(Documents(model, way, row), result)
+        # Padding is reported by itself: a model may
+        # refuse it, or read it, and still pack correctly.
         for side in model.padding if result.raises is None else ():
             padded = LeakCheckResult(side)
             try:
@@ -155,6 +159,7 @@ def leakcheck(
             except ValueError:
                 padded.same_as_alone = False
             result.padding[side] = None if padded.raises else padded.ok
+        # Only without a leak so far: training mode may take other kernels.
         if result.raises is None and not result.leaks and model.modules:
             for module in model.modules:
                 module.train()
@@ -181,8 +186,10 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
             result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return
         expect(base.isfinite().any(-1).all(), "logits", "finite numbers", "none at a token")
+        # (probes, L): changed tokens, slots whose logits must stay, each token's largest change.
         tokens, watched = map(torch.stack, zip(*documents.probes()))
         moves = torch.stack([_moves(documents.logits(changed), base) for changed in tokens])
+        # Two equal calls: what differs is noise of the model, and no change below it can be seen.
         noise = float(_moves(documents.logits(), base).max())
         ran = probes.watch(documents)
         tolerance, rounding = _limits(base, ran.dtypes)
@@ -191,10 +198,15 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
             carries = "something is carried from one call to the next"
             what = carries if carried else "smaller changes are not seen"
             result.notes.append(f"Two calls with the same tokens differ by {noise:.1g}: {what}.")
+        # The first probe changes the last token of document 0, whose own logits must then move.
         last = documents.lengths[0] - 1
         moves_itself = carried or moves[0, last] > 4 * noise
         expect(moves_itself, "logits", "a changed token to change its own", "the same")
+        # A leak is a change at a watched slot above the
+        # noise; if states are carried, any change is.
         slots = watched & (moves > (-1 if carried else 4 * noise))
+        # Tokens that stay, in documents that change: if
+        # none moves, the model mixes no tokens at all.
         unchanged = (tokens == documents.tokens) & ~watched  # beside changed tokens
         if unchanged.any():
             result.mixes = bool(result.mixes or (moves[unchanged] > 4 * noise).any())
@@ -202,6 +214,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
             difference = _from_alone(documents, base)
             result.difference = max(difference, result.difference or 0.0)
             result.add("same_as_alone", difference <= tolerance)
+            # Without the boundary argument every bit the same: the model ignores it.
             if model.optional and documents.way == "packed" and result.ignored is not False:
                 unmarked = probes.logits_of(model.alone, documents.tokens)
                 result.ignored = not moved(base, unmarked).any()
@@ -212,6 +225,8 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         result.notes.append("No gradient can be taken.")
     largest = float(moves[slots].max()) if slots.any() else 0.0
     result.largest = max(result.largest, largest)
+    # Rounding is no leak where routed tokens change the
+    # shapes of others' products, unless a gradient crosses.
     isolated = not largest or (crossed is False and largest <= rounding and ran.routed)
     result.add("isolated_forward", isolated)
     if not isolated:
@@ -225,6 +240,7 @@ def _locate(documents: Documents, result: LeakCheckResult, tokens: Tensor, watch
         reach = int(slots[0].nonzero().max()) - last
         if reach > result.reach:
             result.reach = reach
+            # Up to the row's last token, the leak has no end that this row could show.
             result.endless = last + reach == slots.shape[1] - 1
     first = int(slots.any(1).nonzero()[0])
     with suppress(torch.OutOfMemoryError):
@@ -240,6 +256,7 @@ def _limits(base: Tensor, dtypes: set[torch.dtype]) -> tuple[float, float]:
 def _moves(logits: Tensor, base: Tensor) -> Tensor:
     """Return each token's largest change of a logit, (L,); infinite to or from NaN."""
     changes = []
+    # In parts: differences of all logits (L, V) at once could exceed the memory.
     for after, before in zip(logits.split(1024), base.split(1024)):
         change = (after - before).abs().nan_to_num(nan=torch.inf)
         changes.append(torch.where(moved(after, before), change, 0.0).amax(-1).double())

@@ -43,18 +43,22 @@ class Documents:
         expect(len(ids) > 1, "vocab_size", "two ids that are not special", len(ids))
         self.model, self.way, self.lengths = model, way, list(lengths)
         total = sum(lengths)
+        # Its own generator: the global one stays.
         drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1))
         drawn = drawn.to(device)
         self.tokens = ids[drawn]
+        # Half of the vocabulary on, so that no token is replaced by itself.
         self.others = ids[(drawn + max(1, len(ids) // 2)) % len(ids)]
         counts = torch.tensor(self.lengths, device=device)
         self.number = torch.arange(len(counts), device=device).repeat_interleave(counts)
         if way == "packed":
             row_lengths, width = counts.sum()[None, None], total
         else:
+            # Rows of one document: PAD slots beside the longest, whose tokens are the neighbours'.
             row_lengths, width = counts[:, None], max(lengths) + PAD
         ends = row_lengths.cumsum(0)
         place = torch.arange(width, device=device)
+        # Slot of each place in the rows, by document: padding on the left comes before its tokens.
         place = place + ends - (width if way == "left" else row_lengths)
         self.slots = place % total
         self.in_document = (place >= ends - row_lengths) & (place < ends)
@@ -105,6 +109,7 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
         if buffer is not None
     ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
+    # A cached cast of a weight would be a constant for gradients that are taken later.
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
@@ -116,6 +121,7 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
             module.training = training
         with torch.no_grad():
             for module, name, buffer, value in buffers:
+                # Keep the very buffer where nothing changed: code may hold a reference to it.
                 module._buffers[name] = buffer if torch.equal(buffer, value) else buffer.copy_(value)
 
 
@@ -143,12 +149,15 @@ def moved(after: Tensor, before: Tensor) -> Tensor:
 
 def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
     """Reduce marks of a module's tensor to slots (R, W); None: no such axis."""
+    # Tokens flattened to (R W, ...), as before a projection of all tokens.
     if values.dim() and values.shape[0] == rows * width:
         return values.reshape(rows, width, -1).any(-1)
     if values.dim() < 2 or values.shape[0] != rows:
         return None
+    # The first axis of length W: (R, W, D), or channels first (R, D, W).
     axis = next((i for i in range(1, values.dim()) if values.shape[i] == width), None)
     if axis is None:
+        # A Conv1d that pads both sides returns some slots more than it got: cut off the last.
         if not width < values.shape[-1] <= width + 8:
             return None
         axis, values = values.dim() - 1, values.narrow(-1, 0, width)
@@ -161,14 +170,16 @@ class Entries(TorchFunctionMode):
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
         self.leaves: list[Tensor] = []
-        self._whole = {id(tokens): tokens}
+        self._whole = {id(tokens): tokens}  # by identity: tensors computed from all tokens
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if not isinstance(result, Tensor) or not any(id(leaf) in self._whole for leaf in tree_leaves((args, kwargs))):
             return result
+        # Still no floating-point numbers (shifted ids, a mask): follow what is computed of them.
         if not result.is_floating_point():
             return self._whole.setdefault(id(result), result)
+        # The embeddings become leaves of autograd: the loss is differentiated by them.
         if not result.requires_grad:
             result = result.detach().requires_grad_()
         self.leaves.append(result)
@@ -187,6 +198,7 @@ def crossing_gradients(documents: Documents) -> bool | None:
             logits = documents.call(tokens)[0]
         if not logits.requires_grad or not entries.leaves:
             return None
+        # reached: a gradient inside its documents, without which zero outside means nothing.
         crossed, reached = False, False
         for inside in (number % 2 == 0, number % 2 == 1, number == number[-1]):
             loss_slots = documents.in_rows(inside)
@@ -206,6 +218,7 @@ def crossing_gradients(documents: Documents) -> bool | None:
 
 def _gradients(logits: Tensor, leaves: list[Tensor]) -> tuple[Tensor | None, ...]:
     """Differentiate a randomly weighted sum of finite logits by the leaves; keep the graph."""
+    # Random weights: a plain sum of logits could cancel what crosses.
     weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(SEED)).to(logits)
     loss = torch.where(logits.isfinite(), logits * weights, 0.0).sum()
     return torch.autograd.grad(loss, leaves, retain_graph=True, allow_unused=True)
@@ -225,6 +238,7 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result, name = func(*args, **(kwargs or {})), str(func)
         self.routed = self.routed or not self.ROUTING.isdisjoint(name.split("."))
+        # Products decide the rounding; an operator that is not ATen's may be one.
         if not name.startswith("aten.") or any(part in name for part in ("mm", "conv", "attention")):
             tensors = (leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor))
             self.dtypes.update(tensor.dtype for tensor in tensors)
@@ -243,7 +257,10 @@ def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str |
 
     Both are compared at ``watched`` slots (L,).
     """
+    # Slots (R, W) at which nothing should change.
     marks = documents.in_rows(watched)
+    # Two passes, the second with other tokens. A call
+    # is known by its module's name and its number.
     titles: list[str] = []
     calls: dict[tuple[str, int], tuple[list[Tensor], list[Tensor]]] = {}
     counts: Counter[str] = Counter()
@@ -258,6 +275,7 @@ def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str |
         is_output_class = hasattr(result, "__dict__") and not isinstance(result, Tensor)
         outputs = _tensors(vars(result) if is_output_class else result)
         inputs = _tensors((args, kwargs))
+        # The first pass stores inputs and outputs, the second compares with them.
         before = calls.setdefault((title, counts[title]), (inputs, outputs))
         if before[1] is not outputs and differ(before[1], outputs) and not differ(before[0], inputs):
             titles.append(title)
