@@ -78,6 +78,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             targets = targets[slots]
             mask = mask[slots]
             shares = None if shares is None else shares[slots]
+        # Products take narrow operands; the head's gradient is summed in ``dtype``.
         head = weight.to(hidden.dtype)
         dtype = accumulation_dtype(x.dtype)
         losses = x.new_empty(len(x), dtype=dtype)
@@ -86,6 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=dtype) if differentiable else None
         compute = _compiled_chunk() if compiled else _chunk
         chunk_length = max(1, CHUNK_LOGITS // len(head))
+        # A chunk: logits (t, V), losses (t,), and at once its shares of dx (t, d_model) and dhead.
         for first in range(0, len(x), chunk_length):
             part = slice(first, first + chunk_length)
             logits = x.new_empty(len(losses[part]), len(head))
@@ -106,6 +108,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         ctx.shape = hidden.shape
         ctx.dtype = weight.dtype
         ctx.save_for_backward(dx, dhead)
+        # Losses at their slots, zero where a slot was skipped.
         placed = losses
         if slots is not None:
             placed = losses.new_zeros(len(hidden)).index_copy_(0, slots, losses)
@@ -133,6 +136,7 @@ def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) 
     if not differentiable:
         return losses, losses
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
+    # d loss / d logits = softmax(logits) - one-hot(target).
     gradient = torch.where(mask[:, None], log_p.exp() - is_target.to(dtype), 0)
     return losses, gradient.to(logits.dtype)
 

@@ -53,6 +53,7 @@ def find_folder(directory: str | Path, revision: str | None = None) -> Path:
     expected = "directory: expected a checkpoint's folder with config.json"
     if (folder / "config.json").is_file():
         return folder
+    # owner/name, of which no part is a path here: a path that is misspelt must not ask the Hub.
     if folder.exists() or folder.parent.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name):
         raise FileNotFoundError(f"{expected}, got '{folder}'")
     try:
@@ -69,6 +70,7 @@ def _download(name: str, revision: str | None) -> Path:
     from huggingface_hub import snapshot_download
 
     for weights in WEIGHT_FILES:
+        # model*.safetensors*, pytorch_model*.bin*: one file, or shards and their index.
         with_shards = weights.replace(".", "*.") + "*"
         folder = Path(snapshot_download(name, revision=revision, allow_patterns=["config.json", with_shards]))
         if any(folder.glob(with_shards)):
@@ -91,6 +93,7 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
     arguments["vocab_size"] = embedding.shape[0]  # may be padded beyond the configuration's
     if arguments["tie_embeddings"]:
+        # A tied head may be stored or left out; stored, it must be the embedding.
         head = weights.setdefault("lm_head.weight", embedding)
         expect(torch.equal(head, embedding), f"{folder}: 'lm_head.weight'", "the tied embedding", "another")
     return arguments, weights
@@ -142,6 +145,7 @@ def write_pretrained(
             name.replace("backbone.embedding.", "backbone.embeddings."): tensor.contiguous()
             for name, tensor in weights.items()
         }
+        # The dtype in which transformers loads the weights.
         published["dtype"] = str(next(iter(weights.values())).dtype).removeprefix("torch.")
         if config["tie_embeddings"]:
             del weights["lm_head.weight"]  # one tensor under two names is no safetensors file
@@ -199,11 +203,13 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
     expect(published.get("rms_norm", True), f"{path}: rms_norm", "true", "false")
     options = dict(published.get("ssm_cfg") or {})
     layer = options.pop("layer", DEFAULT_LAYER)
+    # ssm_cfg.layer names the mixer; its other keys are arguments of the mixer.
     mixers = {_layer(name): name for name in MIXERS}
     expect(layer in mixers, f"{path}: ssm_cfg.layer", " or ".join(map(repr, mixers)), repr(layer))
     mixer = mixers[layer]
     for key in getattr(MIXERS[mixer], "WITHOUT_EFFECT", ()):
         options.pop(key, None)
+    # An unknown key might change what the model computes, so it is refused and not ignored.
     parameters = inspect.signature(MIXERS[mixer]).parameters.keys()
     unknown = options.keys() - (parameters - {"d_model", "recompute", "backend"})
     if unknown:
