@@ -47,12 +47,13 @@ class Mamba(PackedMamba):
         self.expand, self.use_fast_path, self.layer_idx = expand, use_fast_path, layer_idx
         self.activation, self.act = "silu", nn.SiLU()  # some code reads them
         self.dt_proj.set_weight_start(constant=dt_init == "constant", scale=dt_scale)
-        if dtype is not None:
+        if dtype is not None:  # A_log and D stay float32, as in mamba_ssm
             for part in (self.in_proj, self.conv1d, self.x_proj, self.dt_proj, self.out_proj):
                 part.to(dtype)
 
     def _mark_parameters(self) -> None:
         super()._mark_parameters()
+        # The initialisation of mamba_ssm's models zeroes other biases.
         self.dt_proj.bias._no_reinit = True  # type: ignore[attr-defined]
 
     def forward(  # type: ignore[override]
@@ -83,6 +84,7 @@ class Mamba(PackedMamba):
         states = self._get_states_from_cache(inference_params, hidden_states.shape[0])
         if inference_params.seqlen_offset > 0:
             return self.step(hidden_states, *states)[0]
+        # At offset 0 a prompt begins: from zero, whatever the cache holds.
         return self._advance(hidden_states, states[0].zero_(), states[1], fresh=True)
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -94,8 +96,10 @@ class Mamba(PackedMamba):
         """Mix rows from these states (fresh: from zero), which become the last ones."""
         xz = self.in_proj(hidden_states)
         # Copies: a backward holds them.
+        # mamba_ssm's convolution state is the last W inputs; the operator's is the last W - 1.
         start = (conv_state[..., 1:].to(xz.dtype).clone(), ssm_state.to(accumulation_dtype(xz.dtype)).clone())
         mixed, final = self._mix(xz, None, None, None if fresh else start, True)
+        # The last W inputs, older ones from the state where there are fewer.
         inputs = xz[:, -self.d_conv :, : self.d_inner].transpose(1, 2).to(conv_state.dtype)
         with torch.no_grad():
             conv_state.copy_(torch.cat([conv_state, inputs], -1)[..., -self.d_conv :])
@@ -145,6 +149,7 @@ def _of(layer: Any) -> Mamba:
     expect(kind == "Mamba", "model", "layers of class Mamba (Mamba-1) alone", kind)
     expect(activation in ("silu", "swish"), "model", "the activation silu", repr(activation))
     inner, d_state = layer.A_log.shape
+    # On meta, since every parameter is the replaced layer's own (assign, keep_vars).
     with torch.device("meta"):
         ours = Mamba(
             layer.d_model, d_state, layer.conv1d.weight.shape[-1], inner // layer.d_model, layer.dt_proj.weight.shape[1],

@@ -20,6 +20,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         return mix2(mixer, hidden, packing, cache)
     layout, xz = packing.layout, mixer.in_proj(hidden)
     wide = accumulation_dtype(xz.dtype)
+    # Conv1d holds (D, 1, W), the operator takes (D, W).
     conv = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)  # in float32 as there
     heads, out_proj, keeps = hasattr(mixer, "n_mamba_heads"), mixer.out_proj, cache is not None
@@ -40,6 +41,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         x = ops.conv1d_pack(x, *conv, layout=layout, activation="silu")
         options: dict[str, Any] = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
         state = None
+        # Zamba: each of n_mamba_heads has its own projections and scan, of D / heads channels.
         if heads:
             outputs = []
             for h, (u, gate) in enumerate(zip(x.chunk(len(A), -1), z.chunk(len(A), -1))):
@@ -79,8 +81,10 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     xbc = ops.conv1d_pack(inputs, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, layout=layout, activation="silu")
     x, B, C = xbc.split((mixer.intermediate_size, groups * states, groups * states), dim=-1)
     wide = accumulation_dtype(x.dtype)
+    # Decays are computed in float32 and not rounded to the activations' dtype.
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.to(wide)
     by_head, by_group = (-1, mixer.head_dim), (groups, states)
+    # The norm takes the gate; without a norm the scan does.
     normed, keeps = getattr(mixer, "mamba_rms_norm", True), cache is not None
     y = ops.ssd_pack(
         x.unflatten(-1, by_head), delta, A, B.unflatten(-1, by_group), C.unflatten(-1, by_group), D,
@@ -95,6 +99,7 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
 
 
 def _keep(mixer: Any, cache: Any, packing: Packing, inputs: Tensor, state: Any) -> None:
+    # Padding on the left must not look like inputs when generation goes on.
     inputs = _blank(inputs, packing).transpose(1, 2)
     cache.update_conv_state(inputs, mixer.layer_idx, conv_kernel_size=mixer.conv_kernel_size)
     cache.update_recurrent_state(state[packing.last], mixer.layer_idx)
@@ -105,6 +110,7 @@ def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
 
 
 def _plain(linear: nn.Module) -> bool:
+    # Adapters (PEFT), quantisation and accelerate's hooks change the type, ``forward`` or hooks.
     hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
     return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 

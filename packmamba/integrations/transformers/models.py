@@ -52,6 +52,7 @@ def check_supported(module: Any) -> None:
     expect("forward" not in vars(module), name, "its own forward", "a wrapped one; patch before that")
     holds = next((HOLDS[kind] for kind in type(module).__mro__ if kind in HOLDS), None)
     if holds is None:
+        # A whole model: its arguments. A mixer: arguments, and below what it holds.
         known = MODEL_TAKES <= {*takes} and not {*CACHES}.isdisjoint(takes)
     else:
         known = len(takes) == 5 and [*takes[:2], takes[3]] == MIXER_TAKES and takes[2] in CACHES
@@ -59,6 +60,7 @@ def check_supported(module: Any) -> None:
         raise _different(name, f"its forward takes {', '.join(takes)}")
     if holds is None:
         return
+    # An activation function may be a module named act.
     has = {child for child, _ in module.named_children()} | {p for p, _ in module.named_parameters(recurse=False)}
     if wrong := sorted((has - {"act"}) ^ holds):
         raise _different(name, f"{wrong[0]} {'is new' if wrong[0] in has else 'is missing'}")
@@ -90,9 +92,11 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
     tokens, cache, mask = (_first(kwargs, INPUTS), _first(kwargs, CACHES), kwargs.get("attention_mask"))
     cached = cache is not None or bool(kwargs.get("use_cache"))
+    # A dictionary (kind of layer -> mask) was prepared by transformers.
     prepared = isinstance(mask, dict) and (not given or (cache is not None and given.keys() == {"position_ids"}))
     if not isinstance(tokens, Tensor) or prepared:
         return kwargs
+    # States are there already: a step of generation goes on, with one document a row.
     if cache is not None and _continues(model, cache):
         position = given.pop("position_ids", None)
         expect(not given, " and ".join(given), "none beside a cache that holds states", "some")
@@ -101,6 +105,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
         return kwargs
     expect(given or cached or not required, "position_ids", "position_ids, seq_idx or cu_seq_lens_q", "none")
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
+    # The last token of a document must not predict the first one of the next.
     if packing.packed:
         kwargs |= _own_labels(kwargs, packing)
     if packing.last is not None:
@@ -119,6 +124,7 @@ def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
     """Mask first tokens' labels."""
     starts = packing.layout.position_indices == 0
     masked = {}
+    # shift_labels are labels moved by one already.
     for name, targets in (("labels", starts), ("shift_labels", starts.roll(-1, dims=1))):
         labels = kwargs.get(name)
         if isinstance(labels, Tensor) and labels.shape == starts.shape:
@@ -134,6 +140,7 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
     arguments |= {"attention_mask": kwargs.get("attention_mask"), cache: _first(kwargs, CACHES)}
     if packing.packed:
         documents, kernel = packing.layout.documents, model.config._attn_implementation
+        # FlashAttention takes a packed batch as one row with cumulative lengths.
         fits = "flash" not in kernel or shape[0] == 1
         expect(fits, "attn_implementation", "sdpa or eager for several packed rows", repr(kernel))
         kwargs["position_ids"] = position = packing.layout.position_indices.clamp(min=0).long()
@@ -142,6 +149,7 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
             kwargs |= dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends)
             kwargs |= dict.fromkeys(("max_length_q", "max_length_k"), int(ends.diff().max()))
         arguments["attention_mask"] = None
+        # And-ed with the causal mask: a token attends to tokens of its own document.
         arguments["and_mask_function"] = lambda row, _, query, key: documents[row, query] == documents[row, key]
         if kernel == "sdpa" and not torch.compiler.is_compiling():
             return {"full_attention": DocumentMask(documents, arguments), "linear_attention": packing}
@@ -152,16 +160,20 @@ class DocumentMask:
     """Stand for a mask: ``scaled_dot_product_attention`` reads each document alone, all else the mask."""
 
     def __init__(self, documents: Tensor, arguments: dict[str, Any]) -> None:
+        # Lengths by row; padding is a document too.
         self.lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in documents.cpu()]
         self.dense = functools.partial(create_causal_mask, **arguments)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # Any function but scaled_dot_product_attention wants the mask itself.
         if (mask := kwargs.pop("attn_mask", None)) is None:
             return function(*(x.dense() if isinstance(x, cls) else x for x in args), **kwargs)
         if torch.compiler.is_compiling():
             return function(*args, attn_mask=mask.dense(), **kwargs)
+        # SDPA's causal kernel for each document: neither
+        # a mask in memory nor work across documents.
         rows = []
         for lengths, *row in zip(mask.lengths, *(x.split(1) for x in args)):
             documents = zip(*(x.split(lengths, 2) for x in row))
@@ -186,6 +198,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
             tokens = kwargs.get(name)
             if isinstance(tokens, Tensor) and (tokens.dim() != axes or 0 in tokens.shape):
                 raise ValueError(f"{name}: expected {axes} axes and no empty one, got {tuple(tokens.shape)}")
+        # The model around this one may have arranged the batch already.
         arranged = "packing" in kwargs or isinstance(kwargs.get("attention_mask"), Packing)
         needed = self.require_boundaries or any(kwargs.get(name) is not None for name in ASKS)
         if needed and not arranged:
@@ -196,6 +209,7 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
         packing = None if hybrid and whole else kwargs.pop("packing", None)
         if packing is not None:
             kwargs["attention_mask"] = _masks(self, kwargs, packing) if hybrid else packing
+        # Mamba-2's backbone makes a mask of its own, but hands keywords on to its mixers.
         if way == "keyword" and not whole and isinstance(kwargs.get("attention_mask"), Packing):
             kwargs["packing"] = kwargs.pop("attention_mask")
         return original.forward(self, **kwargs)
@@ -228,6 +242,7 @@ def _saves(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _mixes(original: Any) -> Callable:
+    # Arguments after self and hidden_states, but for **kwargs.
     names = list(inspect.signature(original.forward).parameters)[2:-1]
 
     @force_accelerate_hooks(["conv1d"])
@@ -236,6 +251,7 @@ def _mixes(original: Any) -> Callable:
         kwargs.update(zip(names, args))
         packing = kwargs.pop("packing", None)
         cache, mask = (_first(kwargs, CACHES), kwargs.get("attention_mask") if packing is None else packing)
+        # Steps of generation, and rows that a padding mask describes, stay transformers' own.
         if isinstance(mask, Tensor) or (cache is not None and cache.has_previous_state(self.layer_idx)):
             return original.forward(self, hidden_states, **kwargs)
         return mix(self, hidden_states, mask or WHOLE_ROWS, cache)
@@ -285,6 +301,7 @@ for folder, family, suffix, holds, way in FAMILIES:
 
 def exchange(model: nn.Module, require_boundaries: bool = False) -> None:
     """Change the classes of the modules inside to ours; raise ValueError, before any change, if one is not as known."""
+    # Check all before the first change, so that a refusal leaves the model as it was.
     for module in model.modules():
         known = not isinstance(module, tuple(HOLDS)) or type(module) in (*CLASSES, *CLASSES.values())
         expect(known, "model", "mixers of transformers' own class", type(module).__name__)
