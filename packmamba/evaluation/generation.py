@@ -54,7 +54,9 @@ def generate(
     finals: dict[int, DocumentState] = {}
     hidden = read_to_the_end(model, texts, max_slots, finals)
     with torch.inference_mode():
+        # From the prompts' ends: by layer, states of all prompts (prompts, ...).
         states = list(InitialStates(model, [finals[i] for i in range(len(texts))]))
+    # One generator a prompt: its draws do not depend on the others, or on when they end.
     draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]
     new_tokens: list[list[int]] = [[] for _ in texts]
     active = list(range(len(texts)))  # prompts that go on; row r of hidden and states is active[r]
@@ -69,6 +71,7 @@ def generate(
             continuation.append(token)
             if len(continuation) < max_new_tokens and not (stop and stop(continuation)):
                 rows.append(row)
+        # Prompts have ended: go on with the states of the others alone.
         if len(rows) < len(active):
             index = torch.tensor(rows, dtype=torch.int64, device=hidden.device)
             states = [tuple(state.index_select(0, index) for state in layer) for layer in states]
@@ -104,6 +107,7 @@ def _draw(log_p: Tensor, temperature: float, top_p: float, uniform: Tensor) -> T
     # Relative to the largest, else a tiny temperature overflows.
     relative = log_p - log_p.amax(dim=1, keepdim=True)
     p, order = torch.softmax(relative / temperature, dim=1).sort(dim=1, descending=True, stable=True)
+    # A token stays while those more likely than it do not reach top_p; the first always does.
     more_likely = p.cumsum(dim=1) - p
     p = torch.where(more_likely < top_p, p, 0)
     cumulative = p.cumsum(dim=1)

@@ -40,10 +40,12 @@ def token_losses(
 def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]], list[dict[str, float]]]:
     """Return documents' sums of losses at positions [edges[i], edges[i + 1]), from 1, and means over all."""
     spans = list(zip(edges, edges[1:]))
+    # losses[i] is of the token at position i + 1: the token at 0 is never predicted.
     parts = [[some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses]
     sums = [[float(part.sum()) for part in own] for own in parts]
     means = []
     for i, (start, end) in enumerate(spans):
+        # Documents that reach the bucket, perhaps in part.
         if reach := [(own[i], len(part[i])) for own, part in zip(sums, parts) if len(own) > i]:
             nats, count = map(sum, zip(*reach))
             means.append({"start": start, "end": end, "loss": nats / count, "count": count, "documents": len(reach)})
@@ -117,6 +119,7 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     numbers, groups = evaluation_documents(corpus, context.data).tolist(), corpus.groups
     labels = [{"document": n} | ({} if groups is None else {"group": int(groups[n])}) for n in numbers]
     documents = [corpus.document(number) for number in numbers]
+    # The first option of each is a length; long_context needs two windows.
     needed = max(1, next(iter(options.values()), 1) * (2 if name == "long_context" else 1))
     longest = max(map(len, documents), default=0)
     need(longest >= needed, name, f"a {split} document of at least {needed} tokens", f"at most {longest}")
@@ -138,7 +141,9 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
         losses = {suffix: [each[kept] for each, kept in zip(some, answered)] for suffix, some in losses.items()}
     targets = [len(some) for some in losses[""]]
     decode = context.tokenizer.decode if context.tokenizer else lambda _: ""
+    # Bytes of the texts: bits per byte compare models of different tokenizers.
     sizes = [len(decode(document).encode("utf-8", "replace")) for document in documents]
+    # Octaves of positions: [1, 2), [2, 4), ...
     edges = [2**i for i in range(max(targets).bit_length() + 1)]
     columns: dict[str, Any] = {"targets": targets, "bytes": sizes}
     for suffix, some in losses.items():
@@ -150,6 +155,7 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     metrics = {"loss": nats / total, "bits_per_byte": bits_per_byte, "targets": total, "documents": len(items)}
     if boundary.as_trained:
         metrics["loss_as_trained"] = sum(columns["nats_as_trained"]) / total
+    # A document's targets and nats in each octave, to be summed by group.
     buckets = [
         {"start": start, "targets": min(2 * start - 1, item["targets"]) - start + 1, "group": item.get("group")}
         | {"nats" + suffix: item["octaves" + suffix][i] for suffix in losses}
@@ -176,6 +182,7 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate loss by position, in buckets from a sixteenth of a window to ``most`` windows."""
     texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
+    # A sixteenth to a half of a window, then whole windows in powers of two, from token 1.
     edges = sorted({1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))} - {0})
     losses = token_losses(model, [document[: edges[-1]] for document in texts.documents], context.max_slots)
     sums, points = by_position(edges, losses)
@@ -191,6 +198,7 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     that read from the document's start: with context = window, what states carry beyond a row of training.
     """
     texts = validation("long_context", context, len(model.lm_head.weight))
+    # In the order of OPTIONS.
     window, most, before, least, least_groups = texts.options.values()
     groups = [label.get("group", label["document"]) for label in texts.labels]
     which, windows, end = list[int](), list[int](), 0
@@ -199,11 +207,14 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
         if len(reach) < least or len({groups[i] for i in reach}) < least_groups:
             break
         end = k * window
+        # Else both readings would begin at the document's start.
         if (k - 1) * window > before:
             which, windows = which + reach, windows + [k] * len(reach)
     firsts = [(k - 1) * window for k in windows]
+    # Losses read from the document's start, and read from ``before`` tokens ahead of the window.
     whole = token_losses(model, [document[:end] for document in texts.documents], context.max_slots)
     cut = [texts.documents[i][first - before : first + window] for i, first in zip(which, firsts)]
+    # Losses of the context are not compared; a window has window - 1 targets.
     short = [float(some[before:].mean()) for some in token_losses(model, cut, context.max_slots)]
     full = [float(whole[i][first : first + window - 1].mean()) for i, first in zip(which, firsts)]
     items = texts.items(which, windows=windows, gain=[one - other for one, other in zip(short, full)])
@@ -234,6 +245,7 @@ def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
         hidden = read_to_the_end(model, [texts.documents[i][start:length] for i in reach], context.max_slots)
         return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
 
+    # The first start is 0: nothing left out.
     whole = distributions(starts.pop(0))
     variations = {t: ((whole - distributions(t)).abs().sum(dim=1) / 2).tolist() for t in starts}
     means = {t: float(np.mean(values)) for t, values in variations.items()}

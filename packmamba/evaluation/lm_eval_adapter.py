@@ -67,6 +67,7 @@ class PackMambaLM(TemplateLM):
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """Return the ids of a text."""
         begin = getattr(self.tokenizer, "bos_token", None)
+        # A chat template has written the begin token already.
         if add_special_tokens is None and begin and string.startswith(begin):
             add_special_tokens = False
         options: dict[str, Any] = {} if add_special_tokens is None else {"add_special_tokens": add_special_tokens}
@@ -79,9 +80,10 @@ class PackMambaLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Any, *further: Any, **others: Any) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests if continuation]
         scores = iter(score(self.model, pairs, self.max_slots))
+        # An empty continuation has probability 1.
         answers: list[Any] = [tuple(next(scores)) if continuation else (0.0, True) for *_, continuation in requests]
         for (key, *_), answer in zip(requests, answers):
-            if key is not None:
+            if key is not None:  # None: of rolling scores, cached by their caller
                 self.cache_hook.add_partial("loglikelihood", key, answer)
         return answers
 
@@ -96,6 +98,7 @@ class PackMambaLM(TemplateLM):
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Generate greedily or by temperature until a stop string, prompts packed."""
         texts = [""] * len(requests)
+        # Requests with equal options are generated together.
         keys = [repr(sorted(request.args[1].items())) for request in requests]
         for one in set(keys):
             places = [i for i, key in enumerate(keys) if key == one]
@@ -128,6 +131,7 @@ class PackMambaLM(TemplateLM):
             top_p if temperature else 1.0,
             self.eot_token_id,
             max_slots=self.max_slots,
+            # By text, since a stop string's tokens depend on what precedes it.
             stop=lambda tokens: any(stop in self.tok_decode(tokens) for stop in stops),
         )
         texts = [self.tok_decode(tokens) for tokens in generated]

@@ -60,6 +60,7 @@ def read_config(folder: str | Path) -> Config:
         raise ConfigError(f"{folder}: expected a folder of a run or a checkpoint, got no config.json{hint}")
     trained = (folder / CONFIGURATION).is_file()
     config = load_config(folder / CONFIGURATION if trained else None)
+    # The folder's tokenizer, since the path of training may not exist here.
     if (folder / TOKENIZER).is_file() and not (trained and config.data.tokenizer == "bytes"):
         config.data.tokenizer = str(folder / TOKENIZER)
     if not trained:
@@ -74,6 +75,7 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
+        # Try the device now: a model fails later, and less clearly.
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})") from None

@@ -79,6 +79,7 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
     chosen: list[Segment] = []
     free = states = 0
 
+    # As a filter's predicate: takes a segment that fits into ``chosen``, and keeps the others.
     def rejects(segment: Segment) -> bool:
         nonlocal free, states
         if length(segment) > free or segment.keeps(max_slots) > states:
@@ -94,6 +95,8 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
             chosen.clear()
             free = max_slots
             states = max(1, max_slots // SLOTS_PER_STATE)
+            # Those that continue from states first; new ones
+            # only when all of these fit: fewer states wait.
             following = list(filter(rejects, following))
             while waiting and not following:
                 longest_fitting = bisect.bisect_right(waiting, free, key=length) - 1
@@ -134,11 +137,13 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[
     tokens[0, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
     starts = [segment.start for segment in segments]
     states = None if all(start is None for start in starts) else InitialStates(model, starts)
+    # Final states that somebody needs: of cut documents, and of those with a ``finish``.
     carried = [number for number, segment in enumerate(segments) if segment.keeps(max_slots)]
     options: Any = {"states": states, "return_states": bool(carried), "return_hidden": True}
     with torch.inference_mode():
         out = model(to_device(tokens, device), layout=layout, **options)
         hidden, finals = out if carried else (out, [])
+        # The others' states are freed with ``finals``.
         index = to_device(torch.tensor(carried, dtype=torch.int64), device)
         pool = [tuple(part.index_select(0, index) for part in layer) for layer in finals]
     pieces = []
@@ -182,6 +187,7 @@ class InitialStates(Sequence):
         return len(self.mixers)
 
     def __getitem__(self, layer: Any) -> Any:
+        # Zero, or learned; then overwritten by the stored ones, pool by pool.
         states = list(self.mixers[layer].start_state(self.documents))
         for pool, rows, documents in self.pools:
             states = [
@@ -203,6 +209,7 @@ class TrainingLayoutReader:
     def __init__(self, documents: Sequence[Any], data: DataConfig, boundary: Any) -> None:
         lengths = np.array([len(document) for document in documents])
         corpus = Documents(np.concatenate(documents), lengths)
+        # A strategy that splits no document needs rows for the longest.
         splits = data.overlong == "split" or STRATEGIES[data.strategy].splits_documents
         if not splits and data.row_length is not None:
             data = replace(data, row_length=max(data.row_length, int(lengths.max())))
@@ -236,10 +243,12 @@ def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, T
     weight = model.lm_head.weight
     wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
     with torch.inference_mode(), torch.autocast(hidden.device.type, enabled=False):
+        # Rows for GPU_LOGITS logits, rounded down to a power of two.
         filling = 1 << (GPU_LOGITS // len(weight)).bit_length() >> 1
         count = min(max(HEAD_ROWS, filling), 16384) if weight.is_cuda else HEAD_ROWS
         for first in range(0, len(hidden), count):
             part = hidden[first : first + count]
+            # Filled up with zeros to ``count`` rows: one shape, one choice of kernels.
             rows = weight.new_zeros(count, hidden.shape[1])
             rows[: len(part)] = part
             logits = torch.nn.functional.linear(rows, weight)[: len(part)]

@@ -44,6 +44,7 @@ def score(
     predict(model, (list(_with_targets(pieces, predictions)) for pieces in passes))
     scores = []
     for context, continuation in checked:
+        # In pieces, where a pass ended inside the continuation.
         values, most_likely = zip(*predictions[context][continuation])
         is_greedy = torch.cat(most_likely).tolist() == list(continuation)
         scores.append(Score(sum(torch.cat(values).tolist()), is_greedy))
@@ -76,6 +77,7 @@ def _segment(context: Ids, continuations: list[Ids]) -> Segment:
     """
     owner = (context, continuations, len(context) - 1)
     if len(continuations) == 1:
+        # One continuation: context and continuation are read in one go.
         return Segment(owner, context + continuations[0][:-1])
     longer = [continuation for continuation in continuations if len(continuation) > 1]
 
@@ -90,6 +92,7 @@ def _with_targets(
 ) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
     """Yield the activations of a pass that predict continuations, and what they should predict."""
     for (context, continuations, offset), first, hidden in pieces:
+        # The activation at position offset + n predicts token n of the continuation.
         start = max(offset, first)
         for continuation in continuations:
             end = min(first + len(hidden), offset + len(continuation))

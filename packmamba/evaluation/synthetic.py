@@ -37,6 +37,7 @@ def answer(
         places = np.flatnonzero(examples[i].mask[start:end])
         return torch.from_numpy(places).to(model.lm_head.weight.device), examples[i].targets[start + places]
 
+    # Choices continue their context alone, whatever rows the example was trained in.
     choices = [] if passes else [(e.context.tolist(), choice) for e in examples for choice in e.choices]
     scores = iter(score(model, choices, max_slots))
     predicted = predict_documents(model, [example.tokens for example in examples], targets, max_slots, passes)
@@ -46,6 +47,7 @@ def answer(
         item |= {"right": int((best == example.targets[example.mask]).sum()), "nats": float(losses.sum())}
         if example.answer is not None and not passes:
             values = np.array([next(scores).log_likelihood for _ in example.choices])
+            # By bytes, too: long choices have low likelihoods.
             sizes = example.notes.get("bytes") or [len(choice) for choice in example.choices]
             item |= {"choice": int(values.argmax()), "by_bytes": int((values / np.array(sizes)).argmax())}
             item |= {"answer": example.answer, "bytes": sizes[example.answer]}
@@ -82,6 +84,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
     task = make_task(name, context, len(model.lm_head.weight))
     total = getattr(task, "num_examples", None) or context.examples
     count = min(context.examples, total)
+    # Evenly spaced over a finite task.
     numbers = [i * total // count for i in range(count)]
     examples = [task.example(context.seed, number) for number in numbers]
     if getattr(task, "of_bytes", False) and not isinstance(context.tokenizer, (ByteTokenizer, type(None))):
@@ -89,6 +92,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
     boundary = context.trainer.scheme()
     rows = TrainingLayoutReader([example.tokens for example in examples], context.data, boundary)
     annotate: Any = getattr(task, "annotate", lambda *_: {})
+    # Once from zero state, then as trained; ``annotate`` may add metrics of either.
     items, predicted = answer(model, examples, context.max_slots)
     further = annotate(examples, predicted, rows)
     if boundary.as_trained:
@@ -97,6 +101,7 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
             item |= {f"{key}_as_trained": other[key] for key in ("right", "nats")}
         further |= {f"{key}_as_trained": value for key, value in annotate(examples, predicted, rows).items()}
     metrics, curves = summarize(items)
+    # Stands for the hash of the documents: results of equal ones compare.
     corpus = f"task {name} {sorted(context.options.items())} seed {context.seed}"
     if context.options.get("documents") == VALIDATION:
         corpus += f" of {load_corpora(context.data).corpus_hash}"
@@ -117,6 +122,7 @@ def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
         groups = range(len(corpus)) if corpus.groups is None else corpus.groups
         texts = tuple((str(group), tokenizer.decode(corpus.document(i))) for i, group in enumerate(groups))
     try:
+        # As JSON: lru_cache needs hashable arguments.
         task = _construct(TASKS[name], json.dumps(parameters), texts)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{context.key}.{name}: {error}; options are {', '.join(known) or 'none'}") from None
