@@ -55,6 +55,7 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
     except Locked as error:
         return Status("locked", str(error))
     except Stopped as stopped:
+        # 128 + a signal's number: this process was told to stop, and not the run alone.
         if stopped.status > 128:
             raise KeyboardInterrupt from None
         return Status("stopped", f"after step {stopped.step}")
@@ -89,6 +90,7 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     # Names of GPUs are those of the variable, so that a worker can be given one of them.
     gpus = (os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(count)))).split(",")[:count]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    # As many runs as GPUs; without one, as many as get THREADS cores each.
     number = (count or max(1, cores // THREADS)) if jobs == "auto" else int(jobs)
     threads = max(1, min(cores // number, THREADS if gpus else cores))
     if gpus:
@@ -114,6 +116,7 @@ def run_in_slots(
         while queue and not stop.is_set() and time.monotonic() < last:
             config = queue.popleft()
             report(config, place=slot.name)
+            # Made with the first run, and again after a failed one.
             pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
             try:
                 status = pool.submit(_train_in_worker, config, last).result()
@@ -126,10 +129,12 @@ def run_in_slots(
         if pool is not None:
             pool.shutdown()
 
+    # SIGTERM raises KeyboardInterrupt below, as Ctrl-C does.
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     threads = ThreadPoolExecutor(len(slots))
     running = [threads.submit(work, slot) for slot in slots]
     try:
+        # At most what ``wait`` accepts; the deadline may be infinite.
         wait(running, min(max(0.0, deadline - time.monotonic()), 1e6))
     except KeyboardInterrupt:
         stop.set()
@@ -138,6 +143,7 @@ def run_in_slots(
     finally:
         signal.signal(signal.SIGTERM, before)
         stop.set()
+        # Workers that have not stopped by now, or were never asked to.
         for child in multiprocessing.active_children():
             child.kill()
     for future in running:
@@ -152,8 +158,10 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
     global _stop
     _stop = stop
     os.setsid()  # Ctrl-C is the parent's
+    # SLURM sends it to every process of a job; the parent stops runs.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
+    # A parent that was killed cannot stop its workers, which would hold their GPUs.
     def end_with_parent() -> None:
         while os.getppid() == parent:
             time.sleep(0.3)
@@ -171,6 +179,7 @@ def _train_in_worker(config: Config, last: float) -> Status:
     folder = run_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "a") as file:
+        # By descriptor, so that what compiled libraries print is in the file, too.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     return train(config, progress=False, stop=lambda: _stop.is_set() or time.monotonic() > last)
@@ -203,8 +212,10 @@ def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, o
 
     # A checkout need not be installed on the cluster's nodes.
     os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    # Time is in minutes.
     parameters: dict[str, Any] = {"time": 240, "gpus_per_node": 1, "cpus_per_task": THREADS}
     parameters |= {"array_parallelism": len(configs) if jobs == "auto" else jobs, **slurm}
+    # How often SLURM may start a job again that ran out of time.
     executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
     try:
         executor.update_parameters(**{f"slurm_{name}": value for name, value in parameters.items()})
@@ -215,6 +226,7 @@ def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, o
     for config, job in zip(configs, submitted):
         try:
             status = job.result()
+        # submitit raises whatever the job raised, or that it was cancelled.
         except Exception as error:
             status = Status("failed", str(error).strip().splitlines()[-1])
         report(config, status, f"job {job.job_id}")

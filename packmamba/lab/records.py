@@ -56,12 +56,14 @@ def make_record(
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     """Append a record under a lock; cut off a last line that is not whole. Raises DiskFull."""
+    # ``read_records`` added it.
     plain = _plain({key: value for key, value in record.items() if key != "sweep"})
     line = json.dumps(plain, allow_nan=False, sort_keys=True).encode() + b"\n"
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # A line without its end was being written when its process was killed.
     with space_for(path), FileLock(f"{path}.lock"):
+        # Up to the last whole line, then the new one; the file is replaced, so readers see either.
         written = path.read_bytes() if path.exists() else b""
         write_whole(path, written[: written.rfind(b"\n") + 1] + line)
 
@@ -74,6 +76,7 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
             for number, line in enumerate(file, start=1):
                 try:
                     record = json.loads(line)
+                    # All of KEYS must be there (KeyError); further keys are kept.
                     records.append({key: record[key] for key in KEYS} | record)
                 except (ValueError, TypeError, KeyError) as error:
                     if line.strip() and line.endswith(b"\n"):  # else an append was interrupted
@@ -110,8 +113,10 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
         old = entries.pop(name, {})
         records = read_records(folder) if has_records(folder) else []
         trained = {record["arm"] for record in records if record["kind"] == "training"}
+        # Arms of earlier versions of the sweep stay listed, if they have records.
         kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
         is_ruled = "margin" in entry or "primary" in entry
+        # What verdicts rest on, before and now.
         before, now = ((e.get("margin"), {*e.get("primary", ())}, e.get("baseline")) for e in (old, entry))
         if "late" in old or (is_ruled and before != now and trained & {*kept, *arms}):
             entry["late"] = True
@@ -131,6 +136,7 @@ def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]
         tried = [dict(zip(tuned["keys"], tuned.get("tried", ())))] if tuned else []
         absent = [arm for arm in arms if arm not in recorded]
         for arm, seeds in arms.items():
+            # An arm may be in several sweeps of the folder: seeds and tried values add up.
             before = sweeps.get(arm, {"seeds": [], "tried": []})
             merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried}
             merged["missing"] = [seed for seed in merged["seeds"] if (arm, seed) not in runs]
@@ -148,6 +154,7 @@ def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
 
 def check_writable(folder: str | Path, key: str) -> None:
     """Raise ConfigError, naming the key, where a folder can not be made or written."""
+    # A folder that is not there yet is made in its nearest ancestor.
     nearest = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
     if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
         raise ConfigError(f"{key}: expected a folder that can be written, got {folder}")

@@ -42,6 +42,7 @@ def recorded_config(config: Config) -> dict[str, Any]:
     for name in [*UNRECORDED, *LATER]:
         section, _, key = name.rpartition(".")
         keys = values[section] if section else values
+        # In records a key at its first value is absent, as in records older than the key.
         if name in UNRECORDED or keys.get(key) == LATER[name]:
             keys.pop(key, None)
     return values
@@ -62,6 +63,7 @@ def id_of(arm: str, values: dict[str, Any]) -> str:
         keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
     # Where bits matter the number of threads decides them.
     excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED
+    # A key at its default is not hashed: keys that are added later leave ids as they are.
     hashed = {k: v for k, v in keys.items() if k in DEFAULTS and k not in excluded and v != DEFAULTS[k]}
     digest = hashlib.sha256(json.dumps([SCHEMA_VERSION, hashed], sort_keys=True).encode()).hexdigest()
     return f"{re.sub(r'[^A-Za-z0-9_.-]+', '-', arm)}-seed{keys['seed']}-{digest[:10]}"
@@ -93,6 +95,7 @@ def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any
 def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
     """Read each run's record, None if it is not finished."""
     wanted = [(record_path(config).parent, run_id(config), config.trainer.max_steps) for config in configs]
+    # A record is the run's if id and steps agree: the id alone leaves the number of steps open.
     records = {
         (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
         for folder in {folder for folder, *_ in wanted}
@@ -124,6 +127,7 @@ class RunLock:
     def __init__(self, folder: Path, wait: float = 0.0) -> None:
         self.folder = folder
         self.wait = wait  # seconds
+        # One lease for all locks of a folder in this process: reentrant, also across threads.
         shared: Any = {"thread_local": False, "is_singleton": True}
         self._lease = SoftFileLease(folder / ".lock", lease_duration=LEASE_SECONDS, **shared)
 

@@ -204,6 +204,7 @@ def timed_arms(records: Records) -> list[Arm]:
     if runs.empty:
         return []
     trained = training_arms(records)
+    # A timing is one process in which arms took turns: only its arms' speeds compare.
     runs["timing"] = runs["config.run"].map(str)
     ended = runs.groupby("timing")["time"].max()
     arms = []
@@ -211,6 +212,7 @@ def timed_arms(records: Records) -> list[Arm]:
         arms.append(Arm(name, (("run", timing),), group.tail(1).set_index("seed")))
     timed = []
     for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
+        # The baselines that the arm has as a trained one, then single, then BASELINES.
         baselines = {each.baseline.name for each in trained if each.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
         candidates = [peer for peer in peers if peer.name in baselines]
@@ -229,6 +231,7 @@ def arms_with_speeds(records: Records) -> list[Arm]:
     timed = [each for each in timed_arms(records) if each.name in names]
     arms_of = Counter(each.timing for each in timed)
     timing = max(arms_of, key=arms_of.__getitem__, default=None)  # of equal counts the first, the latest
+    # Speeds of another timing do not compare.
     timed = [each for each in timed if each.timing == timing]
     for arm in arms:
         speeds: dict[str, Any] = {"speedup": math.nan, "timing": None}
@@ -247,6 +250,7 @@ def _in_order(arms: Arms) -> list[Arm]:
     ranks: dict[Arm, Any] = {}
     seen: Counter[Any] = Counter()  # further arms of one scheme
     for arm in sorted(arms, key=lambda arm: (arm.runs["time"].min(), arm.name)):
+        # In the order of SCHEMES; a plugin's scheme after them.
         scheme = (*SCHEMES, arm.scheme).index(arm.scheme)
         ranks[arm] = tuple(map(natural, arm.setting)), seen[arm.setting, arm.scheme], scheme
         seen[arm.setting, arm.scheme] += 1
@@ -270,6 +274,7 @@ class Seeds(NamedTuple):
 
 def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
     """Count an arm's seeds, of those that its sweep names or that any arm has."""
+    # Seeds that the sweep names, or else that any arm has: an arm that lacks one is incomplete.
     expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index})
     expected |= set(arm.runs.index)
     finite = int(arm[metric].drop(index=list(arm.diverged)).count())
@@ -309,7 +314,7 @@ def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
         curve = f"{metric.rpartition('.')[0]}.by_group"
         sums, weights = difference_by_group(arm, other, curve, "nats", "targets")
         if len(sums) > 1:
-            return sums, weights
+            return sums, weights  # one group is none: intervals over seeds
     return arm[metric] - other[metric], None
 
 
@@ -324,6 +329,7 @@ def divergence(arm: Any, other: Any) -> Divergence:
     Each is an Arm, or has its ``runs``, ``diverged`` and ``expected``.
     """
     runs = len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs)
+    # Seeds that both should have, and those of them that either lacks.
     seeds = arm.expected & other.expected
     return Divergence(*runs, len(seeds), len(seeds - ({*arm.runs.index} & {*other.runs.index})))
 
@@ -370,6 +376,7 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
         same = same_documents(arm, other)
         comparisons[arm, other] = Comparison(
             *paired(arm, other, metric),
+            # Of other documents no equivalence is claimed.
             margin=arm.sweep.get("margin") if same else None,
             divergence=divergence(arm, other),
             family="primary" if primary else "exploratory",
@@ -390,6 +397,7 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
     named = [(arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())]
     for setting, name in dict.fromkeys(named):
         first, _, second = name.partition(" - ")
+        # Reversed, so that of equal titles the first counts.
         titles = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
         if first in titles and (second in titles or not second):
             arm = titles[first]
@@ -462,6 +470,7 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     absent = pd.Series(dtype=object)
     ours, theirs = (side.runs.get("items", absent).dropna() for side in (arm, baseline))
     pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
+    # Models evaluated once each, under whatever seeds.
     if not pairs and len(ours) == len(theirs) == 1:
         pairs = [(ours.iloc[0], theirs.iloc[0])]
     if not pairs or metric not in ITEM_MEASURES:

@@ -65,6 +65,7 @@ def style_of(name: str, rank: int = 0) -> dict[str, Any]:
 
 def _style_in(arm: Arm, arms: Arms) -> dict[str, Any]:
     """Return the style of an arm's scheme; of its further arms another."""
+    # Reversed, so that the first arm of a scheme has its style.
     firsts = {each.scheme: each for each in reversed(arms) if each.scheme in STYLES}.values()
     others = [each for each in arms if each not in firsts]
     return style_of("", others.index(arm)) if arm in others else style_of(arm.scheme)
@@ -80,6 +81,7 @@ def finish(fig: Canvas, name: str, caption: str) -> Figure:
     """Return the canvas as a figure, as large as its content and the same bytes each time."""
     png, pdf = io.BytesIO(), io.BytesIO()
     fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None}, bbox_inches="tight")
+    # A file with the date would differ each time.
     undated = dict.fromkeys(("CreationDate", "Creator", "Producer"))
     fig.savefig(pdf, format="pdf", metadata=undated, bbox_inches="tight")
     plt.close(fig)
@@ -92,6 +94,7 @@ def legend_below(fig: Canvas, columns: int = 5) -> None:
     for ax in fig.axes:
         drawn, labels = ax.get_legend_handles_labels()
         handles |= dict(zip(labels, drawn))
+    # As many columns as fit the width; one always does.
     for ncols in range(min(columns, max(1, len(handles))), 0, -1):
         legend = fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=ncols)
         if ncols == 1 or legend.get_window_extent().width <= 0.98 * fig.bbox.width:
@@ -126,6 +129,7 @@ def _line_figure(name: str, caption: str, arms: Arms, panels: Sequence[_Panel]) 
     fig, grid = plt.subplots(len(panels), 1, figsize=size, layout="constrained", squeeze=False)
     for ax, panel in zip(grid.flat, panels):
         for arm, line in panel.lines.items():
+            # A line of one point would not be seen.
             style = _style_in(arm, arms) | ({"marker": "o"} if len(line) == 1 else {})
             ax.plot(line.index, line["mean"], label=arm.label, **style)
             band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
@@ -169,6 +173,8 @@ def _learning_curves(arms: Arms) -> list[Figure]:
             line = _over_seeds(points, "step")
             tokens = points.groupby("step")["real_tokens"].mean()
             by_tokens[arm] = line.set_axis(tokens)
+            # Tokens over the measured speed: the run's own
+            # time has validation and other load in it.
             by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
             found = aggregate.difference_along(arm, "validation", "step")
             estimates = {tokens[step]: estimate for (step,), estimate in found if step in tokens}
@@ -196,6 +202,7 @@ def _differences(arms: Arms) -> list[Figure]:
         color = _style_in(contrast.arm, arms)["color"]
         mean, low, high = contrast.ruling.estimate[:3]
         dots = (contrast.arm[metric] - contrast.other[metric]).dropna()
+        # Each seed's difference; the diamond is the mean, with its interval.
         ax.plot(dots, [y] * len(dots), "o", color=color, alpha=0.4, markersize=8, markeredgewidth=0)
         ax.errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt="D", color=color, capsize=4)
     ax.axvline(0, color=MUTED, linewidth=1)
@@ -218,12 +225,13 @@ def _speed_bars(bars: Arms) -> list[Figure]:
         tokens = arm["real_tokens_per_second"].mean()
         speedup = arm["speedup"].mean()
         ax.barh(y, tokens, height=0.36, color=color)
+        # Hatched from the tokens on: slots of padding.
         hatched = {"facecolor": "white", "edgecolor": color, "hatch": "////"}
         ax.barh(y, slots[y] - tokens, left=tokens, height=0.36, **hatched)
         times = "" if pd.isna(speedup) else f"   {speedup:.2f}x"
         ax.text(slots[y], y, f" {tokens:,.0f}{times}", va="center")
     name_above(ax, [arm.label for arm in bars])
-    ax.set_xlim(0, 1.45 * np.max(slots))
+    ax.set_xlim(0, 1.45 * np.max(slots))  # room for the numbers on the right
     ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
     ax.set(title="Speed", xlabel="slots per second")
     caption = "Non-padding tokens/s (solid) and slots of padding (hatched); whole optimizer steps, arms interleaved."
@@ -259,4 +267,5 @@ def _minus(arms: Arms) -> str:
 
 def _middle(start: float, end: float) -> float:
     """Return where a range of positions is drawn, counted from 1; the last has no end."""
+    # The geometric middle, since the axis is logarithmic.
     return ((start + 1) * (end if end < aggregate.OPEN_END else 2 * start)) ** 0.5

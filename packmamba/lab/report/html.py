@@ -82,7 +82,7 @@ def _add_kind(kind: Kind, sections: list[Section], figures: bool) -> None:
     for section in sections:
         suffix = ""
         notes = []
-        if len(sections) > 1:
+        if len(sections) > 1:  # file names tell the corpus only where there are several
             label = re.sub(r"[^\w.-]+", "-", kind.label(section.records))
             labels.append(label)
             again = labels.count(label)  # two corpora may have one label
@@ -91,6 +91,7 @@ def _add_kind(kind: Kind, sections: list[Section], figures: bool) -> None:
         others = [other.records for other in sections if other is not section]
         more = {"others": others} if kind.over_corpora else {}
         for table in kind.tables(section.records, **more):
+            # An experiment's table may have it already.
             name = table.name.removesuffix(suffix) + suffix
             section.tables.append(replace(table, name=name, notes=table.notes + notes))
         if figures:

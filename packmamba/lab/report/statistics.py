@@ -75,6 +75,7 @@ def interval(values: Any) -> Estimate | None:
     if n < 2:
         return Estimate(float(values[0]), math.nan, math.nan, n) if n else None
     mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(n)
+    # Three decimals, as books print t: intervals that were published so stay as they are.
     half = round(stdtrit(n - 1, 0.975), 3) * error
     p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
     return Estimate(mean, mean - half, mean + half, n, p)
@@ -93,13 +94,17 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     mean = float(sums.mean(axis=0).sum() / weights.sum()) if seeds and weights.sum() else math.nan
     if seeds < 2 or groups < 2 or math.isnan(mean):
         return Estimate(mean, math.nan, math.nan, seeds, math.nan, groups)
+    # How often each seed and each group is drawn, independently of each other (Owen).
     of_seeds, of_groups = (drawn.astype(float) for drawn in _draws(seeds, groups, draws))
     held = of_groups @ weights
+    # The mean of each draw over its seeds and groups; draws that hold no target are left out.
     means = ((of_seeds / seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
+    # Widened about the mean: t over normal, and n / (n - 1) for the resampled variance.
     n = min(seeds, groups)
     t_over_normal = stdtrit(n - 1, 0.975) / ndtri(0.975)
     means = mean + t_over_normal * math.sqrt(n / (n - 1)) * (means - mean)
     low, high = np.quantile(means, [0.025, 0.975])
+    # p by the same widened distribution, so that p <= 5 % where the interval excludes zero.
     p = 2 * float(stdtr(n - 1, -t_over_normal * _score_of_zero(mean, means)))
     return Estimate(mean, float(low), float(high), seeds, min(1.0, p), groups)
 
@@ -121,6 +126,7 @@ def _score_of_zero(mean: float, means: NDArray[np.float64]) -> float:
 def _draws(seeds: int, groups: int, draws: int) -> tuple[NDArray[np.uint8], ...]:
     """Count draws, (draws, seeds) and (draws, groups)."""
     rng = np.random.default_rng(0)
+    # Counts of draws with replacement; a fixed generator, so that reports are reproducible.
     return tuple(rng.multinomial(n, np.full(n, 1 / n), draws).astype(np.uint8) for n in (seeds, groups))
 
 
@@ -146,6 +152,7 @@ def over_items(sums: Any, weights: Any) -> Estimate:
     groups, mean = len(sums), float(sums.sum() / weights.sum())
     if groups < FEWEST_GROUPS:
         return Estimate(mean, math.nan, math.nan, 1, math.nan, groups)
+    # Delta method: the variance of a ratio of sums, from groups' residuals.
     error = math.sqrt(groups / (groups - 1) * ((sums - mean * weights) ** 2).sum()) / weights.sum()
     half = stdtrit(groups - 1, 0.975) * error
     p = 2 * stdtr(groups - 1, -abs(mean) / error) if error else float(mean == 0)
@@ -167,6 +174,7 @@ def difference_by_group(
     finite = [of_finite_runs(points, value) for points in selected]
     summed = [points.groupby(["seed", "group"])[[value, weight]].sum() for points in finite]
     ours, theirs = (side[value].unstack("group") for side in summed)
+    # Seeds that both finished, then groups that all of these seeds have.
     differences = (ours - theirs).dropna(how="all").dropna(axis=1)
     weights = summed[0][weight].unstack("group").reindex(differences.index)[differences.columns]
     return differences.to_numpy(float), weights.to_numpy(float)[:1].ravel()
@@ -187,9 +195,11 @@ def p_of_equivalence(differences: Any, weights: Any, margin: float, draws: int =
     """
     values = np.asarray(differences, float)
     shift = margin if weights is None else margin * np.asarray(weights, float)
+    # Shift by the margin up and down: each side tests zero.
     above, below = (estimate(values + side * shift, weights, draws) for side in (1, -1))
     if above is None or below is None or math.isnan(above.p) or math.isnan(below.p):
         return math.nan
+    # A mean outside the margin is not equivalent, however small a p is: p is two-sided.
     return max(above.p, below.p) if above.mean > 0 > below.mean else 1.0
 
 
@@ -198,6 +208,7 @@ def holm(p_values: Mapping[Key, float]) -> dict[Key, float]:
     p = np.array([*p_values.values()], float)
     ranked = np.argsort(p)  # NaN is last
     adjusted = np.empty(len(p))
+    # Step down: the least p times their number, the next times one less, never below the last.
     adjusted[ranked] = np.maximum.accumulate(np.minimum(1, p[ranked] * np.arange(len(p), 0, -1)))
     return dict(zip(p_values, adjusted.tolist()))
 
@@ -231,6 +242,7 @@ class Divergence(NamedTuple):
 
         A test that cannot reject needs no adjustment, so that a lost run or two cost none.
         """
+        # The most extreme splits of the diverged runs have the least p.
         fewest, most = max(0, self.total - self.other_runs), min(self.total, self.runs)
         splits = (_fisher(count, self.runs, self.total - count, self.other_runs) for count in (fewest, most))
         return min(splits) <= ALPHA
@@ -345,6 +357,7 @@ def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Rul
         lost[key] = one.divergence.lost(estimates[key].seeds)
         of_difference[key, "mean"] = estimates[key].p
         if one.divergence.can_differ:
+            # A test that could reject counts in the family, also where it does not reject.
             of_difference[key, "divergence"] = one.divergence.p
         if one.margin is not None:
             p_same = p_of_equivalence(one.differences, one.weights, one.margin)
@@ -357,6 +370,7 @@ def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Rul
         found = estimates[key]
         p = p_difference[key, "mean"]
         p_same = p_equivalence.get(key, math.nan)
+        # Divergence goes first: losses of an arm whose runs diverge are of survivors.
         if p_difference.get((key, "divergence"), math.nan) <= ALPHA:
             claim = f"different ({'diverges' if one.divergence.worse else 'the other diverges'})"
         else:
@@ -378,6 +392,7 @@ def verdict(
     """
     if found is None or math.isnan(found.low):
         return "open"
+    # Checked first: a difference may be shown, and still lie within the margin.
     within = margin is not None and -margin < found.low and found.high < margin
     if within and (p_equivalence is None or p_equivalence <= ALPHA):
         return "equivalent"
@@ -418,9 +433,11 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, 
     pairs = len(values)
     if pairs < 2:
         return math.nan
+    # Residuals, scaled to the sample's variance, then to its upper confidence bound.
     deviations = (values - values.mean(axis=0)) * math.sqrt(pairs / (pairs - 1)) * _upper(pairs)
     if weights is None:
         drawn = rng.choice(deviations, (draws, seeds))
+        # The first contrast that Holm accepts is tested at ALPHA over their number.
         quantile = stdtrit(seeds - 1, 1 - ALPHA / family / 2)
         half = quantile * drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
         return float((abs(drawn.mean(axis=1)) + half < margin).mean())
@@ -428,6 +445,7 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, 
     centre = values.mean(axis=0)
     centre = (centre - centre.sum() / weights.sum() * weights) * _upper(groups)
     equivalent = 0
+    # A bootstrap in each trial: a tenth of the trials.
     trials = draws // 10
     for _ in range(trials):
         rows = rng.integers(pairs, size=(seeds, 1))
@@ -445,6 +463,7 @@ def _upper(count: int) -> float:
 
 def seeds_for(pilot: Any, weights: Any, margin: float, family: int = 1) -> int | None:
     """Return the fewest seeds whose ``power`` reaches 80 %, from 5 to 100, or None."""
+    # Bisection: power grows with the number of seeds.
     candidates = range(FEW_SEEDS, 101)
     place = bisect_left(candidates, True, key=lambda seeds: power(pilot, weights, margin, seeds, family) >= 0.8)
     return candidates[place] if place < len(candidates) else None

@@ -55,6 +55,7 @@ class Table:
         """Return the table without columns that hold dashes alone."""
         filled = []
         for place in range(len(self.columns)):
+            # A column without any value says nothing, as ``verdict`` in a sweep without a margin.
             filled.append(not self.rows or any(row[place].text != "-" for row in self.rows))
         rows = [[*compress(row, filled)] for row in self.rows]
         return replace(self, columns=[*compress(self.columns, filled)], rows=rows)
@@ -90,6 +91,7 @@ def write_table(table: Table, form: str) -> str:
 def _csv_value(value: Any) -> str:
     if pd.isna(value):
         return ""
+    # Eight digits: more than anything here is measured to, fewer than machines may differ in.
     return f"{value:.8g}" if isinstance(value, float) else str(value)
 
 
@@ -103,6 +105,7 @@ def make_columns(text: str) -> list[Column]:
     for part in text.split(" | "):
         heading, _, described = part.removeprefix("!").partition(" = ")
         short, _, form = (described or heading).partition(":")
+        # name± is name and name_spread; name[] is name, name_low and name_high.
         spread = re.sub(r"(\w+)±", r"\1 \1_spread", short)
         names = re.sub(r"(\S+)\[\]", r"\1 \1_low \1_high", spread).split() if described else [short]
         full = tuple(name.replace("~", " ") for name in names)
@@ -136,11 +139,13 @@ def _cell(values: list[Any], form: str) -> Cell:
         return mean_sd(value)
     if isinstance(value, Estimate):
         return interval_cell(value, int(plain or 4), len(values))
+    # Several values without a format are for the CSV alone.
     if len(values) > 2 or (len(values) > 1 and not form):
         return Cell("-", tuple(values))
     if unit.startswith("±"):
         pairs = zip(values, form.split(" ± "))
         return Cell("-" if value is None else " ± ".join(f"{v:{f}}" for v, f in pairs), tuple(values))
+    # Formats that are words, and not Python's.
     special = {"%": percent, "GiB": gibibytes, "p": p_cell}
     if form in special:
         return special[form](value)
@@ -193,6 +198,7 @@ def interval_text(values: Sequence[float], form: str = "+.4f", unit: str = "") -
     finite = [value for value in values if not pd.isna(value)]
     largest = max(map(abs, finite))
     shown = [f"{value:{form}}" for value in finite]
+    # Arms that compute the same differ by rounding: 0.0000 would hide whether they do.
     if 0 < largest < 1e-4 and not any(digit in "".join(shown) for digit in "123456789"):
         bound = next(bound for bound in ("0.000001", "0.00001", "0.0001") if largest < float(bound))
         return f"within ±{bound}{unit}"
@@ -207,6 +213,7 @@ def interval_cell(found: Estimate, digits: int = 4, columns: int = 4) -> Cell:
     """
     if pd.isna(found.mean):
         return Cell("-", (None,) * columns)
+    # A mean of one pair has no interval, so nothing is claimed.
     claim = " (no claim)" if pd.isna(found.low) else ""
     return Cell(interval_text(found[:3], f"+.{digits}f") + claim, tuple(found[:columns]))
 
@@ -270,7 +277,7 @@ def _metric_column(metric: str, arms: Arms) -> Column:
         heading = f"speedup over {aggregate.versus(arms)}" if is_speedup else title(metric)
         return Column(heading, (metric,), form=form)
     if any(f"config.{metric}" in arm.runs for arm in arms):
-        return Column(metric, (metric,))
+        return Column(metric, (metric,))  # a key: one value, no spread
     return Column(title(metric), (metric, f"{metric}_sd"))
 
 
@@ -303,6 +310,7 @@ def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
     """Return the metrics of each evaluation of the arms' runs, the main one first."""
     metrics: dict[str, list[str]] = {}
     for column in dict.fromkeys(column for arm in arms for column in arm.runs if "." in column):
+        # Metrics of evaluations are named <evaluation>.<metric>.
         evaluation, _, metric = column.partition(".")
         if evaluation not in ("config", "curves"):
             metrics.setdefault(evaluation, []).append(metric)
@@ -438,6 +446,7 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
     rows = []
     for contrast in contrasts:
         found = contrast.ruling.estimate
+        # Contrasts that Holm's adjustment counts together.
         family = sum(other.primary == contrast.primary for other in contrasts)
         diverged = Cell(_diverged(contrast) or "-", contrast.comparison.divergence[:4])
         row: Row = {"contrast": contrast.name, "primary": "primary" if contrast.primary else "exploratory"}
@@ -501,6 +510,7 @@ def _finding(contrast: Contrast, metric: str) -> Finding:
         unit = " nats" if "loss" in metric else ""
         evidence += f" {interval_text(found[:3], unit=unit)}"
     evidence += f", {found.seeds} seed{'s' * (found.seeds != 1)}"
+    # The first that applies: diverged runs, too few seeds, no margin.
     if diverged:
         evidence += f", {diverged} runs diverged"
     elif found.seeds == 1:
@@ -530,6 +540,7 @@ def _notes(arms: Arms) -> list[str]:
     documents = arms[0]["validation_documents"].mean()
     if targets and not pd.isna(documents):
         notes.append(f"Validation: {documents:,.0f} documents, {targets:,.0f} targets.")
+        # Seeds vary the training, never the validation documents.
         if documents < 50:
             few = "Fewer than 50 documents: intervals over seeds say nothing about other documents."
             notes.append(few)
@@ -547,6 +558,7 @@ def _positions(arms: Arms) -> Table:
             if found.seeds > 1:
                 last = end - 1 if end < aggregate.OPEN_END else Cell("the end", (None,))
                 rows.append({"arm": arm.label, "start": start, "end": last, "difference": found})
+                # Without any effect one interval in twenty excludes zero: the note says so.
                 beyond += found.low > 0 or found.high < 0
     columns = make_columns("!arm | from token = start:,.0f | to token = end:,.0f")
     columns.append(_difference_column(f"minus {aggregate.versus(arms)}"))
@@ -582,6 +594,7 @@ def evaluation_tables(records: Records) -> list[Table]:
         by_task.setdefault(task, []).append(record)
     tables = []
     for task, evaluated in by_task.items():
+        # An evaluation's name is enough where there is only one.
         name = "evaluation" + ("-" + re.sub(r"[^\w.]+", "-", task)) * (len(by_task) > 1)
         tables.append(_evaluated_models(name, task, evaluated))
     return tables
@@ -618,4 +631,5 @@ def evaluation_label(records: Records) -> str:
     evaluated = aggregate.of_kind(records, "evaluation")
     names = {record["config"]["evaluation"]["name"] for record in evaluated}
     name = names.pop() if len(names) == 1 else "documents"
+    # Tells evaluations on different documents apart.
     return f"{name}-{zlib.crc32(records[0]['corpus_hash'].encode()) & 0xFFFF:04x}"
