@@ -118,8 +118,7 @@ class SequenceLayout:
             if sum(row) > row_length:
                 expected = f"at most row_length={row_length} tokens"
                 raise ValueError(f"lengths[{b}]: expected {expected}, got {sum(row)}")
-            # A document starts at the row's first slot plus
-            # the lengths before it; the last sum is an end.
+            # Slots of first tokens: sums of the lengths before; the last sum is an end.
             starts += [*accumulate(row, initial=b * row_length)][:-1]
         first = torch.tensor(starts, dtype=torch.int64)
         length = torch.tensor([*chain(*rows)], dtype=torch.int64)
@@ -206,8 +205,7 @@ class SequenceLayout:
         if len(missing):
             expected = "a document to start at each row's start"
             raise ValueError(f"{name}: expected {expected}, got none at {missing[0]}")
-        # Padding would be a gap between an end and the
-        # next start, which this format cannot express.
+        # This format has no gaps, so it cannot express padding.
         starts = cumulative[:-1]
         return cls._checked(shape, starts, cumulative[1:], torch.zeros_like(starts))
 
@@ -290,8 +288,7 @@ class SequenceLayout:
     @cached_property
     def packed(self) -> bool:
         """Return whether any row holds several documents. Waits for a GPU, once."""
-        # Documents lie side by side from a row's left,
-        # so one that starts elsewhere has a neighbour.
+        # Rows are filled from the left: a document that starts elsewhere has a neighbour.
         return bool((self.starts % self.shape[1]).any())
 
     @property

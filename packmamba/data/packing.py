@@ -112,8 +112,7 @@ class Pieces:
         first_piece = int(np.searchsorted(ends, first, "right"))
         last_piece = int(np.searchsorted(ends, last, "left"))
         inside = slice(first_piece, last_piece + 1)
-        # Of the pieces inside, only the first may begin
-        # before ``first`` and the last end past ``last``.
+        # Only the first of the pieces may begin before ``first``, the last end past ``last``.
         begins = ends[inside] - self.length[inside]
         skipped = np.maximum(first - begins, 0)
         length = np.minimum(ends[inside], last) - begins - skipped
@@ -257,8 +256,7 @@ def plan_pieces(
     """
     limit = _check_arguments(row_length, strategy, overlong, buffer, streams)
     chosen = STRATEGIES[strategy]
-    # From here on: ``placed`` pieces, their ``offset``
-    # in earlier rows, and their ``row``, (P,) each.
+    # From here on (P,): ``placed`` pieces, tokens in earlier rows (``offset``), and ``row``.
     if chosen.splits_documents:
         source, offset, length, row = chosen.assign(pieces.length.copy(), limit, streams)
         placed = replace(pieces.take(source), start=pieces.start[source] + offset, length=length)

@@ -263,8 +263,7 @@ class StepSchedule:
 
     def _locate(self, place: int) -> int:
         """Return the window of a step, or of a token where steps are exact."""
-        # A window's size is known once it is planned, so
-        # windows are planned in order up to the place.
+        # Sizes of windows differ, so those of all earlier windows are found first, each once.
         while self._firsts[-1] <= place:
             self._firsts.append(self._firsts[-1] + self._size(len(self._firsts) - 1))
         return bisect.bisect_right(self._firsts, place) - 1

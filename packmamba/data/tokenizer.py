@@ -62,7 +62,7 @@ def tokenizer_file(name: str) -> Path:
             is_there, "data.tokenizer", f"a folder with {TOKENIZER}", f"'{name}' without; name another", ConfigError
         )
         return path / TOKENIZER
-    # A Hub's name is owner/name; with an existing folder of that name, a wrong path is meant.
+    # A Hub's name is owner/name; if the folder owner exists, a path is meant.
     if path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.parent.exists():
         return path
     return _download(name) / TOKENIZER
@@ -121,7 +121,7 @@ class FileTokenizer(Tokenizer):
             raise ConfigError(
                 f"data.tokenizer: expected bytes, or a JSON file or a folder with one, got '{path}' ({error})"
             ) from None
-        # Threads encode; its own would warn after a fork.
+        # Threads of ours encode; the package's own would warn after a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()

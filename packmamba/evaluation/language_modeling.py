@@ -66,6 +66,7 @@ class Validation(NamedTuple):
         return self.corpus.read(number, 0, length, True)[1][:-1] >= 0
 
     def items(self, which: Iterable[int], **columns: Sequence[Any]) -> list[dict[str, Any]]:
+        """Return an item for each of these documents: its label, and its value of each column."""
         rows = zip(which, *columns.values(), strict=True)
         return [self.labels[i] | dict(zip(columns, values)) for i, *values in rows]
 

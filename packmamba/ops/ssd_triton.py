@@ -75,6 +75,7 @@ class Problem:
         return self.a.A.new_empty(self.heads, self.sizes.rows)
 
     def inputs(self, z: Tensor | None = None, dy: Tensor | None = None) -> Activations:
+        """Return the activations with their strides; z and dy where a kernel reads them."""
         a = self.a
         return Activations(*(None if t is None else Rows(t, *t.stride()[:3]) for t in (a.x, a.B, a.C, z, dy)))
 
@@ -108,6 +109,7 @@ class Problem:
         return Sums(triton.cdiv(self.shared, shares), shares)
 
     def launch(self, kernel: str, programs: int, *arguments: Any, **constants: Any) -> None:
+        """Launch so many programs of a kernel, with the tile and its warps and stages."""
         # The kernels' names are unique over the two modules.
         module = of_forward if hasattr(of_forward, kernel) else of_backward
         getattr(module, kernel)[(programs,)](*arguments, **{"tile": self.tile} | constants, **self.options(kernel))
@@ -121,6 +123,7 @@ class Problem:
         )  # fmt: skip
 
     def walk_states(self, inputs: Activations, forward: Role, reverse: Role, **roles: bool) -> None:
+        """Walk all segments in the roles that are True (FORWARD, REVERSE): see the kernel."""
         # A program for each segment, head, part of its channels, and role.
         plan, programs = self.plan, len(self.plan.segments) * self.heads * self.parts * sum(roles.values())
         self.launch(
@@ -249,7 +252,7 @@ def _backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor 
         "pair_parts", 3 * programs["pair_parts"], inputs, pairs, found, partial_D, *tables, sums["pair_parts"], tile=described
     )  # fmt: skip
 
-    # dx.
+    # dx, from gradients of states and from later tokens of the chunk.
     dx, ddelta = a.x.new_empty(a.x.shape), a.x.new_empty(a.delta.shape)
     problem.launch(
         "input_gradients", 2 * programs["input_gradients"], inputs, a.D, dstates, dx, *tables, sums["input_gradients"]

@@ -151,8 +151,7 @@ def state_part(
             state = load(state_tiles, (head * tile.parts + part) * tile.M, 0, tile.M, tile.T, tile.described)
             # dC[i] += a[i, 0] dy[i] S, or dB[j] += d[j] a[Q, j] x[j] E.
             total_sum += multiply(value * scale[:, None], tl.trans(state), tile)
-            # a[i, 0] dy[i] S C[i] (passes), or a[Q, j] x[j]
-            # E B[j] (added), over all parts of the channels.
+            # passes: a[i, 0] dy[i] S C[i]; or added: a[Q, j] x[j] E B[j]; over all channels.
             product += tl.sum(multiply(along, state, tile) * value, 1)
         at = wide(head) * sizes.rows + wide(k) * CHUNK + row + tl.arange(0, BLOCK)
         tl.store(sums + at, product * decay)

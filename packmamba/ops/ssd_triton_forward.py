@@ -109,7 +109,7 @@ def step_size(delta, bias, low, high, SOFTPLUS: tl.constexpr, LIMIT: tl.constexp
         slope = 1 / (1 + tl.exp(-size))
         size = tl.where(size > 20, size, tl.log(1 + tl.exp(size)))
     if LIMIT:
-        # Where the limit holds, delta has no effect.
+        # Beyond a limit the step size is constant.
         slope = tl.where((size >= low) & (size <= high), slope, 0.0)
         size = tl.minimum(tl.maximum(size, low), high)
     return size, slope
@@ -133,7 +133,7 @@ def view(base, count, stride, width, Q: tl.constexpr, WIDTH: tl.constexpr, DESCR
     """Return a view of ``count`` rows of a width, which tiles (Q, WIDTH) are loaded from and stored to."""
     descriptor = base
     if DESCRIBED:
-        # 2D, of one row of the batch.
+        # Tokens by channels: a view lies in one row of the batch, so one stride tells its tokens.
         descriptor = tl.make_tensor_descriptor(base, [count, width], [stride, 1], [Q, WIDTH])
     return descriptor, base, count, stride, width
 
@@ -332,8 +332,7 @@ def walk(inputs, D, initial, starts, y, decays, segments, order, sizes, tile: tl
         scores = multiply(Ck, tl.trans(Bk), tile) * step[None, :]
         # Earlier blocks: y[i] = a[i, 0] C[i] S.
         out = multiply_state(Ck, state, tile) * tl.exp2(total)[:, None]
-        # The block itself: y[i] += sum over j < i of G[i,
-        # j] a[i, j] d[j] x[j], then j = i, and D x[i].
+        # The block itself: y[i] += G a d x[j] summed over j < i, then j = i, and D x[i].
         own = tl.sum(tl.where(i[:, None] == i[None, :], scores, 0.0), 1)
         scores = tl.where(i[:, None] > i[None, :], scores * tl.exp2(total[:, None] - total[None, :]), 0.0)
         out += multiply(scores, xk, tile)

@@ -278,8 +278,8 @@ class StatePassing(Carry):
 
     def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
         """Hand each row its predecessor's state in the ring; fresh states with fewer than two rows."""
-        # Rows whose last batch held a document, by its length. The ring goes up by every second of
-        # them and back down by the others, so that neighbours have like lengths.
+        # Rows that held a document, sorted by its position. The ring goes up by every second row
+        # and back down by the others: neighbours are at like positions.
         (rows,) = torch.where(positions >= 0)
         if len(rows) < 2:
             return fresh

@@ -31,7 +31,7 @@ class MultiQueryRecall:
         # Fill with values: a key occurs only in its pair and as a question.
         tokens = rng.integers(half, self.vocab_size, length)
         tokens[: 2 * pairs] = np.stack([keys, values], axis=1).ravel()
-        # Questions lie at even distances behind the pairs, so that two of them never overlap.
+        # Questions lie at even distances behind the pairs, as zoology's, at most one a place.
         gaps = (length - 2 * pairs) // 2
         weights = self.POWER * np.arange(1, gaps + 1) ** (self.POWER - 1)
         places = 2 * pairs + 2 * rng.choice(gaps, pairs, replace=False, p=weights / weights.sum())
