@@ -88,6 +88,7 @@ class Corpus(Documents):
         self.folder = Path(folder).resolve()
         self.split = split
         meta = json.loads((self.folder / META).read_text())
+        # The files have no headers: META tells their sizes, and by the vocabulary their dtype.
         self.vocab_size: int = meta["vocab_size"]
         counts = meta["splits"][split]
         self.corpus_hash: str = counts.get("hash", meta["corpus_hash"])

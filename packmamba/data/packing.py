@@ -288,6 +288,7 @@ def _check_arguments(row_length: int | None, strategy: str, overlong: str, buffe
     if overlong not in OVERLONG:
         raise ValueError(f"overlong: expected one of {', '.join(OVERLONG)}, got {overlong!r}")
     chosen = STRATEGIES[strategy]
+    # Without a row length each row is its document's, as long as the operators' positions reach.
     limit: Any = LONGEST if row_length is None and not chosen.needs_row_length else row_length
     for name, value in {"row_length": limit, "buffer": buffer, "streams": streams}.items():
         if not hasattr(value, "__index__") or not 1 <= value <= LONGEST:

@@ -73,6 +73,7 @@ def arrange(pieces: Pieces, data: DataConfig) -> RowPlan:
             streams=data.streams,
         )
     except ValueError as error:
+        # The planner's arguments are keys of the section, but for ``lengths``.
         raise ConfigError(f"data.{error}".replace("data.lengths", "data.row_length")) from None
 
 

@@ -90,6 +90,7 @@ def _load_mixture(data: DataConfig, progress: bool) -> Corpora:
         except ConfigError as error:
             raise ConfigError(f"data.sources[{number}]: {error}") from None
     mixed = {}
+    # A split of the mixture holds the sources that have this split: some have no test documents.
     for split in SPLITS:
         chosen = [(getattr(one, split), part) for one, part in zip(corpora, parts) if getattr(one, split)]
         if chosen:
@@ -192,12 +193,14 @@ class _SplitWriter:
         parts = [np.concatenate([self.begin, encoded.ids, self.end]) for _, encoded in documents]
         lengths = np.array(list(map(len, parts)), "<i4")
         self.counts.update(documents=len(documents), tokens=int(lengths.sum()))
+        # One file a column. The first document tells which columns the split has.
         columns = {"tokens": np.concatenate(parts), "lengths": lengths}
         targets = [self._targets(document, encoded, tokens) for (document, encoded), tokens in zip(documents, parts)]
         if targets[0] is not None:
             columns["targets"] = np.concatenate(targets).astype("<i4")
             self.counts["answers"] += int((columns["targets"] >= 0).sum())
         if documents[0][0].group is not None:
+            # Groups are numbered in the order in which they first come.
             numbers = [self.groups.setdefault(str(one.group), len(self.groups)) for one, _ in documents]
             columns["groups"] = np.array(numbers, "<i4")
         for name, column in columns.items():
@@ -237,6 +240,7 @@ def _encoded(
 
 def _encode(tokenizer: Tokenizer, documents: list[Document]) -> list[Encoded]:
     """Encode documents: an answer and what lies between answers apart, as when a model continues a prompt."""
+    # All parts of all documents go through the tokenizer in one call.
     cut = [_cut_at_answers(document) for document in documents]
     ids = iter(tokenizer.encode_batch([text for parts in cut for text, _ in parts]))
     encoded = []

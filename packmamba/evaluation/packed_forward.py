@@ -229,6 +229,7 @@ class TrainingLayoutReader:
             for row, activations in zip(rows, hidden):
                 held = self.plan.take(self.plan.row(row))
                 lengths = held.length.tolist()
+                # Pieces lie side by side from the row's left; the rest is padding.
                 of_pieces = activations[: sum(lengths)].split(lengths)
                 pieces += zip(held.document.tolist(), held.start.tolist(), of_pieces)
             yield pieces
@@ -262,6 +263,7 @@ Predictions = list[tuple[Tensor, Tensor]]
 def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any]]]) -> None:
     """Append predictions to each pass's (predictions, activations, targets)."""
     for pieces in filter(None, passes):
+        # All pieces of the pass go through the head together, and are split by piece afterwards.
         hidden = torch.cat([activations for _, activations, _ in pieces])
         ids = np.concatenate([targets for _, _, targets in pieces]).astype(np.int64)
         targets = to_device(torch.from_numpy(ids), hidden.device)
@@ -296,6 +298,7 @@ def predict_documents(
         return selected
 
     predict(model, map(with_targets, passes))
+    # A document without tokens is in no pass.
     empty = (torch.zeros(0, dtype=torch.float64), torch.zeros(0, dtype=torch.int64))
     predicted = []
     for predictions in results:

@@ -68,6 +68,7 @@ def summarize(items: Items) -> tuple[dict[str, float], Curves]:
     for key in ("load", "length"):
         buckets: dict[int, Items] = {}
         for item in items:
+            # The largest power of two that is not above the item's value.
             buckets.setdefault(2 ** (item[key].bit_length() - 1), []).append(item)
         curves["by_" + key] = [{"start": n, "end": 2 * n, **means(some)} for n, some in sorted(buckets.items())]
     metrics = means(items)

@@ -169,6 +169,8 @@ def _check(a: InnerArguments) -> None:
     rank = checks.check_columns(a.dt_weight, "dt_weight", channels, 1, 2**31)
     states = checks.check_columns(a.A, "A", channels, 1, 256)
     checks.check_is_tensor(a.out_weight, "out_weight")
+    # The convolution's parameters and state; the products' weights, which are used in xz's dtype
+    # whatever theirs is; what the scan computes with in the accumulation dtype.
     checks.check_tensors(
         xz,
         "xz",

@@ -100,6 +100,7 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     layout = a.layout
     real = _real(layout)
     convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")
+    # Zero at padding before the call, since it may hold NaN, and after it.
     x = torch.where(real, a.x, 0) if layout.num_tokens < layout.num_slots else a.x
     bias = None if a.bias is None else a.bias.to(x.dtype)
     y = convolve(x.transpose(1, 2), a.weight.to(x.dtype), bias, activation=a.activation)

@@ -119,6 +119,7 @@ def mamba_inner(
     a: InnerArguments, conv1d_pack: Callable = conv1d_pack, ssm_pack: Callable = ssm_pack
 ) -> tuple[Tensor | None, ...]:
     """Compute ``ops.mamba_inner`` by implementations of the two operators."""
+    # The products are in xz's dtype, as those of the compiled operator.
     x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
     x, z = a.xz.chunk(2, dim=-1)
     x, conv_final = conv1d_pack(

@@ -115,6 +115,7 @@ def _check(a: ScanArguments) -> None:
     states = checks.check_columns(a.A, "A", channels, 1, 256)
     activation_dtypes = (u.dtype,)
     accumulation_dtypes = (checks.accumulation_dtype(u.dtype),)
+    # Activations have u's dtype, parameters and states that of sums.
     checks.check_tensors(
         u,
         "u",

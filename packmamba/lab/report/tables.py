@@ -358,6 +358,8 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
     metrics, further = table_keys(arms)
     if further is None:
         further = [key for key in _further_keys(arms) if any(arm[key].notna().any() for arm in arms)]
+    # For each metric its value and the difference from the baseline; the verdict, which is on the
+    # first metric; then what the runs cost.
     columns = make_columns("!arm | seeds")
     for metric in metrics:
         name = f"{metric}_difference"
@@ -570,6 +572,7 @@ def _positions(arms: Arms) -> Table:
 
 def throughput_tables(records: Records) -> list[Table]:
     """Tabulate the speed of arms whose steps took turns in one process."""
+    # Without the variant, which is the run: it has a column of its own.
     timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
     steps = ("rounds", "seconds_per_step_median", "seconds_per_step_spread")
     speeds = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup")
