@@ -66,7 +66,7 @@ def conv1d_pack(
     layout = checks.check_layout(layout, x, "x")
     channels = x.shape[2]
     width = checks.check_columns(weight, "weight", channels, 2, 4)
-    # Parameters and state: of x's dtype, as in a model that was cast, or float32, as under autocast.
+    # Parameters and state: x's dtype, as in a model that was cast, or float32, as under autocast.
     checks.check_tensors(
         x,
         "x",
