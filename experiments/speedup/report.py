@@ -95,10 +95,14 @@ def speedup_figures(records: Sequence[Record]) -> list[Figure]:
 
 def _figure(gpu: str, models: dict[str, Arms]) -> Figure:
     fig, panels = axes(len(models), width=4.0 * len(models) + 1.6, height=3.6)
+    bars = {model: _bars(_best_packed(arms)) for model, arms in models.items()}
+    # A bar has one place in all panels, empty where a model was not timed so.
+    names = [name for name in _bars(_ANY) if any(bars[model].get(name) in arms for model, arms in models.items())]
     for ax, (model, arms) in zip(panels, models.items()):
         packed = _best_packed(arms)
-        shown = {name: arms[arm] for name, arm in _bars(packed).items() if arm in arms}
-        for y, (name, record) in enumerate(shown.items()):
+        shown = {name: arms[arm] for name, arm in bars[model].items() if arm in arms}
+        for name, record in shown.items():
+            y = names.index(name)
             metrics = record["metrics"]
             rate = metrics["real_tokens_per_second"]
             spread = rate * metrics["seconds_spread"] / metrics["seconds_per_batch"] / 2
@@ -107,7 +111,7 @@ def _figure(gpu: str, models: dict[str, Arms]) -> Figure:
             ratio = (arms[packed]["metrics"]["real_tokens_per_second"] if packed else rate) / rate
             text = f" {rate / 1e3:.3g}k" + f"  ({ratio:.1f}x)" * (name != PACKED)
             ax.text(rate + spread, y, text, va="center", fontsize=8)
-        name_bars(ax, list(shown), ax is panels[0])
+        name_bars(ax, names, ax is panels[0])
         ax.set_xlim(0, 1.45 * max(record["metrics"]["real_tokens_per_second"] for record in shown.values()))
         ax.xaxis.set_major_formatter(lambda x, _: f"{x / 1e3:g}k")
         paper = f" (the paper: {PAPER[model]}x)" if model in PAPER else ""
@@ -120,6 +124,7 @@ def _figure(gpu: str, models: dict[str, Arms]) -> Figure:
 
 
 PACKED = "packed, reset"
+_ANY = Arm("best_fit_decreasing", 16384)
 
 
 def _bars(packed: Arm | None) -> dict[str, Arm]:
