@@ -214,8 +214,7 @@ class _Run:
     def _train(self, module: PackedLitModule) -> None:
         """Take the steps that are left; validate at the end, and the averaged weights. Raises Stopped."""
         resume = callbacks.newest_checkpoint(self.saved)
-        device = self.trainer.strategy.root_device
-        self.backend = backend_name(self.config.ops.backend, device)
+        self.backend = backend_name(self.config.ops.backend, self.trainer.strategy.root_device)
         if self.progress and self.trainer.is_global_zero:
             self._announce(module, resume)
         with self.checkpoint.signals():

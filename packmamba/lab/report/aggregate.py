@@ -135,8 +135,8 @@ class Arm:
 
     @property
     def expected(self) -> set[int]:
-        """Seeds of its runs, and those that its sweep names and no run has."""
-        return {*self.runs.index, *self.sweep.get("missing", ())}
+        """Seeds of its runs, and those that its sweep names: of every variant of the arm, not of some."""
+        return {*self.runs.index, *(() if self.sweep.get("apart") else self.sweep.get("seeds", ()))}
 
     @property
     def label(self) -> str:

@@ -1,5 +1,6 @@
 """Statistics and verdicts on invented data whose answer is known, and against scipy."""
 
+import itertools
 import math
 
 import numpy as np
@@ -242,8 +243,7 @@ def test_both_kinds_of_claims_are_adjusted_over_the_family():
 RULE = {"margin": MARGIN, "primary": ["packed-reset", "packed-leak - packed-reset"], "baseline": "padded"}
 
 
-def records(**streams):
-    seeds = range(5)
+def records(seeds=range(5), **streams):
     noise = np.random.default_rng(0).normal(0, 0.001, (3, 5))
     losses = {"padded": 2.0 + noise[0], "packed-reset": 2.0 + noise[1], "packed-leak": 2.05 + noise[2]}
     config = {arm: {"data": {"strategy": "greedy", **streams.get(arm, {})}} if streams else None for arm in losses}
@@ -301,7 +301,7 @@ def with_losses(arm, losses):
 
 
 def test_few_seeds_stand_beside_the_verdict():
-    made = [record for record in records() if record["seed"] < 3]
+    made = records(seeds=range(3))
     assert verdicts_of(made)["packed-reset - padded"] == "equivalent, few seeds"
     assert seeds_for(*aggregate.paired(*aggregate.training_arms(made)[1::-1], "val_loss"), 0.1) == 5
 
@@ -362,6 +362,19 @@ def test_a_seed_that_has_no_run_stands_beside_the_verdict(tmp_path):
     assert found["packed-reset - padded"] == "open, 1 of 5 seeds missing"
     assert found["packed-leak - padded"] == "different, 1 of 5 seeds missing"
     assert found["packed-leak - packed-reset"] == "different"
+
+
+def test_variants_of_an_arm_do_not_hide_each_other_s_missing_seeds(tmp_path):
+    """Seed 2 of the padded arm ran with the other mixer alone."""
+    for mixer, record in itertools.product(("mamba1", "mamba2"), records()):
+        if (mixer, record["arm"], record["seed"]) != ("mamba1", "padded", 2):
+            config = record["config"] | {"model": {"mixer": mixer}}
+            append_record(tmp_path / "records.jsonl", record | {"config": config})
+    write_sweep(tmp_path, "sweep", dict.fromkeys(("padded", "packed-reset", "packed-leak"), range(5)), **RULE)
+    made = aggregate.contrasts(aggregate.training_arms(read_records(tmp_path)), "val_loss")
+    found = {(contrast.arm.label, contrast.other.label): contrast.verdict for contrast in made}
+    for mixer, expected in (("mamba1", "open, 1 of 5 seeds missing"), ("mamba2", "equivalent")):
+        assert found[f"packed-reset (model.mixer={mixer})", f"padded (model.mixer={mixer})"] == expected
 
 
 def test_an_arm_with_diverged_runs_is_never_equivalent():
