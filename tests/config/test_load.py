@@ -154,6 +154,10 @@ def test_valid(overrides):
         ("trainer.strategy=fsdp2 trainer.average_snapshots=2", "trainer.average_snapshots: expected 1"),
         ("trainer.cuda_graphs=true trainer.devices=2", "trainer.cuda_graphs: expected false, unless on one GPU"),
         ("ops.backend=gpu", "ops.backend: expected one of auto"),
+        (
+            "ops.backend=mamba_ssm model.mixer=mamba2",
+            "ops.backend: expected auto, reference, cpu or cuda with model.mixer",
+        ),
     ],
 )
 def test_invalid(overrides, message):

@@ -82,7 +82,6 @@ def test_derivatives_that_kernels_lack_are_refused(operator):
     case = random_case(operator, AWKWARD["splits"], torch.float64)
     first, *others = (tensor.requires_grad_() for tensor in case.tensors.values())
     names, function = list(case.tensors), getattr(ops, operator)
-    operator = operator.replace("ssd", "ssm")  # on a CPU Mamba-2's scan is Mamba-1's
 
     def call(*tensors):
         return function(**dict(zip(names, tensors)), **case.options, layout=case.layout, backend="cpu")[0]
