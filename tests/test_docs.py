@@ -117,14 +117,12 @@ def run_page(page, folder):
 
 
 def page_and_marks(page):
-    text = page.read_text(encoding="utf-8")
-    marks = [pytest.mark.extras] * ("<!-- extra" in text)
-    if BLOCK.search(text):
-        marks.append(pytest.mark.slow)
+    marks = [pytest.mark.extras] * ("<!-- extra" in page.read_text(encoding="utf-8"))
     return pytest.param(page, id=page.name, marks=marks)
 
 
-@pytest.mark.parametrize("page", [page_and_marks(page) for page in PAGES])
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page_and_marks(page) for page in PAGES if BLOCK.search(page.read_text())])
 def test_every_code_block_of_a_page_runs(page, folder):
     output = folder / "page.txt"
     assert statuses(fork(run_page, page, folder, output=output)) == [0], output.read_text()[-3000:]

@@ -2,7 +2,7 @@
 
 from experiments.reproduce import Headline, Step
 
-TAKES = "half an hour on one core"
+TAKES = "an hour on one core"
 STEPS = [Step("verdicts.yaml", small=("trials=100", "group_trials=20", "factor=1", "seeds=[3,8]"))]
 HEADLINES = [
     Headline("four contrasts, 8 seeds: families with a false different", "rates", {"family": "4"}, "different_8"),

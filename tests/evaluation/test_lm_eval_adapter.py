@@ -14,8 +14,6 @@ transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
 from lm_eval.api.instance import Instance  # noqa: E402
-from lm_eval.models.huggingface import HFLM  # noqa: E402
-from lm_eval.tasks import TaskManager  # noqa: E402
 
 from packmamba import MambaLM  # noqa: E402
 from packmamba.evaluation.lm_eval_adapter import PackMambaLM  # noqa: E402
@@ -59,6 +57,8 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory):
+    from lm_eval.tasks import TaskManager  # seconds, which a run without these tests need not spend
+
     folder = tmp_path_factory.mktemp("tasks")
     rng = random.Random(0)
     sentence = lambda most: " ".join(rng.choices(WORDS, k=rng.randint(1, most)))
@@ -80,6 +80,8 @@ def evaluate(model, tasks, monkeypatch, tmp_path):
 
 
 def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, tmp_path):
+    from lm_eval.models.huggingface import HFLM
+
     theirs = evaluate(HFLM(str(checkpoint), batch_size=1, device="cpu"), tasks, monkeypatch, tmp_path)
     ours = evaluate(PackMambaLM(str(checkpoint), max_slots=256, device="cpu"), tasks, monkeypatch, tmp_path)
     compared = 0

@@ -224,7 +224,8 @@ def test_no_bit_crosses_a_boundary(family):
 def test_leakcheck_passes_it_alone(family, boundaries):
     """With a bias the original's padding on the left reaches what follows it."""
     model, packed = both(family, use_bias=True)
-    lengths = {} if boundaries == "position_ids" else {"lengths": [5, 1, 8]}
+    takes_all = boundaries == "position_ids" and family != "Mamba"  # of Mamba the command's test takes all lengths
+    lengths = {} if takes_all else {"lengths": [5, 1, 8]}
     if boundaries in ("position_ids", "attention_mask"):
         assert not leakcheck(model, boundaries=boundaries, lengths=[5, 1, 8]).ok
     found = leakcheck(packed, boundaries=boundaries, **lengths)
@@ -309,7 +310,7 @@ def test_half_precision_and_autocast(family):
         return type(result)(logits=result.logits.float())
 
     packed.forward = in_bfloat16
-    assert leakcheck(packed).ok
+    assert leakcheck(packed, lengths=[19, 1, 23]).ok
 
 
 ROW = [0, 1, 2, 0, 1, 2]

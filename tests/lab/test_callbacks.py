@@ -143,7 +143,7 @@ def own(record, step):
 @pytest.mark.parametrize("keys", [LEAK, CARRY], ids=["leak", "carry"])
 def test_the_training_is_the_same_to_the_bit(tmp_path, keys):
     plain = tiny_config(tmp_path, *keys)
-    asked = tiny_config(tmp_path, *keys, *EVERY, f"runs_dir={tmp_path}/asked")
+    asked = tiny_config(tmp_path, *keys, *EVERY, f"runs_dir={tmp_path}/asked", "trainer.loggers=[csv]")
     expected, record = (fit(config, progress=False) for config in (plain, asked))
     found = {name: points for name, points in losses_of(record).items() if name in expected["curves"]}
     assert found == losses_of(expected)

@@ -28,7 +28,7 @@ def write_sources(folder):
 
 def configure(folder, *overrides):
     keys = ["data.source=stdlib", "data.path=null", f"data.sources={json.dumps(write_sources(folder))}"]
-    return tiny_config(folder, *keys, "trainer.loggers=[]", *overrides)
+    return tiny_config(folder, *keys, *overrides)
 
 
 def test_a_run_says_the_loss_and_the_epochs_of_each_source(tmp_path):

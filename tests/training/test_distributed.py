@@ -33,10 +33,8 @@ def train_as_a_user(path):
     return run.main(sys.argv[1:])
 
 
-@pytest.mark.parametrize(
-    ("strategy", "precision", "tolerance"),
-    [pytest.param("ddp", "64-true", 1e-9, marks=pytest.mark.slow), ("fsdp2", "32-true", 1e-4)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("strategy", "precision", "tolerance"), [("ddp", "64-true", 1e-9), ("fsdp2", "32-true", 1e-4)])
 def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
     # Some steps' gradients are clipped, not all: Adam does not see a factor that all have.
     keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", "optimizer.grad_clip=0.9"]

@@ -40,7 +40,7 @@ def of_lengths(folder, lengths, *keys):
     path = folder / "lengths.jsonl"
     texts = ["".join(rng.choice(list("abcdefgh"), n)) for n in lengths]
     path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return tiny_config(folder, f"data.path={path}", "trainer.loggers=[]", *keys)
+    return tiny_config(folder, f"data.path={path}", *keys)
 
 
 def neighbours(config, steps, rank=0, ranks=1):
