@@ -30,6 +30,8 @@ def rates(runs: pd.DataFrame) -> Table:
     """Make a row for each kind of study: families with a false claim, by the number of seeds."""
     rows, seeds = [], sorted(runs["seeds"].unique())
     kinds = ["groups", "contrasts", "shown", "tails", "diverging"]
+    places = {word: place for words in (TAILS, DIVERGING) for place, word in enumerate(words)}
+    runs = runs.sort_values(kinds, key=lambda column: column.map(lambda value: places.get(value, value)), kind="stable")
     for (groups, contrasts, shown, tails, lost), some in runs.groupby(kinds, sort=False):
         row: dict[str, Any] = {"intervals": "seeds" if groups == 1 else f"seeds and {groups} groups"}
         row |= {"family": f"{contrasts}" + f", {shown} of them clear" * bool(shown), "tails": TAILS[tails]}
