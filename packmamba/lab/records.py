@@ -125,9 +125,10 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
 
 def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
-    """Add to training records their sweep: its entry, seeds, values tried, and arms without a record."""
+    """Add to training records their sweep: its entry, seeds, values tried, arms and seeds without a record."""
     trained = [record for record in records if record["kind"] == "training"]
     recorded = {record["arm"] for record in trained}
+    runs = {(record["arm"], record["seed"]) for record in trained}
     sweeps: dict[str, dict[str, Any]] = {}
     for entry in entries:
         tuned = entry["tuned"]
@@ -136,8 +137,10 @@ def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]
         entry["absent"] = [arm for arm in arms if arm not in recorded]
         for arm, seeds in arms.items():
             # An arm may be in several sweeps of the folder: seeds and tried values add up.
-            before = sweeps.get(arm, {"seeds": [], "tried": []})
-            sweeps[arm] = entry | {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried}
+            before = sweeps.get(arm, {"seeds": [], "tried": [], "plans": []})
+            merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried}
+            merged["missing"] = [seed for seed in merged["seeds"] if (arm, seed) not in runs]
+            sweeps[arm] = entry | merged | {"plans": [*before["plans"], seeds]}
     for record in trained:
         if record["arm"] in sweeps:
             record["sweep"] = sweeps[record["arm"]]

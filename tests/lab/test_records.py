@@ -67,7 +67,14 @@ def test_records_hold_their_sweep(tmp_path):
     write_sweep(tmp_path, "other", {"padded": [2]}, "padded", table={"metrics": ["val_loss"]})
     padded, single = read_records(tmp_path)
     assert "sweep" not in single
-    expected = {"baseline": "padded", "tuned": None, "absent": [], "seeds": [0, 1, 2]}
+    expected = {
+        "baseline": "padded",
+        "tuned": None,
+        "absent": [],
+        "missing": [1, 2],
+        "plans": [[0, 1], [2]],
+        "seeds": [0, 1, 2],
+    }
     assert padded["sweep"] == expected | {"tried": [{"optimizer.lr": [0.1, 0.2]}], "table": {"metrics": ["val_loss"]}}
     write_sweep(tmp_path, "other", {"padded": [2]}, "padded", margin=0.1)
     assert read_records(tmp_path)[0]["sweep"]["late"]

@@ -135,8 +135,10 @@ class Arm:
 
     @property
     def expected(self) -> set[int]:
-        """Seeds of its runs, and those that its sweep names: of every variant of the arm, not of some."""
-        return {*self.runs.index, *(() if self.sweep.get("apart") else self.sweep.get("seeds", ()))}
+        """Seeds of its runs, those that no variant has, and those of the sweep that fits its runs best."""
+        fit = lambda seeds: (len({*self.runs.index}.difference(seeds)), len(seeds))
+        plan = min(self.sweep.get("plans", ()), key=fit, default=())
+        return {*self.runs.index, *plan, *self.sweep.get("missing", ())}
 
     @property
     def label(self) -> str:
