@@ -1,6 +1,6 @@
 SHELL := bash
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-extras test-newest test-gpu test-asan sanitize-gpu lint format
+.PHONY: help demo test test-slow test-extras test-newest test-gpu test-asan sanitize-gpu lint format wheel
 
 # An active virtual or conda environment is used as it is; otherwise our own, which may be deleted at any time.
 ACTIVE := $(or $(VIRTUAL_ENV),$(CONDA_PREFIX))
@@ -19,6 +19,7 @@ help:
 	@echo "make sanitize-gpu  CUDA kernels under compute-sanitizer; logs go to experiments/operators/logs"
 	@echo "make lint          ruff and mypy"
 	@echo "make format        ruff, which changes files"
+	@echo "make wheel         a wheel with compiled kernels in dist/ (KINDS=cpu,cuda: the GPU's, too)"
 	@echo "Each first sets up $(PREFIX) if it has to."
 
 demo:
@@ -39,6 +40,11 @@ test-slow:
 test-extras:
 	@.ci/setup "$(PREFIX)" test,eval,integrations "$(ACTIVE)"
 	"$(PYTHON)" -m pytest -q -n $(WORKERS) --dist worksteal -m extras
+
+wheel: KINDS ?= cpu
+wheel:
+	@.ci/setup "$(PREFIX)" test "$(ACTIVE)"
+	PACKMAMBA_PREBUILT=$(KINDS) "$(PYTHON)" -m pip -q wheel --no-deps --no-build-isolation -w dist .
 
 test-newest:
 	@WORKERS=$(WORKERS) .ci/newest

@@ -13,6 +13,58 @@ TINY = [*("data.source=synthetic", "data.num_documents=40", "data.distribution=s
 TINY += [*("model=130m", "model.d_model=8", "model.n_layer=1", "trainer.max_steps=1", "trainer.accelerator=cpu")]
 
 
+def install(words, target, **environment):
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-build-isolation"]
+    command = [*pip, "--no-deps", "--target", str(target), *words]
+    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
+
+
+# Says which library a layer's convolution ran, and whether its numbers are the reference's.
+LAYER = """
+import torch
+from packmamba import PackedMamba, SequenceLayout
+from packmamba.ops import build
+
+layer, layout = PackedMamba(8), SequenceLayout.from_lengths([[3, 5]], 8)
+hidden = torch.randn(1, 8, 8)
+found = layer(hidden, layout=layout)
+layer.backend = "reference"
+print(build.build("cpu").name, torch.allclose(found, layer(hidden, layout=layout), atol=1e-6))
+print([(row["target"], row["problem"]) for row in build.info()][0])
+"""
+
+
+@pytest.mark.slow
+def test_a_wheel_with_kernels_runs_without_a_compiler(tmp_path):
+    """Of three instruction sets the machine's best, or the one that PyTorch is told to take, is chosen."""
+    wheels, target = tmp_path / "wheels", tmp_path / "installed"
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "-q",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(wheels),
+        str(ROOT),
+    ]
+    environment = os.environ | {"PACKMAMBA_PREBUILT": "cpu", "TMPDIR": str(tmp_path)}
+    subprocess.run(command, env=environment, check=True, capture_output=True)
+    (wheel,) = wheels.iterdir()
+    assert wheel.name.startswith("packmamba-") and "-py3-none-" in wheel.name and "any" not in wheel.name
+    install([str(wheel)], target)
+    without = {"PATH": "/nowhere", "CXX": "no-such-compiler", "PACKMAMBA_CACHE": str(tmp_path / "empty")}
+    for capability in ("default", "avx2") if os.uname().machine == "x86_64" else ("default",):
+        environment = os.environ | without | {"PYTHONPATH": str(target), "ATEN_CPU_CAPABILITY": capability}
+        done = subprocess.run(
+            [sys.executable, "-c", LAYER], cwd=tmp_path, env=environment, capture_output=True, text=True
+        )
+        assert done.stdout == f"cpu-{capability}.so True\n('{capability}', None)\n", done.stderr
+    assert not (tmp_path / "empty").exists()
+
+
 @pytest.mark.slow
 def test_a_wheel_builds_installs_and_trains(tmp_path):
     source, target, made = tmp_path / "source", tmp_path / "installed", tmp_path / "made"
@@ -22,8 +74,7 @@ def test_a_wheel_builds_installs_and_trains(tmp_path):
     code = f"from setuptools import build_meta; build_meta.build_sdist({str(made)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
     (distribution,) = made.glob("packmamba-*.tar.gz")
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-build-isolation"]
-    subprocess.run([*pip, "--no-deps", "--target", str(target), str(distribution)], check=True, capture_output=True)
+    install([str(distribution)], target, PACKMAMBA_PREBUILT="")
     for top, suffixes in (("packmamba", [".py"]), ("kernels", [".cpp", ".h", ".cu", ".cuh"]), ("configs", [".yaml"])):
         for path in [path for path in (ROOT / top).rglob("*") if path.suffix in suffixes]:
             inside = path.relative_to(ROOT / "packmamba") if top == "packmamba" else path.relative_to(ROOT)

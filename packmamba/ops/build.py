@@ -1,9 +1,9 @@
-"""Build and load the compiled kernels.
+"""Find, or build, and load the compiled kernels.
 
-A kind (``cpu``, ``cuda``) is a shared library of ``kernels/common`` and ``kernels/<kind>``,
-compiled on first use or by ``kernels build``: some seconds on a CPU, a minute or two for a GPU. It
-is on PyTorch's stable ABI, so that a library serves several versions of PyTorch, and is compiled
-for this machine's instruction set, so that nothing is chosen at run time.
+A kind (``cpu``, ``cuda``) is a shared library of ``kernels/common`` and ``kernels/<kind>``. A wheel
+may bring it (``setup.py``), for several instruction sets or architectures. Else it is compiled on
+first use or by ``kernels build``: some seconds on a CPU, a minute or two for a GPU, for this
+machine's instruction set. It is on PyTorch's stable ABI, so that a library serves several versions.
 
 The cache may be shared by machines: a library's name is a hash of all that changes it (sources,
 flags, compiler, what "native" means here), and a file lock lets many processes compile it once.
@@ -36,6 +36,8 @@ from packmamba.errors import COMMAND, KernelError, expect
 BUILD_COMMAND = f"{COMMAND} kernels build"
 TORCH_TARGET_VERSION = 0x020B000000000000
 """PyTorch 2.11: libraries built for its stable ABI load on it and on later ones."""
+BUILD_VARIABLES = ("PACKMAMBA_MARCH", "PACKMAMBA_CUDA_ARCHS", "PACKMAMBA_SANITIZE")
+"""Environment variables that ask for a build of one's own, whatever a wheel brought."""
 OLDEST_ARCHITECTURE = 80
 """Compute capability 8.0 (A100), without its dot."""
 TORCH = Path(torch.__file__).parent
@@ -96,8 +98,26 @@ def kernel_folder() -> Path:
     return installed if installed.is_dir() else package.parent / "kernels"
 
 
+def shipped(kind: str) -> Path | None:
+    """Find the library that a wheel brought for this machine; None if the environment names another build.
+
+    A CPU's is chosen by PyTorch's name of its instruction set, a GPU's must hold code for each GPU here.
+    """
+    if any(name in os.environ for name in BUILD_VARIABLES):
+        return None
+    libraries = sorted((Path(__file__).resolve().parents[1] / "prebuilt").glob(f"{kind}-*.so"))
+    if kind == "cpu":
+        wanted = (torch.backends.cpu.get_cpu_capability().lower(), "default")
+        found = {library.stem.removeprefix("cpu-"): library for library in libraries}
+        return next((found[name] for name in wanted if name in found), None)
+    present = {str(architecture) for architecture in _cuda_architectures()} if libraries else set()
+    return next((library for library in libraries if present.issubset(library.stem.split("-"))), None)
+
+
 def build(kind: str) -> Path:
-    """Compile the library of ``kind`` unless it is cached, once for all processes. Raises KernelError."""
+    """Return the library of ``kind``; compile it if no wheel brought it, once for all processes. Raises KernelError."""
+    if library := shipped(kind):
+        return library
     recipe = describe(kind)
     try:
         if not recipe.path.is_file():
@@ -179,14 +199,17 @@ def info() -> list[dict[str, Any]]:
     rows = []
     for kind in ("cpu", "cuda"):
         row = {"kind": kind, "compiler": None, "target": None, "built": False, "problem": None}
+        rows.append(row)
         try:
+            if library := shipped(kind):
+                row |= {"compiler": "the wheel's maker", "target": library.stem.partition("-")[2], "built": True}
+                continue
             recipe = describe(kind)
             row["compiler"] = f"{recipe.compiler} ({recipe.version})"
             row["target"] = recipe.target
             row["built"] = recipe.path.is_file()
         except KernelError as error:
             row["problem"] = str(error)
-        rows.append(row)
     return rows
 
 
