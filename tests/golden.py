@@ -212,8 +212,8 @@ def runs(folder: Path) -> dict[str, object]:
 def kills(folder: Path) -> dict[str, object]:
     """Runs that are killed after a checkpoint, three times, then left alone; and the same undisturbed."""
     results: dict[str, object] = {}
-    average, carry = "trainer.average_snapshots=5 trainer.average_share=0.9", CONFIGURATIONS["runs"]["carry, turns"]
-    for name, keys in {"average": average, "carry": carry}.items():
+    for name in ("greedy", "carry, turns"):
+        keys = CONFIGURATIONS["runs"][name]
         words = [sys.executable, "run.py", *arguments(folder, f"{name} killed", keys + LONG)]
         before, killed, null = set(), 0, subprocess.DEVNULL
         for _ in range(3):

@@ -31,6 +31,7 @@ from packmamba.config.schema import (
     MIXERS,
     NOT_OF_CHECKPOINTS,
     OPTIMIZERS,
+    REMOVED_KEYS,
     RENAMED_KEYS,
     RENAMED_VALUES,
     STRATEGIES,
@@ -87,6 +88,8 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
     An override that lists names of a mapping's entries selects them: ``arms=[single,padded]``.
     """
     file = OmegaConf.create() if path is None else read_yaml(path, command)
+    if path is not None and Path(path).name == CONFIGURATION:
+        _drop_removed_keys(file)
     layers = [(parse_override(override), f"'{override}'") for override in overrides]
     for layer, origin in layers:
         for key in map(str, list(layer)):
@@ -99,6 +102,15 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
                 layer[key] = {name: entries[name] for name in names}
                 file.pop(key)
     return [(file, str(path)), *layers]
+
+
+def _drop_removed_keys(config: DictConfig) -> None:
+    """Drop from an earlier run's configuration the removed keys that changed nothing in it."""
+    for name, (default, _) in REMOVED_KEYS.items():
+        section, _, key = name.partition(".")
+        keys = config.get(section, {})
+        if keys.get(key) == default:
+            del keys[key]
 
 
 def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
@@ -144,9 +156,11 @@ def _model_size(name: str, origin: str) -> DictConfig:
 
 
 def _unknown_key(key: str, origin: str, schema: type) -> ConfigError:
-    """Explain an unknown key by its new name, its other section or the nearest name."""
+    """Explain an unknown key by its new name, what replaces it, its other section or the nearest name."""
     if key in RENAMED_KEYS:
         hint = f"; rename it to {RENAMED_KEYS[key]}"
+    elif key in REMOVED_KEYS:
+        hint = f"; an older version's key: {REMOVED_KEYS[key][1]}"
     elif origin.endswith(CONFIGURATION):
         hint = "; an older version's key: remove it"
     else:
@@ -304,7 +318,6 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "data.shuffle_steps": (shuffles, "batching=stream without carry"),
         "optimizer.decay_fraction": (config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
-        "trainer.average_snapshots": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (_allows_cuda_graphs(config), graphs),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in MIXER_KEYS},
     }

@@ -32,6 +32,12 @@ RENAMED_KEYS = {
     "only": "arms=[...] and grid.seed=[...]",
 }
 """Keys of earlier versions, and today's; a configuration with one is told the new name."""
+_AVERAGE = "write trainer.callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging]"
+REMOVED_KEYS: dict[str, tuple[Any, str]] = {
+    "trainer.average_snapshots": (1, _AVERAGE),
+    "trainer.average_share": (0.1, _AVERAGE),
+}
+"""Keys of earlier versions that nothing replaces: what was their default, and what to do instead."""
 RENAMED_VALUES: dict[str, dict[str, str]] = {
     "strategy": {
         "in_order": "next_fit",
@@ -202,8 +208,6 @@ class TrainerConfig:
     )
     max_steps: int = key(200, "Optimizer steps.", low=1)
     validate_every: int = key(50, "Steps between validations.", low=1)
-    average_snapshots: int = key(1, "Average the weights of this many steps.", low=1)
-    average_share: float = key(0.1, "Last fraction of the steps, which has these.", low=0, high=1)
     evaluate_every: Optional[int] = key(None, "Steps between evaluations.", null="at the end", low=1)
     checkpoint_every: int = key(50, "Steps between checkpoints.", low=1)
     log_every: int = key(10, "Steps between logged points.", low=1)

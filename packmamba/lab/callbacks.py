@@ -1,4 +1,4 @@
-"""Callbacks of a training run: what it counts, saves, averages, checks and evaluates.
+"""Callbacks of a training run: what it counts, saves, checks and evaluates.
 
 Lightning calls them in the order of ``fit``'s list, ``Checkpoint`` last, so that what a checkpoint
 holds is complete. What they hold between steps is saved with it: a run that goes on counts on.
@@ -307,29 +307,6 @@ def newest_checkpoint(folder: Path) -> Path | None:
     if refused:
         raise refused
     return None
-
-
-class Average(Saved, Callback):
-    """Average the weights of steps spaced evenly over the last ``share`` of the run."""
-
-    SAVED = ("taken", "mean")
-
-    def __init__(self, steps: int, snapshots: int, share: float) -> None:
-        self.at: set[int] = set()
-        if snapshots > 1:
-            first = max(steps - int(share * steps), 1)
-            self.at = {round(first + i * (steps - first) / (snapshots - 1)) for i in range(snapshots)}
-        self.taken = 0
-        self.mean: dict[str, Tensor] = {}
-
-    @torch.no_grad()
-    def on_train_batch_end(self, trainer: Trainer, module: Any, *_: Any) -> None:
-        """Add the weights of a step in ``at`` to their mean."""
-        if trainer.global_step in self.at:
-            self.taken += 1
-            for name, weight in module.model.named_parameters():
-                mean = self.mean[name].to(weight.device) if name in self.mean else weight.detach().clone()
-                self.mean[name] = mean + (weight - mean) / self.taken  # needs no sum that grows
 
 
 class LeakCheck(LightningLeakCheck):

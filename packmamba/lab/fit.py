@@ -162,11 +162,10 @@ class _Run:
         self.reached = max(steps, default=0)
         options = config.trainer
         self.metrics = callbacks.RunMetrics(options.log_every)
-        self.average = callbacks.Average(options.max_steps, options.average_snapshots, options.average_share)
         self.evaluations = callbacks.Evaluations(config, self.metrics)
         self.leakcheck = callbacks.LeakCheck(config, self.metrics)
         self.checkpoint = callbacks.Checkpoint(self.saved, config, self.metrics, stop)
-        ours = [self.metrics, self.average, self.evaluations, self.leakcheck, self.checkpoint]
+        ours = [self.metrics, self.evaluations, self.leakcheck, self.checkpoint]
         self.trainer = make_trainer(config, self.folder, ours, progress, self.reached)
 
     def record(self) -> dict[str, Any]:
@@ -212,7 +211,7 @@ class _Run:
         return module
 
     def _train(self, module: PackedLitModule) -> None:
-        """Take the steps that are left; validate at the end, and the averaged weights. Raises Stopped."""
+        """Take the steps that are left; validate at the end. Raises Stopped."""
         resume = callbacks.newest_checkpoint(self.saved)
         self.backend = backend_name(self.config.ops.backend, self.trainer.strategy.root_device)
         if self.progress and self.trainer.is_global_zero:
@@ -225,14 +224,8 @@ class _Run:
         metrics = self.metrics
         if not metrics.validation or metrics.validation[-1]["step"] != self.trainer.global_step:
             self.trainer.validate(module, self.data, verbose=False)
-        last = metrics.validation[-1]
-        if metrics.diverged is None and not math.isfinite(last["loss"]):
+        if metrics.diverged is None and not math.isfinite(metrics.validation[-1]["loss"]):
             metrics.diverged = self.trainer.global_step
-        # The mean of weights is what the run is judged by; the last weights' loss is kept beside it.
-        if self.average.at and metrics.diverged is None:
-            module.model.load_state_dict(self.average.mean, strict=False)
-            self.trainer.validate(module, self.data, verbose=False)
-            metrics.validation[-1]["loss_last_weights"] = last["loss"]
 
     def _passes(self, tokens: float) -> dict[str, float]:
         """Return how often so many tokens read each source of a mixture."""
@@ -499,8 +492,6 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: call
         values["diverged_at_step"] = metrics.diverged
     if metrics.started_from is not None:
         values["started_from_checksum"] = metrics.started_from
-    if "loss_last_weights" in last:
-        values["val_loss_last_weights"] = last["loss_last_weights"]
     curves = {"train": metrics.train, "validation": metrics.validation, "loss_by_position": metrics.by_position}
     experiment = run_id.name_of(config.output) if config.output else run_id.run_id(config)
     identity = ("training", experiment, config.name, run_id.recorded_config(config), config.seed, corpus_hash)

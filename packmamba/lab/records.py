@@ -40,8 +40,8 @@ LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.s
     model.mixer_options model.pretrained optimizer.name optimizer.options
     optimizer.schedule optimizer.decay_fraction
     optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
-    trainer.deterministic trainer.boundary_options trainer.callbacks trainer.average_snapshots
-    trainer.average_share trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
+    trainer.deterministic trainer.boundary_options trainer.callbacks
+    trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
 
 
 def make_record(

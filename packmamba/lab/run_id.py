@@ -16,6 +16,7 @@ from typing import Any
 from filelock import SoftFileLease, Timeout
 
 from packmamba.config import Config, to_dict
+from packmamba.config.schema import REMOVED_KEYS
 from packmamba.errors import ConfigError
 from packmamba.files import space_for
 from packmamba.lab.records import LATER_KEYS, has_records, read_records
@@ -48,7 +49,8 @@ def recorded_config(config: Config) -> dict[str, Any]:
     return values
 
 
-DEFAULTS = flatten(to_dict(Config()))
+# Removed keys that were not at their default are part of an earlier record's id, so that no run of today has it.
+DEFAULTS = flatten(to_dict(Config())) | {name: default for name, (default, _) in REMOVED_KEYS.items()}
 LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}  # of records without
 
 
@@ -56,11 +58,9 @@ def id_of(arm: str, values: dict[str, Any]) -> str:
     """Return a run's id from its record's configuration, that of its schedule's end if it is to be continued."""
     keys = DEFAULTS | LATER | flatten(values)
     # A run with more steps of the same schedule goes on where the shorter one ended: its id is the same.
-    # The mean of snapshots is over the run's last steps, so with it another number is another run.
-    if keys["trainer.average_snapshots"] == 1:
-        steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
-        constant = keys["optimizer.final_lr_fraction"] == 1 or keys["optimizer.schedule"] in WITHOUT_END
-        keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
+    steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
+    constant = keys["optimizer.final_lr_fraction"] == 1 or keys["optimizer.schedule"] in WITHOUT_END
+    keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
     # Where bits matter the number of threads decides them.
     excluded = EXCLUDED[:-1] if keys["trainer.deterministic"] else EXCLUDED
     # A key at its default is not hashed: keys that are added later leave ids as they are.

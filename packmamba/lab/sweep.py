@@ -123,7 +123,7 @@ class SweepConfig:
         places = {"table.metrics": self.table.metrics, "tune.metric": [self.tune.metric]}
         for place, names in places.items():
             for name in names:
-                exists = name in (*METRICS, "val_loss_last_weights") or name.startswith(prefixes)
+                exists = name in METRICS or name.startswith(prefixes)
                 need(exists, place, choices, f"'{name}'")
 
 

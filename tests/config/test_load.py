@@ -4,7 +4,8 @@ import sys
 
 import pytest
 
-from packmamba.config import CONFIGS, Config, ConfigError, load_config, validate
+from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, load_config, validate
+from packmamba.config.schema import REMOVED_KEYS
 from packmamba.data.packing import STRATEGIES
 from packmamba.lab.sweep import load_sweep
 from packmamba.training.lit_module import make_model
@@ -68,6 +69,7 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
         ("data.row_lenght=3", "'data.row_lenght' .*did you mean 'data.row_length'"),
         ("experiment=runs/mine", "'experiment' .*rename it to output"),
         ("data.slots_per_batch=9", "'data.slots_per_batch' .*rename it to data.max_tokens_per_batch"),
+        ("trainer.average_snapshots=5", r"'trainer.average_snapshots' .*write trainer.callbacks=\[lightning"),
         ("max_steps", "expected key=value"),
         ("=3", "expected key=value"),
         ("data.path=[a", "expected key=value"),
@@ -151,7 +153,6 @@ def test_valid(overrides):
         ("evaluations=[mqar] evaluation_options.passkey.length=3", "'evaluation_options.passkey'"),
         ("evaluations=[mqar] evaluation_options.mqar=3", "evaluation_options: expected keys and values"),
         ("trainer.evaluate_every=3", "trainer.evaluate_every: expected null, unless with evaluations"),
-        ("trainer.strategy=fsdp2 trainer.average_snapshots=2", "trainer.average_snapshots: expected 1"),
         ("trainer.cuda_graphs=true trainer.devices=2", "trainer.cuda_graphs: expected false, unless on one GPU"),
         ("ops.backend=gpu", "ops.backend: expected one of auto"),
         (
@@ -164,6 +165,17 @@ def test_invalid(overrides, message):
     with pytest.raises(ConfigError, match=f"^(unknown key )?{message}") as caught:
         load_config(None, overrides.split())
     assert "\n" not in str(caught.value)
+
+
+def test_an_earlier_run_s_configuration_loads_where_removed_keys_changed_nothing(tmp_path):
+    file = tmp_path / CONFIGURATION
+    removed = {name.partition(".")[2]: default for name, (default, _) in REMOVED_KEYS.items()}
+    assert removed == {"average_snapshots": 1, "average_share": 0.1}
+    file.write_text("trainer: {max_steps: 7, average_snapshots: 1, average_share: 0.1}")
+    assert load_config(file) == load_config(None, ["trainer.max_steps=7"])
+    file.write_text("trainer: {average_snapshots: 5}")
+    with pytest.raises(ConfigError, match="'trainer.average_snapshots' .*write trainer.callbacks="):
+        load_config(file)
 
 
 def test_a_configuration_built_in_code_is_checked():

@@ -1,4 +1,4 @@
-"""Callbacks of a run: metrics of the record, weight averaging, loggers, evaluations, the progress bar."""
+"""Callbacks of a run: metrics of the record, Lightning's weight averaging, loggers, evaluations, the progress bar."""
 
 from __future__ import annotations
 
@@ -7,38 +7,52 @@ import csv
 import lightning
 import pytest
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from packmamba import MambaLM
 from packmamba.config import ConfigError
 from packmamba.data.tokenizer import load_tokenizer
 from packmamba.evaluation.registry import evaluate
-from packmamba.lab.callbacks import Average, Stopped, evaluation_context
+from packmamba.lab.callbacks import Stopped, evaluation_context
 from packmamba.lab.fit import fit
 from packmamba.lab.run_id import run_folder, run_id
 from packmamba.training.lit_module import PackedLitModule
 from runs import CARRY, final_state, losses_of, tiny_config
 
+AVERAGES = {
+    "exponential": {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging", "init_args": {"decay": 0.6}},
+    "mean": {"class_path": "lightning.pytorch.callbacks.WeightAveraging"},
+}
 
-def test_the_mean_of_snapshots_is_evaluated_and_saved(tmp_path, monkeypatch):
-    weights, average = {}, Average.on_train_batch_end
+
+@pytest.mark.parametrize("kind", AVERAGES)
+def test_lightning_s_averages_of_weights_are_validated_and_saved_after_a_resume_too(tmp_path, monkeypatch, kind):
+    steps, average_step = [], WeightAveraging.on_train_batch_end
 
     def keep(self, trainer, module, *rest):
-        weights[trainer.global_step] = {n: p.detach().clone() for n, p in module.model.named_parameters()}
-        return average(self, trainer, module, *rest)
+        steps.append([parameter.detach().clone() for parameter in module.model.parameters()])
+        return average_step(self, trainer, module, *rest)
 
-    monkeypatch.setattr(Average, "on_train_batch_end", keep)
-    plain = fit(tiny_config(tmp_path), progress=False)["metrics"]
-    config = tiny_config(tmp_path, "trainer.average_snapshots=3", "trainer.average_share=0.7")  # steps 2, 4 and 6
-    record = fit(config, progress=False)["metrics"]
-    for name, saved in MambaLM.from_pretrained(run_folder(config)).named_parameters():
-        mean = torch.stack([weights[step][name].double() for step in (2, 4, 6)]).mean(0)
-        torch.testing.assert_close(saved.detach().double(), mean, rtol=1e-6, atol=1e-7)
-    assert record["val_loss_last_weights"] == plain["val_loss"] != record["val_loss"]
-    assert "val_loss_last_weights" not in plain
+    monkeypatch.setattr(WeightAveraging, "on_train_batch_end", keep)
+    plain = fit(tiny_config(tmp_path), progress=False)
+    config = tiny_config(tmp_path)
+    config.trainer.callbacks = [AVERAGES[kind]]
+    with pytest.raises(Stopped):
+        fit(config, progress=False, stop=lambda metrics: metrics.totals["steps"] == 4)
+    record = fit(config, progress=False)
+    assert len(steps) == 6 and record["curves"]["train"][-1]["loss"] == plain["curves"]["train"][-1]["loss"]
+    weights = [0.4 * 0.6 ** (5 - i) if i else 0.6**5 for i in range(6)] if kind == "exponential" else [1 / 6] * 6
+    expected = [sum(w * each for w, each in zip(weights, parameters)) for parameters in zip(*steps)]
+    model = MambaLM.from_pretrained(run_folder(config))
+    for saved, average in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(saved.detach(), average, rtol=1e-5, atol=1e-6)
+    perplexity = evaluate("perplexity", model, evaluation_context(config, "perplexity", tokenizer=None, max_slots=1000))
+    assert record["metrics"]["val_loss"] == pytest.approx(perplexity.metrics["loss"], rel=1e-5)
+    assert record["metrics"]["val_loss"] != pytest.approx(plain["metrics"]["val_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("keys", [[], ["data.strategy=padded", "trainer.average_snapshots=2"]])
+@pytest.mark.parametrize("keys", [[], ["data.strategy=padded"]])
 def test_a_diverged_run_stops_and_is_recorded(tmp_path, keys, caplog):
     config = tiny_config(tmp_path, *keys, "optimizer.lr=1e30", "trainer.max_steps=500", "evaluations=[perplexity]")
     metrics = fit(config, progress=False)["metrics"]

@@ -24,7 +24,8 @@ from processes import ROOT, files_of_at_most, fork, kill
 from runs import CARRY, final_state, losses_of, tiny_config, write_config
 
 KEYS = ["trainer.max_steps=12", "trainer.validate_every=5", "trainer.checkpoint_every=3", "trainer.threads=1",
-        "trainer.loggers=[]", "trainer.average_snapshots=3", "trainer.average_share=0.7"]  # fmt: skip
+        "trainer.loggers=[]",
+        "trainer.callbacks=[{class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.8}}]"]  # fmt: skip
 SCHEMES = {
     "packed": ["data.strategy=greedy", "data.num_workers=0"],
     "carry": [*CARRY, "data.batching=stream", "data.tokens_per_step=144", "data.num_workers=2",
@@ -62,7 +63,7 @@ def assert_same(config, expected):
     assert losses_of(record) == losses_of(expected[0])
     assert record["metrics"]["val_loss"] == expected[0]["metrics"]["val_loss"]
     state = final_state(config)
-    for part in ("state_dict", "optimizer_states", "carry", "rng"):
+    for part in ("state_dict", "current_model_state", "averaging_state", "optimizer_states", "carry", "rng"):
         for x, y in zip(tree_leaves(state[part]), tree_leaves(expected[1][part]), strict=True):
             assert torch.equal(x, y) if isinstance(x, torch.Tensor) else x == y, part
     assert read_records(run_folder(config)) == [record]
