@@ -12,7 +12,7 @@ LAYOUT = SequenceLayout.from_lengths([[5, 1, 6], [9, 2], [], [1]], row_length=14
 VOCAB = 23
 CONFIGS = {
     "published": {},
-    "everything": {"bias": True, "learned_initial_state": True, "tie_embeddings": False, "dt_rank": 3, "expand": 3},
+    "everything": {"bias": True, "tie_embeddings": False, "dt_rank": 3, "expand": 3},
     "mamba2": {"mixer": "mamba2", "headdim": 8, "ngroups": 2, "bias": True, "d_conv": 3},
     "narrow": {"d_conv": 2, "d_state": 1, "conv_bias": False, "n_layer": 1, "expand": 1},
 }

@@ -39,7 +39,7 @@ STEPS = [
     _sweep("larger", "zero-47M,own-47M", seeds=FIVE),
     _sweep("rows-512", suffixed("T512", *LADDER, "shuffled"), seeds=FIVE),
     _sweep("rows-8192", suffixed("T8192", *LADDER), seeds=FIVE),
-    _sweep("leak", f"{','.join(LEAKS)},learned", seeds=FIVE, small=("common={data.row_length: 64}",)),
+    _sweep("leak", ",".join(LEAKS), seeds=FIVE, small=("common={data.row_length: 64}",)),
     _sweep("leak-dose", f"{DOSES},foreign-heads-T8192", seeds=THREE),
     _sweep("post", suffixed("post", *LADDER), FROM, small=(STREAMS,)),
     _sweep("post-more", "noise-post,shuffled-post", FROM, seeds=range(6, 9)),

@@ -14,7 +14,7 @@ OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
 SCHEDULES = "packmamba.training.optimizer:SCHEDULES"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
 NOT_OF_CHECKPOINTS = ("pretrained", "compile", "recompute")  # keys of the section model
-MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank", "learned_initial_state")  # of the section model
+MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 NAMED = ("csv", "tensorboard", "tensorboard_tokens", "wandb")
 AUTO = ("auto or an integer above 0", lambda value: value == "auto" or (type(value) is int and value > 0))
@@ -36,6 +36,7 @@ _AVERAGE = "write trainer.callbacks=[lightning.pytorch.callbacks.EMAWeightAverag
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "trainer.average_snapshots": (1, _AVERAGE),
     "trainer.average_share": (0.1, _AVERAGE),
+    "model.learned_initial_state": (False, "remove it"),
 }
 """Keys of earlier versions that nothing replaces: what was their default, and what to do instead."""
 RENAMED_VALUES: dict[str, dict[str, str]] = {
@@ -165,7 +166,6 @@ class ModelConfig:
     expand: int = key(2, "d_inner = expand * d_model.", low=1)
     dt_rank: Any = key("auto", "Rank of delta; auto: ceil(d_model / 16).", check=AUTO)
     tie_embeddings: bool = key(True, "The head shares the embedding's weight.")
-    learned_initial_state: bool = key(False, "Learn each layer's initial scan state.")
     compile: bool = key(False, "torch.compile the blocks and the loss.")
     recompute: str = key("none", "Recompute in the backward pass.", choices=("none", "inner", "block"))
 

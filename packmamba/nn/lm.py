@@ -39,7 +39,7 @@ class MambaLM(nn.Module):
             all but each block's input (activation checkpointing).
         mixer: a name in ``packmamba.nn.mixers.MIXERS``.
         options: the mixer's; PackedMamba's are d_state, d_conv, expand, dt_rank,
-            learned_initial_state, backend and others.
+            backend and others.
 
     Raises TypeError or ValueError that names the argument.
     """
@@ -124,8 +124,8 @@ class MambaLM(nn.Module):
         """Write a folder that ``from_pretrained`` reads. Raises ValueError for what ``format`` cannot hold.
 
         Args:
-            format: "state_spaces", which mamba-ssm reads (but not learned initial states nor another
-                norm_epsilon); or "huggingface", which transformers' AutoModelForCausalLM reads.
+            format: "state_spaces", which mamba-ssm reads (but not another norm_epsilon); or
+                "huggingface", which transformers' AutoModelForCausalLM reads.
         """
         write_pretrained(directory, self.config, self.state_dict(), format)
 
@@ -148,7 +148,7 @@ class MambaLM(nn.Module):
             conv_layout, ssm_layout: instead of ``layout`` in the convolutions or the scans;
                 ``layout.flow()`` leaks.
             states: initial states by layer, as the mixer's ``start_state`` has them, of the
-                documents of conv_layout and ssm_layout; None: zero, or the learned states.
+                documents of conv_layout and ssm_layout; None: zero.
             return_hidden: return the head's input (B, L, d_model) instead of logits: for
                 ``linear_cross_entropy``.
 
@@ -201,7 +201,7 @@ class MambaLM(nn.Module):
         self._start = torch.compile(add_norm, **options)
 
     def start_states(self, documents: int) -> list[State]:
-        """Return initial states of so many documents, by layer: zeros, or the learned states."""
+        """Return initial states of so many documents, by layer: zeros."""
         return [layer.mixer.start_state(documents) for layer in self.backbone.layers]
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:

@@ -43,7 +43,7 @@ RowStates = tuple[States, Tensor, int]
 
 
 class Boundary:
-    """Start every document from zero, or from the learned states. A scheme overrides what differs.
+    """Start every document from zero. A scheme overrides what differs.
 
     Attributes:
         continues: row b of a batch continues row b of the batch before; needs

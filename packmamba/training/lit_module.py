@@ -132,6 +132,8 @@ class PackedLitModule(lightning.LightningModule):
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
         if isinstance(model, dict):
+            removed = ("learned_initial_state", False)  # in checkpoints of earlier versions
+            model = {name: value for name, value in model.items() if (name, value) != removed}
             check_model_arguments(model)
         self.model: Any = MambaLM(**model) if isinstance(model, dict) else cast(Any, model)
         if compile:

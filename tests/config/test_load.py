@@ -70,6 +70,7 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
         ("experiment=runs/mine", "'experiment' .*rename it to output"),
         ("data.slots_per_batch=9", "'data.slots_per_batch' .*rename it to data.max_tokens_per_batch"),
         ("trainer.average_snapshots=5", r"'trainer.average_snapshots' .*write trainer.callbacks=\[lightning"),
+        ("model.learned_initial_state=true", "'model.learned_initial_state' .*older version's key: remove it"),
         ("max_steps", "expected key=value"),
         ("=3", "expected key=value"),
         ("data.path=[a", "expected key=value"),
@@ -170,8 +171,11 @@ def test_invalid(overrides, message):
 def test_an_earlier_run_s_configuration_loads_where_removed_keys_changed_nothing(tmp_path):
     file = tmp_path / CONFIGURATION
     removed = {name.partition(".")[2]: default for name, (default, _) in REMOVED_KEYS.items()}
-    assert removed == {"average_snapshots": 1, "average_share": 0.1}
-    file.write_text("trainer: {max_steps: 7, average_snapshots: 1, average_share: 0.1}")
+    assert removed == {"average_snapshots": 1, "average_share": 0.1, "learned_initial_state": False}
+    sections = (
+        "model: {learned_initial_state: false}\ntrainer: {max_steps: 7, average_snapshots: 1, average_share: 0.1}"
+    )
+    file.write_text(sections)
     assert load_config(file) == load_config(None, ["trainer.max_steps=7"])
     file.write_text("trainer: {average_snapshots: 5}")
     with pytest.raises(ConfigError, match="'trainer.average_snapshots' .*write trainer.callbacks="):

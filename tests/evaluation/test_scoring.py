@@ -13,7 +13,7 @@ from packmamba.evaluation import Score, score
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return MambaLM(vocab_size=50, d_model=32, n_layer=3, learned_initial_state=True).double()
+    return MambaLM(vocab_size=50, d_model=32, n_layer=3).double()
 
 
 def make_requests(seed=0, count=40):

@@ -28,8 +28,7 @@ KEYS = ["trainer.max_steps=12", "trainer.validate_every=5", "trainer.checkpoint_
         "trainer.callbacks=[{class_path: lightning.pytorch.callbacks.EMAWeightAveraging, init_args: {decay: 0.8}}]"]  # fmt: skip
 SCHEMES = {
     "packed": ["data.strategy=greedy", "data.num_workers=0"],
-    "carry": [*CARRY, "data.batching=stream", "data.tokens_per_step=144", "data.num_workers=2",
-              "model.learned_initial_state=true"],
+    "carry": [*CARRY, "data.batching=stream", "data.tokens_per_step=144", "data.num_workers=2"],
     "fitted_noise": [*CARRY, "data.batching=stream", "data.tokens_per_step=144", "trainer.boundary=fitted_noise"],
 }  # fmt: skip
 

@@ -14,7 +14,7 @@ from packmamba import MambaLM, PackedMamba
 def test_initialisation_is_mamba_s():
     torch.manual_seed(0)
     n_layer, d_model = 4, 64
-    options = {"d_state": 5, "bias": True, "learned_initial_state": True, "tie_embeddings": False}
+    options = {"d_state": 5, "bias": True, "tie_embeddings": False}
     model = MambaLM(vocab_size=300, d_model=d_model, n_layer=n_layer, **options)
     mixers = [layer.mixer for layer in model.backbone.layers]
     for mixer in mixers:
@@ -22,7 +22,7 @@ def test_initialisation_is_mamba_s():
         assert 0.001 * (1 - 1e-4) <= dt.min() < 0.0015 and 0.07 < dt.max() <= 0.1 * (1 + 1e-4)
         assert abs(dt.log().mean() - math.log(0.01)) < 0.5, "log-uniform"
         assert torch.allclose(mixer.A_log, torch.arange(1.0, 6.0).log().expand(128, 5))
-        assert (mixer.D == 1).all() and (mixer.initial_state == 0).all()
+        assert (mixer.D == 1).all()
         assert (mixer.in_proj.bias == 0).all() and (mixer.out_proj.bias == 0).all()
         bounds = {"in_proj": d_model**-0.5, "conv1d": 4**-0.5, "x_proj": 128**-0.5, "dt_proj": mixer.dt_rank**-0.5}
         for name, bound in (bounds | {"out_proj": (128 * n_layer) ** -0.5}).items():
@@ -76,7 +76,7 @@ def test_weight_decay_groups_hold_each_parameter_once(config):
     decayed, exempt = (group["params"] for group in model.weight_decay_groups(0.1))
     assert [group["weight_decay"] for group in model.weight_decay_groups(0.1)] == [0.1, 0.0]
     assert sorted(map(id, decayed + exempt)) == sorted(names)
-    mamba_exempts = ("A_log", "D", "initial_state", "bias", "norm.weight", "norm_f.weight")
+    mamba_exempts = ("A_log", "D", "bias", "norm.weight", "norm_f.weight")
     assert {names[id(p)] for p in exempt} == {name for name in names.values() if name.endswith(mamba_exempts)}
 
 

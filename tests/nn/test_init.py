@@ -19,20 +19,14 @@ SIZES = {"vocab_size": 37, "d_model": 16, "n_layer": 3}
 MAMBA2 = {"mixer": "mamba2", "headdim": 8}
 CONFIGS = {
     "mamba1": {},
-    "mamba1-everything": {
-        "tie_embeddings": False,
-        "bias": True,
-        "learned_initial_state": True,
-        "dt_rank": 3,
-        "expand": 3,
-    },
+    "mamba1-everything": {"tie_embeddings": False, "bias": True, "dt_rank": 3, "expand": 3},
     "mamba1-narrow": {"d_model": 48, "n_layer": 1, "d_state": 1, "conv_bias": False, "dt_min": 0.01, "dt_max": 0.01},
     "mamba2": MAMBA2,
-    "mamba2-everything": MAMBA2 | {"tie_embeddings": False, "bias": True, "learned_initial_state": True, "ngroups": 2},
+    "mamba2-everything": MAMBA2 | {"tie_embeddings": False, "bias": True, "ngroups": 2},
     "mamba2-wide": MAMBA2 | {"d_model": 48, "D_has_hdim": True, "A_init_range": (2, 3), "d_state": 8},
 }
 LAYERS = {
-    "mamba1": lambda: PackedMamba(16, bias=True, learned_initial_state=True),
+    "mamba1": lambda: PackedMamba(16, bias=True),
     "mamba2": lambda: PackedMamba2(16, headdim=8, bias=True),
     "norm": lambda: GatedRMSNorm(16, 2, 1e-5),
     "mamba_ssm": lambda: Mamba(16, dt_init="constant", dt_scale=0.5, bias=True),

@@ -137,11 +137,7 @@ def test_state_spaces_folder_with_a_padded_vocabulary(tmp_path, added):
 
 @pytest.mark.parametrize(
     "config",
-    [
-        {},
-        {"tie_embeddings": False, "d_conv": 2, "bias": True, "d_state": 3, "dt_rank": 2},
-        {"learned_initial_state": True, "norm_epsilon": 0.01},
-    ],
+    [{}, {"tie_embeddings": False, "d_conv": 2, "bias": True, "d_state": 3, "dt_rank": 2}, {"norm_epsilon": 0.01}],
     ids=["published", "options", "ours alone"],
 )
 def test_a_saved_model_is_loaded_as_it_was(tmp_path, config):
@@ -153,6 +149,25 @@ def test_a_saved_model_is_loaded_as_it_was(tmp_path, config):
     published = json.loads((tmp_path / "new" / "folder" / "config.json").read_text())
     only_ours = {"norm_epsilon"} if "norm_epsilon" in config else set()
     assert published.keys() == STATE_SPACES.keys() | {"tie_embeddings"} | only_ours, "mamba-ssm refuses other keys"
+
+
+@pytest.mark.parametrize("mixer", [{}, {"mixer": "mamba2", "headdim": 8}], ids=["mamba1", "mamba2"])
+def test_folders_that_say_whether_initial_states_are_learned(tmp_path, mixer):
+    """Earlier versions wrote the key: false changes nothing, true is a weight that has no place any more."""
+    model = build(dtype=torch.float32, **mixer)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    published = json.loads(path.read_text())
+    published["ssm_cfg"]["learned_initial_state"] = False
+    path.write_text(json.dumps(published))
+    again = MambaLM.from_pretrained(tmp_path)
+    assert again.config == model.config
+    tokens = random_tokens()
+    assert torch.equal(again(tokens, layout=LAYOUT), model(tokens, layout=LAYOUT))
+    weights = model.state_dict() | {"backbone.layers.0.mixer.initial_state": torch.zeros(2)}
+    torch.save(weights, tmp_path / "pytorch_model.bin")
+    with pytest.raises(ValueError, match="mixer.initial_state': expected no such weight"):
+        MambaLM.from_pretrained(tmp_path)
 
 
 A_LOG = "backbone.layers.1.mixer.A_log"
@@ -224,8 +239,8 @@ def test_transformers_loads_what_is_saved_in_its_format(tmp_path, tied, dtype):
 
 
 def test_what_hugging_face_s_format_cannot_hold_is_refused(tmp_path):
-    model = MambaLM(vocab_size=50, d_model=8, n_layer=1, learned_initial_state=True)
-    with pytest.raises(ValueError, match="^learned_initial_state: "):
+    model = MambaLM(vocab_size=50, d_model=8, n_layer=1, mixer="mamba2", headdim=8, D_has_hdim=True)
+    with pytest.raises(ValueError, match="^D_has_hdim: "):
         model.save_pretrained(tmp_path / "new", format="huggingface")
     assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="^format: "):

@@ -106,7 +106,7 @@ def test_stateful_schemes_are_replayed(tmp_path, scheme, compiled):
     torch._dynamo.reset()
     torch.manual_seed(0)
     keys = ["data.strategy=concat_split", "data.streams=12", "data.stagger=true", "data.batching=stream", "data.row_length=24",
-            "data.tokens_per_step=144", "data.max_tokens_per_batch=72", "model.learned_initial_state=true"]  # fmt: skip
+            "data.tokens_per_step=144", "data.max_tokens_per_batch=72"]  # fmt: skip
     config = tiny_config(tmp_path, *keys, f"trainer.boundary={scheme}", f"model.compile={compiled}")
     data = PackedDataModule.from_config(config, progress=False)
     data.setup()
@@ -133,7 +133,7 @@ def test_stateful_schemes_are_replayed(tmp_path, scheme, compiled):
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)], ids=["32", "bf16"])
 def test_losses_and_gradients_are_those_of_eager_steps(dtype, tolerance, boundary, compiled):
     torch._dynamo.reset()
-    lit = module(f"model.compile={compiled}", f"model.learned_initial_state={boundary == 'reset'}")
+    lit = module(f"model.compile={compiled}")
     replay = BatchGraphs(lambda batch: lit.loss(batch, BOUNDARIES[boundary]()), list(lit.parameters()))
     compiles_few = torch._dynamo.config.patch(fail_on_recompile_limit_hit=True)
     with compiles_few, torch.autocast("cuda", torch.bfloat16, enabled=dtype == torch.bfloat16):

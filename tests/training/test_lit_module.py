@@ -294,6 +294,13 @@ def test_a_wrong_argument_is_named(key, make):
         make()
 
 
+def test_arguments_of_an_earlier_version_s_checkpoint():
+    earlier = {"vocab_size": 9, **SHAPE, "learned_initial_state": False}
+    assert "learned_initial_state" not in PackedLitModule(earlier).model.config
+    with pytest.raises(ConfigError, match="'model.learned_initial_state'"):
+        PackedLitModule(earlier | {"learned_initial_state": True})
+
+
 SCHEMES = {
     "padded": {"strategy": "padded"},
     "padded to the longest": {"strategy": "padded_sorted", "max_tokens_per_batch": 1000},

@@ -33,7 +33,6 @@ class PackedMamba(Mixer):
         dt_min, dt_max, dt_init_floor: delta starts log-uniform in [dt_min, dt_max], at least
             dt_init_floor.
         bias, conv_bias: whether projections and convolution have biases.
-        learned_initial_state: start documents from a learned state (D, N), not from zero.
         recompute: the backward computes the convolution's output and delta again, see
             ``ops.mamba_inner``.
         backend: a name in ``ops.BACKENDS``; None: "auto".
@@ -41,9 +40,9 @@ class PackedMamba(Mixer):
     Raises TypeError or ValueError that names the argument.
     """
 
-    NO_WEIGHT_DECAY = ("A_log", "D", "initial_state")
+    NO_WEIGHT_DECAY = ("A_log", "D")
     PUBLISHED = {"state_spaces": "Mamba1", "hugging_face": "mamba", "architecture": "MambaForCausalLM"}
-    WITHOUT_EFFECT = ("dt_init", "dt_scale", "use_fast_path")
+    WITHOUT_EFFECT = ("dt_init", "dt_scale", "use_fast_path", "learned_initial_state")
     HUGGING_FACE = {  # by argument, MambaConfig's key and default
         "d_state": ("state_size", 16),
         "d_conv": ("conv_kernel", 4),
@@ -65,7 +64,6 @@ class PackedMamba(Mixer):
         dt_init_floor: float = 1e-4,
         bias: bool = False,
         conv_bias: bool = True,
-        learned_initial_state: bool = False,
         recompute: bool = False,
         backend: str | None = None,
     ) -> None:
@@ -73,7 +71,7 @@ class PackedMamba(Mixer):
         if dt_rank == "auto" and isinstance(d_model, int):
             dt_rank = ceil_div(d_model, 16)
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "dt_rank": dt_rank}
-        flags = {"bias": bias, "conv_bias": conv_bias, "learned_initial_state": learned_initial_state}
+        flags = {"bias": bias, "conv_bias": conv_bias}
         dt_range = (dt_min, dt_max, dt_init_floor)
         check_options(sizes, flags, d_conv, dt_range, backend)
         self.d_model = d_model
@@ -89,7 +87,7 @@ class PackedMamba(Mixer):
         self.dt_proj = DeltaProjection(self.dt_rank, self.d_inner, dt_range)
         self.A_log = nn.Parameter(torch.empty(self.d_inner, d_state))
         self.D = nn.Parameter(torch.empty(self.d_inner))
-        self._make_initial_state(learned_initial_state, self.d_inner, d_state)
+        self.state_shape = (self.d_inner, d_state)
         self._reset_own()
         self.out_proj = Projection(self.d_inner, d_model, bias=bias)
         self._mark_parameters()
@@ -110,7 +108,7 @@ class PackedMamba(Mixer):
         """Mix in_proj's output (B, L, 2 D), the convolution's input and then the gate."""
         if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
             return self._mix_adapted(projected, conv_layout, ssm_layout, state, return_state)
-        conv_state, ssm_state = self.initial_states(state, projected.shape[0], ssm_layout)
+        conv_state, ssm_state = self.initial_states(state)
         accumulation = accumulation_dtype(projected.dtype)
         mixed, final_state = ops.mamba_inner(
             projected,
@@ -138,7 +136,7 @@ class PackedMamba(Mixer):
         self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
     ) -> tuple[Tensor, Any]:
         """Mix as ``ops.mamba_inner`` does, but call the projections, some of which are adapters."""
-        conv_state, ssm_state = self.initial_states(state, projected.shape[0], ssm_layout)
+        conv_state, ssm_state = self.initial_states(state)
         x, z = projected.chunk(2, dim=-1)
         u, conv_state = self._convolve(x, conv_layout, conv_state, return_state)
         delta, B, C = self.x_proj(u).split([self.dt_rank, self.d_state, self.d_state], dim=-1)

@@ -68,15 +68,14 @@ class PackedMamba2(Mixer):
         dt_limit: (low, high), to which delta is clamped.
         D_has_hdim: the skip D has a weight for each channel, not for each head.
         norm_eps: of the gated norm.
-        learned_initial_state: start documents from a learned state (H, P, N), not from zero.
         recompute: without effect; the backward always computes the norm again.
 
     Raises TypeError or ValueError that names the argument.
     """
 
-    NO_WEIGHT_DECAY = ("A_log", "D", "dt_bias", "initial_state")
+    NO_WEIGHT_DECAY = ("A_log", "D", "dt_bias")
     PUBLISHED = {"state_spaces": "Mamba2", "hugging_face": "mamba2", "architecture": "Mamba2ForCausalLM"}
-    WITHOUT_EFFECT = ("conv_init", "chunk_size", "use_mem_eff_path")
+    WITHOUT_EFFECT = ("conv_init", "chunk_size", "use_mem_eff_path", "learned_initial_state")
     HUGGING_FACE = {  # by argument, Mamba2Config's key and default
         "d_state": ("state_size", 128),
         "d_conv": ("conv_kernel", 4),
@@ -106,7 +105,6 @@ class PackedMamba2(Mixer):
         bias: bool = False,
         conv_bias: bool = True,
         norm_eps: float = 1e-5,
-        learned_initial_state: bool = False,
         recompute: bool = False,
         backend: str | None = None,
     ) -> None:
@@ -114,7 +112,6 @@ class PackedMamba2(Mixer):
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand}
         sizes |= {"headdim": headdim, "ngroups": ngroups}
         flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
-        flags |= {"learned_initial_state": learned_initial_state}
         dt_range = (dt_min, dt_max, dt_init_floor)
         check_options(sizes, flags, d_conv, dt_range, backend)
         expect(backend != "mamba_ssm", "backend", "auto, reference, cpu or cuda for Mamba-2", repr(backend))
@@ -139,7 +136,7 @@ class PackedMamba2(Mixer):
         self.dt_bias = nn.Parameter(torch.empty(self.nheads))
         self.A_log = nn.Parameter(torch.empty(self.nheads))
         self.D = nn.Parameter(torch.empty(d_inner if D_has_hdim else self.nheads))
-        self._make_initial_state(learned_initial_state, self.nheads, headdim, d_state)
+        self.state_shape = (self.nheads, headdim, d_state)
         self._reset_own()
         self.norm = GatedRMSNorm(d_inner, ngroups, norm_eps)
         self.out_proj = Projection(d_inner, d_model, bias=bias)
@@ -162,7 +159,7 @@ class PackedMamba2(Mixer):
         self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output (B, L, 2 D + 2 G N + H): z, x, B, C and delta."""
-        conv_state, ssm_state = self.initial_states(state, projected.shape[0], ssm_layout)
+        conv_state, ssm_state = self.initial_states(state)
         z, xBC, delta = projected.split([self.d_inner, self.conv_dim, self.nheads], dim=-1)
         xBC, conv_state = self._convolve(xBC, conv_layout, conv_state, return_state)
         by_group = self.ngroups * self.d_state

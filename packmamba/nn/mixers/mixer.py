@@ -50,8 +50,9 @@ class Mixer(nn.Module):
     Attributes:
         HUGGING_FACE: by argument, the key of transformers' configuration and its default.
         NO_WEIGHT_DECAY: names of parameters of several dimensions that do not decay.
+        WITHOUT_EFFECT: keys of a checkpoint's ssm_cfg that change nothing. A learned initial state
+            of an earlier version is a weight, which no longer has a place.
         state_shape: of one document's state in the recurrence.
-        initial_state: learned, of ``state_shape``; None: documents start from zero.
     """
 
     HUGGING_FACE: dict[str, tuple[str, Any]]
@@ -63,7 +64,6 @@ class Mixer(nn.Module):
     backend: str | None
     D: nn.Parameter
     state_shape: tuple[int, ...]
-    initial_state: nn.Parameter | None
     # (in_proj's output (B, L, ...), conv_layout, ssm_layout, state, return_state)
     # -> (mixed (B, L, d_model), final states; None unless return_state).
     _mix: Any
@@ -88,8 +88,7 @@ class Mixer(nn.Module):
                 read.
             conv_layout, ssm_layout: instead of ``layout`` in one of the two operators:
                 ``layout.flow()`` leaks there.
-            state: initial states of the documents of conv_layout and ssm_layout; None: zero, or the
-                learned state.
+            state: initial states of the documents of conv_layout and ssm_layout; None: zero.
 
         Raises TypeError or ValueError.
         """
@@ -147,26 +146,18 @@ class Mixer(nn.Module):
         return convolved if return_state else (convolved, None)
 
     def start_state(self, documents: int) -> State:
-        """Return initial states of so many documents: zeros, or the learned state in the recurrence."""
+        """Return initial states of so many documents: zeros."""
         weight = self.conv1d.weight
         conv_state = weight.new_zeros(documents, weight.shape[0], weight.shape[2] - 1)
-        learned = self.initial_state
-        start = weight.new_zeros(self.state_shape) if learned is None else learned
-        ssm_state = start.to(checks.accumulation_dtype(weight.dtype)).expand(documents, *self.state_shape)
-        return conv_state, ssm_state.contiguous()
+        dtype = checks.accumulation_dtype(weight.dtype)
+        return conv_state, weight.new_zeros(documents, *self.state_shape, dtype=dtype)
 
-    def initial_states(
-        self, state: Any, rows: int, ssm_layout: SequenceLayout | None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the pair of initial states; where the recurrence has none, the learned state."""
+    def initial_states(self, state: Any) -> tuple[Tensor | None, Tensor | None]:
+        """Return a pair of initial states, each None for zero."""
         pair = (None, None) if state is None else state
         fits = isinstance(pair, (tuple, list)) and len(pair) == 2
         expect(fits, "state", "a pair (conv_state, ssm_state)", type(state).__name__, TypeError)
-        conv_state, ssm_state = pair
-        if ssm_state is None and self.initial_state is not None:
-            documents = rows if ssm_layout is None else ssm_layout.num_documents
-            _, ssm_state = self.start_state(documents)
-        return conv_state, ssm_state
+        return pair
 
     @on_whole_parameters
     def reset_parameters(self) -> None:
@@ -179,23 +170,15 @@ class Mixer(nn.Module):
         self.in_proj.place_in_stack()
         self.out_proj.place_in_stack(math.sqrt(n_layer))
 
-    def _make_initial_state(self, learned: bool, *shape: int) -> None:
-        self.state_shape = shape
-        self.initial_state = nn.Parameter(torch.empty(shape)) if learned else None
-
     @torch.no_grad()
     def _reset_own(self) -> None:
         """Initialise the parameters that are no child's."""
         nn.init.ones_(self.D)
-        if self.initial_state is not None:
-            nn.init.zeros_(self.initial_state)
 
     def _mark_parameters(self) -> None:
         """Mark parameters that do not decay, as state-spaces' optimizers read."""
         for name in self.NO_WEIGHT_DECAY:
-            parameter = getattr(self, name)
-            if parameter is not None:
-                parameter._no_weight_decay = True
+            getattr(self, name)._no_weight_decay = True
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
@@ -207,8 +190,6 @@ class Mixer(nn.Module):
     @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Translate this mixer's arguments to transformers' configuration. Raises ValueError."""
-        learned = options.get("learned_initial_state")
-        expect(not learned, "learned_initial_state", "False in this format", True)
         published = {key: options.get(argument, default) for argument, (key, default) in cls.HUGGING_FACE.items()}
         return published | {"hidden_act": "silu"}
 
