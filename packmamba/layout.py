@@ -19,8 +19,9 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from itertools import accumulate, chain
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,6 +29,17 @@ from packmamba.errors import expect
 
 INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_SLOTS = 2**31 - 1  # B * L, and positions in a document, are int32 in kernels
+Integers = TypeVar("Integers", int, np.ndarray)
+
+
+def ceil_div(dividend: Integers, divisor: int) -> Integers:
+    """Divide, rounding up: how many boxes of ``divisor`` hold ``dividend`` things."""
+    return -(-dividend // divisor)
+
+
+def round_up(number: Integers, multiple: int) -> Integers:
+    """Return the smallest multiple of ``multiple`` that is at least ``number``."""
+    return ceil_div(number, multiple) * multiple
 
 
 class Schedules(dict):

@@ -1,11 +1,13 @@
 import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 
 from operators import layouts, rows_of_lengths
 from packmamba import SequenceLayout
+from packmamba.layout import ceil_div, round_up
 
 
 @given(rows_of_lengths())
@@ -102,3 +104,13 @@ def test_refuses_in_one_sentence(name):
     with pytest.raises(error, match=message) as caught:
         build(*arguments)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("number", "step", "quotient", "rounded"),
+    [(0, 4, 0, 0), (1, 4, 1, 4), (4, 4, 1, 4), (5, 4, 2, 8), (2**40 + 1, 2**20, 2**20 + 1, 2**40 + 2**20)],
+)
+def test_quotients_and_multiples_are_rounded_up(number, step, quotient, rounded):
+    assert (ceil_div(number, step), round_up(number, step)) == (quotient, rounded)
+    array = np.array([number, number])
+    assert (ceil_div(array, step) == quotient).all() and (round_up(array, step) == rounded).all()

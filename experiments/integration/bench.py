@@ -28,9 +28,9 @@ from experiments.timing import free_memory, median, now, spread, take_turns
 from packmamba.config import ConfigError, DataConfig, key, load_config
 from packmamba.data.lengths import LENGTH_DISTRIBUTIONS, draw_lengths
 from packmamba.data.sources.builtin import open_stdlib
-from packmamba.integers import round_up
 from packmamba.integrations.transformers import patch
 from packmamba.lab.records import append_record, make_record, provenance
+from packmamba.layout import round_up
 
 Documents = Sequence[Sequence[int]]
 SIZES = ("documents_per_step", "steps", "warm_up_steps")

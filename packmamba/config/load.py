@@ -261,7 +261,7 @@ def _check_rules(config: Config) -> None:
     strategy = registry(STRATEGIES)[data.strategy]
     need(hasattr(strategy, "splits_documents"), "data.strategy", "a packing.Strategy(function)", repr(strategy))
     boundary = registry(BOUNDARIES)[config.trainer.boundary]
-    registry("packmamba.data.sources.parts:parts_of")(data)  # checks data.sources
+    registry("packmamba.data.sources:parts_of")(data)  # checks data.sources
     rule = functools.partial(_rule, config)
     _check_option_names(config, boundary)
     _check_keys_in_use(config, strategy, boundary)

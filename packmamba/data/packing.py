@@ -30,7 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from packmamba.integers import ceil_div, round_up
+from packmamba.layout import ceil_div, round_up
 
 Integers = NDArray[np.int64]
 

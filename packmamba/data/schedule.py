@@ -34,7 +34,7 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.corpus import Documents
 from packmamba.data.packing import LONGEST, STRATEGIES, Integers, Pieces, RowPlan, join, plan_pieces
-from packmamba.integers import ceil_div
+from packmamba.layout import ceil_div
 
 WINDOW_DOCUMENTS = 1_000_000
 """Documents that are shuffled together; their permutation is held in memory."""

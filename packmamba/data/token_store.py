@@ -18,8 +18,7 @@ from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.corpus import META, SPLITS, Corpus, Mixture
-from packmamba.data.sources import open_source
-from packmamba.data.sources.parts import parts_of
+from packmamba.data.sources import open_source, parts_of
 from packmamba.data.sources.source import SEED, Document, Source
 from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
 from packmamba.files import DiskFull, space_for

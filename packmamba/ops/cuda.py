@@ -22,8 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packmamba.integers import ceil_div
-from packmamba.layout import Schedules
+from packmamba.layout import Schedules, ceil_div
 from packmamba.ops.build import kernel
 
 SEGMENT = 1024

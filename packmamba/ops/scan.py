@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from packmamba.errors import KernelError, expect
-from packmamba.integers import round_up
-from packmamba.layout import SequenceLayout
+from packmamba.layout import SequenceLayout, round_up
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
 from packmamba.ops.cuda import launch, scans_by_tensor_cores

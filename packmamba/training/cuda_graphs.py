@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from packmamba.data.batch import PackedBatch
-from packmamba.integers import round_up
-from packmamba.layout import SequenceLayout
+from packmamba.layout import SequenceLayout, round_up
 from packmamba.ops.cuda import one_capture
 
 ROW_MULTIPLE = 128

@@ -9,7 +9,7 @@ import pytest
 from packmamba.config import ConfigError, DataConfig, load_config
 from packmamba.data.batch import make_batch
 from packmamba.data.schedule import StepSchedule
-from packmamba.data.sources.parts import parts_of
+from packmamba.data.sources import parts_of
 from packmamba.data.token_store import load_corpora
 
 SIZES = {"short": (300, 5), "long": (40, 200), "few": (8, 30)}

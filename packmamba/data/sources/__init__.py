@@ -2,12 +2,11 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packmamba.config import ConfigError, DataConfig, need
+from packmamba.config import ConfigError, DataConfig, need, resolve, suggest
 from packmamba.data.sources import builtin, files, packages, splits
-from packmamba.data.sources.parts import parts_of
 from packmamba.data.sources.source import Document, Source
 
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
@@ -24,6 +23,17 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
 }
 """Values of ``data.source``, which read no file yet; plugins may add to it."""
 WITHOUT_PATH = ("stdlib", "synthetic", "task")
+OF_SOURCES = ("source", "path", "unit", "text_key", "loss_on", "subset", "split", "test_path")
+"""Keys of ``data`` that an entry of ``data.sources`` may have, beside ``weight`` and ``name``."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Hold an entry of ``data.sources``: the configuration of a source, with its weight."""
+
+    name: str
+    weight: float
+    data: DataConfig
 
 
 def open_source(data: DataConfig) -> Source:
@@ -45,6 +55,31 @@ def open_source(data: DataConfig) -> Source:
     elif data.test_fraction:
         source = splits.test_from_fraction(source, data)
     return source if source.names_splits else splits.cut_single_document(source, data)
+
+
+def parts_of(data: DataConfig) -> list[Part]:
+    """Read ``data.sources``: each entry's keys over those of ``data``. Raises ConfigError."""
+    parts = []
+    for number, entry in enumerate(data.sources):
+        place = f"data.sources[{number}]"
+        need(isinstance(entry, dict), place, "keys and values, such as {source: text, path: a, weight: 3}", entry)
+        keys = {**entry}
+        for key in keys:
+            allowed = ("weight", "name", *OF_SOURCES)
+            need(key in allowed, place, ", ".join(allowed), f"'{key}'{suggest(key, allowed)}")
+        weight = keys.pop("weight", None)
+        is_positive = type(weight) in (int, float) and 0 < weight < float("inf")
+        need(is_positive, f"{place}.weight", "a number above 0", repr(weight))
+        name = str(keys.pop("name", None) or Path(str(keys.get("path") or keys.get("source", number))).stem)
+        common = replace(data, sources=[])
+        try:
+            parts.append(Part(name, float(weight), resolve(DataConfig, [(common, "data"), (keys, place)])))
+        except ConfigError as error:
+            raise ConfigError(f"{place}: {error}") from None
+    names = [part.name for part in parts]
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    need(repeated is None, "data.sources", "a name of its own for each source; set name", f"'{repeated}' twice")
+    return parts
 
 
 def reads_text(data: DataConfig) -> bool:

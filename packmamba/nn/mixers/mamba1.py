@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from packmamba import ops
-from packmamba.integers import ceil_div
+from packmamba.layout import ceil_div
 from packmamba.nn.init import DeltaProjection, Projection
 from packmamba.nn.mixers.mixer import Mixer, State, check_options, is_adapted
 from packmamba.ops.checks import accumulation_dtype
