@@ -10,8 +10,9 @@ import torch.nn.functional as F
 
 MAMBA1, MAMBA2 = ("Mamba", "FalconMamba", "Jamba", "Zamba"), ("Mamba2",)
 HYBRIDS2 = ("Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
-FAMILIES = MAMBA1 + MAMBA2 + HYBRIDS2
-OF_EACH_KIND = ("Mamba", "Bamba")  # a pure Mamba; Mamba-2 and attention
+DELTA = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "OlmoHybrid", "KimiLinear", "Lfm2", "Lfm2Moe")  # or a short convolution
+FAMILIES = MAMBA1 + MAMBA2 + HYBRIDS2 + DELTA
+OF_EACH_KIND = ("Mamba", "Bamba", "Qwen3Next")  # a pure Mamba; attention beside Mamba-2; beside the gated delta rule
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # For long tests: ``make test`` runs one family of each kind, ``make test-slow`` the others.
 every_family_slowly = pytest.mark.parametrize(
@@ -58,14 +59,37 @@ CONFIGS = {
     "untied": {"tie_word_embeddings": False},
     "odd sizes": {"hidden_size": 20, "expand": 3, "state_size": 3, "conv_kernel": 3, "time_step_rank": 5},
 }
+HEAD = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "head_dim": 8}
+OWN_DELTA = {
+    "Qwen3Next": HEAD | {"shared_expert_intermediate_size": 12},
+    "Qwen3_5": HEAD,
+    "Qwen3_5Moe": HEAD | {"shared_expert_intermediate_size": 12},
+    "OlmoHybrid": HEAD | {"linear_num_key_heads": 4},
+    "KimiLinear": {
+        "linear_num_heads": 4, "num_key_value_heads": 4, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 6, "initializer_range": 0.2,
+    },
+    "Lfm2": {"head_dim": 8, "block_multiple_of": 8, "layer_types": ["conv", "full_attention"]},
+    "Lfm2Moe": {"head_dim": 8, "layer_types": ["conv", "full_attention"]},
+}  # fmt: skip
 VOCAB = 40
 ROWS = [([5, 1, 8], 0, 0), ([3, 2, 1], 3, 5), ([14], 0, 0), ([], 14, 0), ([4], 10, 0), ([9], 0, 5)]
 
 
 def modeling(family):
-    name = {"FalconMamba": "falcon_mamba", "FalconH1": "falcon_h1", "NemotronH": "nemotron_h"}.get(
-        family, family.lower()
-    )
+    names = {
+        "FalconMamba": "falcon_mamba",
+        "FalconH1": "falcon_h1",
+        "NemotronH": "nemotron_h",
+        "OlmoHybrid": "olmo_hybrid",
+    }
+    names |= {
+        "Qwen3Next": "qwen3_next",
+        "Qwen3_5Moe": "qwen3_5_moe",
+        "KimiLinear": "kimi_linear",
+        "Lfm2Moe": "lfm2_moe",
+    }
+    name = names.get(family, family.lower())
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 
@@ -96,18 +120,48 @@ def wide(monkeypatch, plain_torch):
     monkeypatch.setattr(torch.Tensor, "to", to)
 
 
+def delta_config(family, config):
+    """Return a gated delta hybrid's keys of what ``build`` is given."""
+    size, experts = config.pop("state_size"), config.pop("num_experts", 2)
+    config = {key: value for key, value in config.items() if key not in ("expand", "use_conv_bias", "time_step_rank")}
+    kernel = "conv_L_cache" if family.startswith("Lfm2") else "linear_conv_kernel_dim"
+    config[kernel] = config.pop("conv_kernel", 4)
+    config["attention_bias"] = config.pop("use_bias", False)
+    config |= {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "layer_types": ["linear_attention", "full_attention"],
+    }
+    config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
+    if family == "KimiLinear":
+        sparse = "sparse" if experts > 1 else "dense"
+        config |= {"linear_head_dim": size, "num_local_experts": 2, "mlp_layer_types": ["dense", sparse]}
+    else:
+        config |= {"linear_key_head_dim": size, "linear_value_head_dim": size + 2}
+    if family != "Qwen3_5Moe":
+        config["intermediate_size"] = 24
+    if family == "Lfm2Moe":
+        config |= {"num_dense_layers": 3 - experts, "num_experts": experts}
+    if family.startswith("Qwen3"):
+        config["num_experts"] = experts * (family == "Qwen3_5Moe" or experts > 1)
+    # Every expert of every token: fewer, and a token's bits move with the number of tokens that share its expert.
+    return config | {"moe_intermediate_size": 12, "num_experts_per_tok": experts} | OWN_DELTA[family]
+
+
 def build(family, dtype=torch.float32, seed=0, **config):
     import transformers
 
     torch.manual_seed(seed)
     config = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4} | config
     inner = config["hidden_size"] * config.get("expand", 2)
-    dense = config.pop("num_experts", 2) == 1
+    if family in DELTA:
+        config = delta_config(family, config)
+    dense = config.pop("num_experts", 2) == 1 if family not in DELTA else False
     if family not in MAMBA1:
         config.pop("time_step_rank", None)
         norm = {"mamba_rms_norm": True, "mamba_norm_before_gate": False} if config.get("use_bias") else {}
         rope = {"position_embedding_type": None} if config.get("use_bias") else {}
-    if family not in ("Mamba", "FalconMamba", "Mamba2"):
+    if family not in ("Mamba", "FalconMamba", "Mamba2", *DELTA):
         config = {KEYS.get(family, HYBRID).get(key, key): value for key, value in config.items()}
         config |= {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 24}
     config = OWN.get(family, {}) | config
@@ -128,7 +182,10 @@ def build(family, dtype=torch.float32, seed=0, **config):
         del config["num_hidden_layers"]
     if family == "Zamba2":
         config |= {"n_mamba_heads": 4, "num_hidden_layers": 3, "num_key_value_heads": 4}
-    made = getattr(transformers, f"{family}Config")(**config)
+    text = "Text" if family.startswith("Qwen3_5") else ""
+    made = getattr(transformers, f"{family}{text}Config")(**config)
+    if family in DELTA:
+        made._experts_implementation = "eager"  # the default takes no float64
     model = getattr(transformers, f"{family}ForCausalLM")(made).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():

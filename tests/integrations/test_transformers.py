@@ -14,6 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402
     CONFIGS,
+    DELTA,
     FAMILIES,
     HYBRIDS2,
     ROWS,
@@ -26,12 +27,13 @@ from hugging_face import (  # noqa: E402
     error,
     every_family,
     every_family_slowly,
+    modeling,
     plain_torch,  # noqa: F401
     refused,
     wide,  # noqa: F401
 )
 from packmamba import SequenceLayout, leakcheck  # noqa: E402
-from packmamba.integrations.transformers import disable, enable, patch  # noqa: E402
+from packmamba.integrations.transformers import delta, disable, enable, patch  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
 FULL = [row for row in ROWS if sum(row[0]) == 14]  # rows without padding
@@ -99,7 +101,8 @@ def test_padding_on_either_side(family, training):
     check_same(packed, model, logits, tokens, rows, 1e-5)
     for kind in (torch.bool, torch.float32):
         assert torch.equal(packed(tokens, attention_mask=mask.to(kind)).logits, logits)
-    if not training:  # with a bias the original's padding reaches the tokens behind it
+    # With a bias the original's padding reaches the tokens behind it; Kimi's gate lets it out behind a row's tokens.
+    if not training and family != "KimiLinear":
         original = model(tokens, attention_mask=mask).logits
         assert error(logits, original) < 1e-5, "at padding too"
 
@@ -161,7 +164,7 @@ def varlen_attention(query, key, value, mask, position_ids=None, cu_seq_lens_q=N
     return F.scaled_dot_product_attention(query, key, value, mask, scale=rest["softmax_scale"]).transpose(1, 2)
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba"])
+@pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba", "Qwen3_5", "KimiLinear"])
 def test_flash_attention_of_one_packed_row(family, monkeypatch):
     """Zamba's and Granite's attention is given no positions: without cumulative lengths it leaks by up to 0.49."""
     monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", varlen_attention)
@@ -180,7 +183,28 @@ def test_flash_attention_of_one_packed_row(family, monkeypatch):
             check_same(packed, model, logits, tokens, [row], 1e-5)
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba"])
+@pytest.mark.parametrize("family", ["Qwen3Next", "OlmoHybrid", "KimiLinear"])
+def test_fla_s_operators_of_one_row(family, monkeypatch):
+    """They need a GPU; a stand-in has their arguments: one row without padding, and cumulative lengths."""
+    rule = next(rule for name in delta.RULES if (rule := getattr(modeling(family), name, None)))
+
+    def by_cu_seqlens(q, k, v, *, g, beta, cu_seqlens, **options):
+        assert len(q) == 1 and cu_seqlens[-1] == q.shape[1] and cu_seqlens.dtype == torch.int64
+        documents = zip(*(tensor.split(cu_seqlens.diff().tolist(), 1) for tensor in (q, k, v, g, beta)))
+        return torch.cat([rule(q, k, v, g=g, beta=beta, **options)[0] for q, k, v, g, beta in documents], 1), None
+
+    layout = SequenceLayout.from_lengths([[5, 1, 70], [60, 3], []], 80)
+    make = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(3, 80, 4, size, generator=make) for size in (6, 6, 8))
+    decay = torch.rand(3, 80, 4, *[6] * (family == "KimiLinear"), generator=make).neg()
+    given = {"g": decay, "beta": torch.rand(3, 80, 4, generator=make), "use_qk_l2norm_in_kernel": True}
+    expected, _ = delta._recur(rule, query, key, value, layout=layout, **given)
+    monkeypatch.setattr(delta, "_takes_cu_seqlens", lambda query: True)
+    found, _ = delta._recur(by_cu_seqlens, query, key, value, layout=layout, **given)
+    assert error(found, expected) < 1e-5 and not found[layout.documents < 0].any()
+
+
+@pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba", *DELTA])
 def test_attention_reads_each_document_alone(family):
     """Under a mask a neighbour's NaN has weight 0, and 0 x NaN is NaN. Eager attention still takes the mask."""
     _, packed = both(family)
@@ -226,7 +250,7 @@ def test_leakcheck_passes_it_alone(family, boundaries):
     model, packed = both(family, use_bias=True)
     takes_all = boundaries == "position_ids" and family != "Mamba"  # of Mamba the command's test takes all lengths
     lengths = {} if takes_all else {"lengths": [5, 1, 8]}
-    if boundaries in ("position_ids", "attention_mask"):
+    if boundaries == "position_ids" or (boundaries == "attention_mask" and family not in DELTA):
         assert not leakcheck(model, boundaries=boundaries, lengths=[5, 1, 8]).ok
     found = leakcheck(packed, boundaries=boundaries, **lengths)
     assert found.ok, str(found)
@@ -378,7 +402,7 @@ def test_patch_refuses_what_its_kernels_do_not_compute(name, config):
 def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
     """By name, and then nothing is patched."""
     model = build(family)
-    mixer = next(module for module in model.modules() if hasattr(module, "A_log"))
+    mixer = next(module for module in model.modules() if hasattr(module, "conv_kernel_size"))
     mixer.gate_norm = torch.nn.Linear(1, 1)
     assert patch_refuses(model).endswith("gate_norm is new") and type(model).__module__.startswith("transformers.")
     monkeypatch.setattr(type(mixer), "forward", lambda self, hidden_states, cache, attention_mask: None)

@@ -81,6 +81,9 @@ def test_a_cache_holds_what_the_original_s_holds(family):
         for theirs, ours in zip(*(cache.layers for cache in caches)):
             for kind in ("conv_states", "recurrent_states") if hasattr(theirs, "conv_states") else ():
                 expected, found = getattr(theirs, kind)[0], getattr(ours, kind)[0]
+                if expected is None:  # a short convolution has no recurrence
+                    assert found is None
+                    continue
                 assert found.dtype == expected.dtype and error(found, expected) < 1e-5, kind
         steps = [m(tokens[:, :1], **{CACHE: cache}).logits for m, cache in zip((model, packed), caches)]
         assert error(steps[1], steps[0]) < 1e-5

@@ -11,6 +11,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402
+    DELTA,
     ROWS,
     VOCAB,
     alone,
@@ -225,7 +226,7 @@ def test_adapters_learn(family):
     peft = pytest.importorskip("peft")
     model, packed = both(family)
     linear = {name.split(".")[-1] for name, module in packed.named_modules() if isinstance(module, torch.nn.Linear)}
-    targets = linear & {"in_proj", "x_proj", "dt_proj"}
+    targets = linear - {"lm_head"} if family in DELTA else linear & {"in_proj", "x_proj", "dt_proj"}
     if family in ("Jamba", "Zamba", "Bamba", "GraniteMoeHybrid", "Zamba2"):
         targets.add("out_proj")
     config = peft.LoraConfig(r=2, target_modules=sorted(targets), init_lora_weights=False)
@@ -235,9 +236,12 @@ def test_adapters_learn(family):
     gradients = loss_and_gradients(adapted, [logits[b, a:e] for b, a, e in places(ROWS)], tokens, ROWS)[1]
     learned = [name for name, gradient in gradients.items() if gradient.any()]
     assert learned == [name for name, _ in adapted.named_parameters() if "lora_" in name]
-    model.load_state_dict(adapted.merge_and_unload().state_dict())
-    for single, (b, a, e) in alone(model, tokens, ROWS):
+    for single, (b, a, e) in alone(adapted, tokens, ROWS):
         assert error(logits[b, a:e], single[0]) < 1e-5
+    model.load_state_dict(adapted.merge_and_unload().state_dict())
+    tolerance = 1e-4 if family in DELTA else 1e-5  # rounding of merged weights
+    for single, (b, a, e) in alone(model, tokens, ROWS):
+        assert error(logits[b, a:e], single[0]) < tolerance
 
 
 def split(row):

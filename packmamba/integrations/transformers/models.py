@@ -16,6 +16,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from packmamba.errors import expect
 from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, WHOLE_ROWS, Packing, find
+from packmamba.integrations.transformers.delta import mix_by_documents
 from packmamba.integrations.transformers.mixer import mix
 
 PARTS = {"in_proj", "conv1d", "out_proj", "A_log", "D"}
@@ -23,6 +24,9 @@ PROJECTIONS = {"x_proj", "dt_proj"}
 NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
 HEADS = {"x_proj_weight", "dt_proj_weight", "dt_proj_bias"}
 PARTS2 = PARTS | {"dt_bias", "norm"}
+PROJECTIONS35 = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
+QKV = {"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "o_norm", "o_proj"}
+DELTA = {"conv1d", "out_proj", "A_log", "dt_bias", "norm"}
 FAMILIES = (  # folders, names, what a mixer holds, how its model hands it the packing: alone, or beside attention's mask
     ("mamba", "Mamba", "Mixer", PARTS | PROJECTIONS, "mask"),
     ("falcon_mamba", "FalconMamba", "Mixer", PARTS | PROJECTIONS | NORMS, "mask"),
@@ -34,12 +38,23 @@ FAMILIES = (  # folders, names, what a mixer holds, how its model hands it the p
     ("falcon_h1", "FalconH1", "Mixer", PARTS2, "masks"),
     ("nemotron_h", "NemotronH", "Mamba2Mixer", PARTS2, "masks"),
     ("zamba2", "Zamba2", "MambaMixer", PARTS2, "masks"),
+    ("qwen3_next", "Qwen3Next", "GatedDeltaNet", DELTA | {"in_proj_qkvz", "in_proj_ba"}, "masks"),
+    ("qwen3_5", "Qwen3_5", "GatedDeltaNet", DELTA | PROJECTIONS35, "masks"),
+    ("qwen3_5_moe", "Qwen3_5Moe", "GatedDeltaNet", DELTA | PROJECTIONS35, "masks"),
+    ("olmo_hybrid", "OlmoHybrid", "GatedDeltaNet", QKV | {"A_log", "dt_bias", "a_proj", "g_proj"}, "masks"),
+    ("kimi_linear", "KimiLinear", "DeltaAttention", QKV | {"forget_gate", "g_a_proj", "g_b_proj"}, "masks"),
+    ("lfm2", "Lfm2", "ShortConv", {"in_proj", "conv", "out_proj"}, "masks"),
+    ("lfm2_moe", "Lfm2Moe", "ShortConv", {"in_proj", "conv", "out_proj"}, "masks"),
 )
+BY_DOCUMENTS = {"GatedDeltaNet", "DeltaAttention", "ShortConv"}
+"""Mixers that keep their own forward: no kernels of ours compute them whole."""
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "kwargs"}
 INPUTS = ("input_ids", "inputs_embeds")
-MIXER_TAKES = ["self", "hidden_states", "attention_mask"]
+MIXER_TAKES = ["self", "hidden_states", "attention_mask", "kwargs"]
 CACHES = ("cache", "cache_params", "past_key_values")
 """Names of the cache argument."""
+LINEAR = ("linear_attention", "conv")
+"""Names of mixers among a hybrid's kinds of layers."""
 OTHER_NAMES = """cu_seqlens cu_seqlens_q cu_seqlens_k cu_seq_lens position_indices segment_ids seq_ids sequence_ids
     document_ids position_id""".split()
 """Boundary arguments elsewhere."""
@@ -55,7 +70,7 @@ def check_supported(module: Any) -> None:
         # A whole model: its arguments. A mixer: arguments, and below what it holds.
         known = MODEL_TAKES <= {*takes} and not {*CACHES}.isdisjoint(takes)
     else:
-        known = len(takes) == 5 and [*takes[:2], takes[3]] == MIXER_TAKES and takes[2] in CACHES
+        known = [*takes[:2], *takes[3:]] == MIXER_TAKES and takes[2] in CACHES
     if not known:
         raise _different(name, f"its forward takes {', '.join(takes)}")
     if holds is None:
@@ -64,12 +79,22 @@ def check_supported(module: Any) -> None:
     has = {child for child, _ in module.named_children()} | {p for p, _ in module.named_parameters(recurse=False)}
     if wrong := sorted((has - {"act"}) ^ holds):
         raise _different(name, f"{wrong[0]} {'is new' if wrong[0] in has else 'is missing'}")
-    for key, fits, expected in (
-        ("conv_kernel_size", 2 <= module.conv_kernel_size <= 4 and type(module.conv1d) is nn.Conv1d, "2, 3 or 4"),
-        ("activation", module.activation in ("silu", "swish"), "'silu'"),
-        ("ssm_state_size", 1 <= module.ssm_state_size <= 256, "from 1 to 256"),
+    conv = getattr(module, _convolution(holds))
+    expect(type(conv) is nn.Conv1d, "conv1d", f"a plain Conv1d in {name}", type(conv).__name__)
+    # Its inputs at left padding, which a cache would keep, are the biases of in_proj.
+    expect(_convolution(holds) == "conv1d" or not module.bias, "conv_bias", f"False in {name}", "True")
+    for key, values, expected in (
+        ("conv_kernel_size", range(2, 5), "2, 3 or 4"),
+        ("activation", ("silu", "swish"), "'silu'"),
+        ("ssm_state_size", range(1, 257), "from 1 to 256"),
     ):
-        expect(fits, key, f"{expected} in {name}", repr(getattr(module, key)))
+        value = getattr(module, key, None)  # not every layer has each
+        expect(value is None or value in values, key, f"{expected} in {name}", repr(value))
+
+
+def _convolution(holds: set[str]) -> str:
+    """Return the name of a mixer's convolution."""
+    return "conv1d" if "conv1d" in holds else "conv"
 
 
 def _different(name: str, what: str) -> ValueError:
@@ -152,8 +177,8 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
         # And-ed with the causal mask: a token attends to tokens of its own document.
         arguments["and_mask_function"] = lambda row, _, query, key: documents[row, query] == documents[row, key]
         if kernel == "sdpa" and not torch.compiler.is_compiling():
-            return {"full_attention": DocumentMask(documents, arguments), "linear_attention": packing}
-    return {"full_attention": create_causal_mask(**arguments), "linear_attention": packing}
+            return {"full_attention": DocumentMask(documents, arguments)} | dict.fromkeys(LINEAR, packing)
+    return {"full_attention": create_causal_mask(**arguments)} | dict.fromkeys(LINEAR, packing)
 
 
 class DocumentMask:
@@ -241,11 +266,11 @@ def _saves(self: Any, *args: Any, **kwargs: Any) -> Any:
     return transformers.PreTrainedModel.save_pretrained(self, *args, **kwargs)
 
 
-def _mixes(original: Any) -> Callable:
+def _mixes(original: Any, mix: Callable[..., Tensor]) -> Callable:
     # Arguments after self and hidden_states, but for **kwargs.
     names = list(inspect.signature(original.forward).parameters)[2:-1]
 
-    @force_accelerate_hooks(["conv1d"])
+    @force_accelerate_hooks([_convolution(HOLDS[original])])
     @functools.wraps(original.forward)
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         kwargs.update(zip(names, args))
@@ -289,9 +314,12 @@ def _subclass(original: type, **attributes: Any) -> None:
 
 for folder, family, suffix, holds, way in FAMILIES:
     module = importlib.import_module(f"transformers.models.{folder}.modeling_{folder}")
-    mixer, backbone, whole = (getattr(module, f"{family}{part}") for part in (suffix, "Model", "ForCausalLM"))
+    # Qwen3.5's Model is of text and images; its CausalLM holds the TextModel.
+    body = "TextModel" if hasattr(module, f"{family}TextModel") else "Model"
+    mixer, backbone, whole = (getattr(module, f"{family}{part}") for part in (suffix, body, "ForCausalLM"))
+    mixes = mix_by_documents(mixer) if suffix in BY_DOCUMENTS else mix
     HOLDS[mixer], WHOLE[whole] = holds, whole.__init__
-    _subclass(mixer, forward=_mixes(mixer))
+    _subclass(mixer, forward=_mixes(mixer, mixes))
     _subclass(backbone, forward=_packs(backbone, way, whole=False))
     _subclass(
         whole, __init__=_made(whole, whole.__init__), forward=_packs(whole, way, whole=True),
