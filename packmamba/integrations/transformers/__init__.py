@@ -1,4 +1,4 @@
-"""Packing for Hugging Face's models with Mamba layers, by one line."""
+"""Packing for Hugging Face's models with Mamba or gated delta layers, by one line."""
 
 from types import ModuleType
 from typing import TypeVar
@@ -14,7 +14,8 @@ Model = TypeVar("Model", bound=nn.Module)
 def patch(model: Model, require_boundaries: bool = False) -> Model:
     """Patch a model of transformers, or one inside, in place; return it.
 
-    Models: Mamba, FalconMamba, Jamba, Zamba, Mamba2, Bamba, GraniteMoeHybrid, FalconH1, NemotronH and Zamba2, ForCausalLM.
+    Models: Mamba, FalconMamba, Jamba, Zamba, Mamba2, Bamba, GraniteMoeHybrid, FalconH1, NemotronH, Zamba2, Qwen3Next,
+    Qwen3_5, Qwen3_5Moe, OlmoHybrid, KimiLinear, Lfm2 and Lfm2Moe, ForCausalLM.
     Its forward then takes packed rows: ``position_ids`` (B, L) that start again at 0, ``seq_idx`` (B, L) or ``cu_seq_lens_q``
     (S + 1,), any of them together if they agree, and ``attention_mask`` (B, L) with padding on either side. A document has the
     logits and gradients that it has alone; labels at its first token count as -100.
