@@ -6,7 +6,7 @@ Shapes: B rows, L slots, D channels, H heads, K and V channels of a head.
 import functools
 import importlib.util
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FunctionType
 from typing import Any
 
@@ -21,8 +21,6 @@ CONVOLUTION = "causal_conv1d_fn"
 """Name of the convolution in transformers' modules."""
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 """Names of the recurrence there: fla's operator where fla is installed, else PyTorch's."""
-CHUNK = 64
-"""Tokens to a multiple of which the recurrence in PyTorch pads a sequence."""
 HAS_FLA = importlib.util.find_spec("fla") is not None
 
 
@@ -66,66 +64,39 @@ def _convolve(
     return y.transpose(1, 2)
 
 
-@torch.compiler.disable  # groups depend on lengths
+@torch.compiler.disable  # the number of documents decides how often the rule runs
 def _recur(
     rule: Callable[..., tuple[Tensor, Any]],
     query: Tensor,
     key: Tensor,
     value: Tensor,
     *,
+    layout: SequenceLayout,
     g: Tensor,
     beta: Tensor,
-    layout: SequenceLayout,
     **options: Any,
 ) -> tuple[Tensor, None]:
     """Run ``rule`` over each document of query, key (B, L, H, K) and value (B, L, H, V); g and beta begin with B, L.
 
-    Returns (B, L, H, V), zero at padding, and no state, as the rule does without a cache.
+    fla's operator on a GPU takes all documents in one call. PyTorch's, which pads to chunks of 64
+    tokens, takes one document after the other. Returns (B, L, H, V), zero at padding, and no
+    state, as the rule does without a cache.
     """
     tensors = [tensor.flatten(0, 1) for tensor in (query, key, value, g, beta)]
     result = torch.zeros_like(tensors[2])
-    if _takes_cu_seqlens(query) and layout.num_tokens:
-        slots = layout.token_slots
-        parts = [tensor.index_select(0, slots)[None] for tensor in tensors]
+    if _takes_cu_seqlens(query):
+        parts = [layout.token_slots] if layout.num_tokens else []
         options["cu_seqlens"] = layout.token_cu_seqlens
-        mixed = _call(rule, parts, options)
-        result = result.index_copy(0, slots, mixed[0])
     else:
-        if not query.is_cuda:
-            rule = inspect.unwrap(rule)  # fla computes on GPUs alone
-        for slots, inside in _groups(layout):
-            parts = [_gather(tensor, slots, inside) for tensor in tensors]
-            mixed = _call(rule, parts, options)
-            result = result.index_copy(0, slots[inside], mixed[inside])
+        rule = inspect.unwrap(rule)  # fla computes on GPUs alone
+        parts = layout.token_slots.split(layout.lengths.tolist())
+    for slots in parts:
+        query, key, value_part, g, beta = (tensor[None, slots] for tensor in tensors)
+        mixed, _ = rule(query, key, value_part, g=g, beta=beta, **options)
+        result = result.index_copy(0, slots, mixed[0])
     return result.view_as(value), None
 
 
 def _takes_cu_seqlens(query: Tensor) -> bool:
     """Return whether the recurrence is fla's operator on a GPU, which takes one row of documents."""
     return HAS_FLA and query.is_cuda
-
-
-def _call(rule: Callable[..., tuple[Tensor, Any]], parts: list[Tensor], options: dict[str, Any]) -> Tensor:
-    query, key, value, g, beta = parts
-    return rule(query, key, value, g=g, beta=beta, **options)[0]
-
-
-def _groups(layout: SequenceLayout) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield slots of documents of as many chunks, (documents, longest) int64, and which are inside, bool.
-
-    The recurrence pads to whole chunks, so documents of a group cost it what they cost alone.
-    """
-    chunks = (layout.lengths + CHUNK - 1) // CHUNK
-    for count in chunks.unique().tolist():
-        group = chunks == count
-        lengths = layout.lengths[group][:, None]
-        positions = torch.arange(int(lengths.max()), device=layout.device)
-        inside = positions < lengths
-        yield torch.where(inside, layout.starts[group][:, None] + positions, 0), inside
-
-
-def _gather(tensor: Tensor, slots: Tensor, inside: Tensor) -> Tensor:
-    """Return tensor (B * L, ...) at ``slots`` (documents, longest), zero behind a document."""
-    gathered = tensor.index_select(0, slots.flatten()).unflatten(0, slots.shape)
-    outside = ~inside.view(*inside.shape, *[1] * (tensor.dim() - 1))
-    return gathered.masked_fill(outside, 0)
