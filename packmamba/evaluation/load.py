@@ -10,31 +10,6 @@ from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, Tra
 from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from packmamba.nn import MambaLM
 
-CARD = """---
-library_name: transformers
-pipeline_tag: text-generation
-tags:
-- mamba
-- state-space-model
-- packmamba
----
-# {name}
-A language model trained with PackMamba. Its licence is not stated: add `license` above.
-
-| | |
-|---|---|
-{table}
-## Packing
-In transformers' own class, packed documents leak into each other. Patch it first:
-
-```python
-from transformers import AutoModelForCausalLM
-from packmamba.integrations.transformers import patch
-
-model = patch(AutoModelForCausalLM.from_pretrained("{name}"))
-```
-"""
-
 
 @dataclass
 class LoadedModel:
@@ -100,7 +75,8 @@ def model_card(loaded: LoadedModel, record: dict[str, Any] | None) -> str:
         rows |= {name: record["metrics"].get(name) for name in ("steps", "real_tokens", "val_loss")}
         rows["hardware"] = ", ".join(record["hardware"]["gpus"]) or record["hardware"]["cpu"]
     table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value is not None)
-    return CARD.format(name=loaded.name, table=table)
+    card = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
+    return card.format(name=loaded.name, table=table)
 
 
 @dataclass
