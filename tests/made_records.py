@@ -28,11 +28,11 @@ def table_files(records, kinds=None):
     return files_of_tables(tables_of(build_sections(records, figures=False, kinds=kinds)))
 
 
-def write_report(folder, kinds=None, records=None, latex=False):
+def write_report(folder, kinds=None, records=None):
     """Write the report of records, the folder's unless given, and return its page."""
     if records is None:
         records = with_items(folder, read_records(folder))
-    return write_sections(folder, build_sections(records, kinds=kinds), latex)
+    return write_sections(folder, build_sections(records, kinds=kinds))
 
 
 def training(arm, seed=0, loss=2.0, corpus="corpus-a", config=None, time=TIME, **metrics):

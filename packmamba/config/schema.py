@@ -16,7 +16,7 @@ STRATEGIES = "packmamba.data.packing:STRATEGIES"
 NOT_OF_CHECKPOINTS = ("pretrained", "compile", "recompute")  # keys of the section model
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-NAMED = ("csv", "tensorboard", "tensorboard_tokens", "wandb")
+NAMED = ("csv", "tensorboard", "wandb")
 AUTO = ("auto or an integer above 0", lambda value: value == "auto" or (type(value) is int and value > 0))
 LOGGERS = (
     f"{', '.join(NAMED)} or class paths",

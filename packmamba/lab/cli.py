@@ -13,7 +13,6 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 import shutil
 import sys
 import textwrap
@@ -106,7 +105,6 @@ class ReportConfig:
 
     baseline: Optional[str] = key(None, "Arm to compare with; null: the first of padded, single, packed.")
     output: Optional[str] = key(None, "Folder for several folders' report; null: only print.")
-    latex: bool = key(False, "Also write LaTeX tables and PDF figures.")
 
 
 def train(words: list[str]) -> None:
@@ -218,17 +216,6 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
     print(f"\n{format_table(done)}")
 
 
-def _mentioned(name: str, include_path: str | None) -> bool:
-    """Check if a file of the harness' tasks has a name as a word: reading all is faster than an import."""
-    spec = importlib.util.find_spec("lm_eval")
-    if spec is None:
-        return False
-    word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
-    folders = [Path(str(spec.origin)).parent / "tasks", *([Path(include_path)] if include_path else [])]
-    files = (file for folder in folders for file in folder.rglob("*.y*ml"))
-    return any(word.search(file.read_bytes()) for file in files)
-
-
 def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Callable]:
     """Return a function for each task of lm-evaluation-harness. Raises ConfigError."""
     from packmamba.evaluation.registry import EVALUATIONS, EvalResult
@@ -238,10 +225,9 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
     def known(holds: object, name: str) -> None:
         need(holds, "tasks", expected, f"'{name}'{suggest(name, EVALUATIONS)}")
 
-    for name in names:
-        known(_mentioned(name, config.include_path), name)
     if not names:
         return {}
+    known(importlib.util.find_spec("lm_eval"), names[0])
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -405,7 +391,7 @@ def report(words: list[str]) -> None:
     sections = build_sections(records, figures=is_written, kinds=kinds)
     print(f"\n{format_sections(sections)}")
     if is_written:
-        page = write_sections(config.output or folder, sections, config.latex)
+        page = write_sections(config.output or folder, sections)
         print(f"\nReport, with figures: {page}")
 
 

@@ -399,17 +399,6 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
         raise ConfigError(f"{key}: expected a class path, got {path}: {error}") from None
 
 
-class TokenAxis(TensorBoardLogger):
-    """Log against non-padding tokens in place of steps, so that arms compare."""
-
-    tokens = 0
-
-    def log_metrics(self, metrics: Any, step: int | None = None) -> None:
-        """Log at the number of tokens that was logged last."""
-        self.tokens = int(metrics.get("train/real_tokens", self.tokens))
-        super().log_metrics(metrics, self.tokens)
-
-
 def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
     """Make a logger by name or class path, which writes to the run's folder."""
     if spec == "csv":
@@ -417,8 +406,6 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
     if spec == "tensorboard":
         purged = resumed_step or None  # what was logged after the checkpoint
         return TensorBoardLogger(folder, spec, "", default_hp_metric=False, purge_step=purged)
-    if spec == "tensorboard_tokens":
-        return TokenAxis(folder, spec, "", default_hp_metric=False)
     if spec == "wandb":
         project = folder.parent.name or "packmamba"
         return WandbLogger(folder.name, folder, id=folder.name, project=project)

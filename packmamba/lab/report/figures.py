@@ -45,12 +45,11 @@ PAGE_WIDTH = 4.6  # inches; scaled to a screen of 390 pixels, text still has 10
 
 
 class Figure(NamedTuple):
-    """Hold a drawn figure; ``name`` is the stem of its files."""
+    """Hold a drawn figure; ``name`` is the stem of its file."""
 
     name: str
     caption: str
     png: bytes
-    pdf: bytes
 
 
 def house_style() -> Any:
@@ -79,13 +78,10 @@ def axes(panels: int, width: float = 10.0, height: float = 4.2) -> tuple[Canvas,
 
 def finish(fig: Canvas, name: str, caption: str) -> Figure:
     """Return the canvas as a figure, as large as its content and the same bytes each time."""
-    png, pdf = io.BytesIO(), io.BytesIO()
+    png = io.BytesIO()
     fig.savefig(png, format="png", dpi=DPI, metadata={"Software": None}, bbox_inches="tight")
-    # A file with the date would differ each time.
-    undated = dict.fromkeys(("CreationDate", "Creator", "Producer"))
-    fig.savefig(pdf, format="pdf", metadata=undated, bbox_inches="tight")
     plt.close(fig)
-    return Figure(name, caption, png.getvalue(), pdf.getvalue())
+    return Figure(name, caption, png.getvalue())
 
 
 def legend_below(fig: Canvas, columns: int = 5) -> None:

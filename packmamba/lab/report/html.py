@@ -121,27 +121,22 @@ def tables_of(sections: Iterable[Section]) -> list[Table]:
     return [table for section in sections for table in section.tables]
 
 
-def files_of_tables(tables: Iterable[Table], forms: Iterable[str] = ("md", "csv")) -> dict[str, str]:
-    """Return the text of each table's file of each form by name."""
-    return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in forms}
+def files_of_tables(tables: Iterable[Table]) -> dict[str, str]:
+    """Return the text of each table's Markdown and CSV file by name."""
+    return {f"{table.name}.{form}": write_table(table, form) for table in tables for form in ("md", "csv")}
 
 
-def write_sections(
-    folder: str | Path, sections: list[Section], latex: bool = False, opening: Table | None = None
-) -> Path:
+def write_sections(folder: str | Path, sections: list[Section], opening: Table | None = None) -> Path:
     """Write tables/, figures/ and report.html; return its path.
 
-    ``opening`` is a table above all others; ``latex`` adds LaTeX tables and PDF figures. Files of
-    an earlier report are removed.
+    ``opening`` is a table above all others. Files of an earlier report are removed.
     """
     folder = Path(folder)
     tables = [opening] if opening else []
-    texts = files_of_tables(tables + tables_of(sections), ("md", "csv", *["tex"] * latex))
+    texts = files_of_tables(tables + tables_of(sections))
     files = {f"tables/{name}": text.encode() for name, text in texts.items()}
     for figure in (figure for section in sections for figure in section.figures):
         files[f"figures/{figure.name}.png"] = figure.png
-        if latex:
-            files[f"figures/{figure.name}.pdf"] = figure.pdf
     files["report.html"] = _page(sections, opening).encode()
     for name in ("tables", "figures"):
         (folder / name).mkdir(parents=True, exist_ok=True)

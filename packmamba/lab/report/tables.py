@@ -62,7 +62,7 @@ class Table:
 
 
 def write_table(table: Table, form: str) -> str:
-    """Return the table as csv (unrounded), md, tex (booktabs) or txt."""
+    """Return the table as csv (unrounded), md or txt."""
     if form == "csv":
         names = [name for column in table.columns for name in column.names]
         values = [[_csv_value(value) for cell in row for value in cell.values] for row in table.rows]
@@ -74,18 +74,11 @@ def write_table(table: Table, form: str) -> str:
         index = [row[0] for row in cells]
         rest = pd.DataFrame([row[1:] for row in cells], index, titles[1:])
         return "\n".join([table.title, "", rest.to_string() if cells else "", "", *table.notes, ""])
-    if form == "md":
-        # Numbers to the right, so that digits of a column stand below each other.
-        rules = ["---:" if column.numeric else "---" for column in table.columns]
-        lines = [titles, rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
-        rows = ["| " + " | ".join(line) + " |" for line in lines]
-        return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes), ""])
-    # Of tex: pandas escapes and rules; a minus is typeset as one, and a wide table is scaled to the column.
-    aligned = "".join("r" if column.numeric else "l" for column in table.columns)
-    frame = pd.DataFrame(cells, columns=titles)
-    latex = frame.to_latex(index=False, escape=True, column_format=aligned)
-    latex = re.sub(r"(?<![\w.}-])-(?=\d)", "$-$", latex).replace("±", r"$\pm$")
-    return f"% \\usepackage{{booktabs,graphicx}}\n\\resizebox{{\\columnwidth}}{{!}}{{%\n{latex}}}\n"
+    # Numbers to the right, so that digits of a column stand below each other.
+    rules = ["---:" if column.numeric else "---" for column in table.columns]
+    lines = [titles, rules, *([text.replace("|", "\\|") for text in row] for row in cells)]
+    rows = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([f"# {table.title}", "", *rows, *(f"\n{note}" for note in table.notes), ""])
 
 
 def _csv_value(value: Any) -> str:

@@ -71,9 +71,8 @@ class PackedMamba(Mixer):
         if dt_rank == "auto" and isinstance(d_model, int):
             dt_rank = ceil_div(d_model, 16)
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "dt_rank": dt_rank}
-        flags = {"bias": bias, "conv_bias": conv_bias}
         dt_range = (dt_min, dt_max, dt_init_floor)
-        check_options(sizes, flags, d_conv, dt_range, backend)
+        check_options(sizes, {"bias": bias, "conv_bias": conv_bias}, d_conv, dt_range, backend)
         self.d_model = d_model
         self.d_state = d_state
         self.d_conv = d_conv

@@ -47,13 +47,6 @@ def test_the_report_is_one_file_that_makes_no_requests(tmp_path):
     assert written == table_files(reversed(records), PACKING), "the order of records must not matter"
 
 
-def test_tables_in_latex_and_figures_as_pdf(tmp_path):
-    write_report(write(tmp_path, [throughput("single", 100.0), throughput("padded", 200.0)]), latex=True)
-    assert (tmp_path / "tables" / "throughput.tex").is_file()
-    pdf = (tmp_path / "figures" / "speed.pdf").read_bytes()
-    assert b"%PDF" in pdf and b"CreationDate" not in pdf
-
-
 def test_corpora_are_not_compared(tmp_path, undrawn):
     ours = [training("padded", 0, 2.0), training("packed-reset", 0, 2.5), throughput("single", 50.0)]
     other = [training("packed-reset", 1, 7.0, corpus="corpus/b"), throughput("packed-reset", 400.0, corpus="corpus/b")]

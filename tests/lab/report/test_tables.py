@@ -15,14 +15,11 @@ def texts(records, name):
     return {row[0].text: [cell.text for cell in row[1:]] for row in made[name].rows}
 
 
-def test_tables_are_written_as_markdown_csv_and_latex():
+def test_tables_are_written_as_markdown_and_csv():
     made = Table("t", "A & B", [Column("arm_1", ("arm",), False), Column("x %", ("x", "y"))], notes=["50 % of $1"])
     made.rows = [[word("a|b_c"), Cell("-1.50 ± 0.1", (-1.5, 1e-9))], [word("d"), Cell("-", (float("nan"), None))]]
     assert write_table(made, "csv") == "arm,x,y\na|b_c,-1.5,1e-09\nd,,\n"
     assert "| arm_1 | x % |\n| --- | ---: |\n| a\\|b_c | -1.50 ± 0.1 |\n| d | - |" in write_table(made, "md")
-    latex = write_table(made, "tex")
-    assert latex.startswith("% \\usepackage{booktabs,graphicx}\n")
-    assert "a|b\\_c & $-$1.50 $\\pm$ 0.1 \\\\" in latex and "\\toprule" in latex
     made.rows = [[word("a"), Cell("2.50x", (12345678901, True))]]
     assert write_table(made, "csv").endswith("a,12345678901,True\n"), "integers keep all digits"
 
