@@ -259,22 +259,19 @@ def _check_rules(config: Config) -> None:
     """Check rules between keys, of a configuration whose single keys are right."""
     data = config.data
     strategy = registry(STRATEGIES)[data.strategy]
-    is_strategy = hasattr(strategy, "splits_documents")
-    need(is_strategy, "data.strategy", "a packing.Strategy(function)", repr(strategy))
+    need(hasattr(strategy, "splits_documents"), "data.strategy", "a packing.Strategy(function)", repr(strategy))
     boundary = registry(BOUNDARIES)[config.trainer.boundary]
     registry("packmamba.data.sources:parts_of")(data)  # checks data.sources
     rule = functools.partial(_rule, config)
     _check_option_names(config, boundary)
     _check_keys_in_use(config, strategy, boundary)
-    row_length_is_known = data.row_length or not strategy.needs_row_length
-    rule(row_length_is_known, "data.row_length", f"an integer with {data.strategy}")
+    rule(data.row_length or not strategy.needs_row_length, "data.row_length", f"an integer with {data.strategy}")
     has_kernels = config.ops.backend != "mamba_ssm" or config.model.mixer != "mamba2"
     rule(has_kernels, "ops.backend", "auto, reference, cpu or cuda with model.mixer=mamba2")
     if boundary.continues:
         _check_carry(config, strategy, boundary)
     if config.trainer.strategy == "fsdp2":
-        scheme = f"ddp with trainer.boundary={config.trainer.boundary}"
-        rule(boundary.sharded, "trainer.strategy", scheme)
+        rule(boundary.sharded, "trainer.strategy", f"ddp with trainer.boundary={config.trainer.boundary}")
         is_float32 = config.trainer.precision in ("32-true", "bf16-mixed")
         rule(is_float32, "trainer.precision", "32-true or bf16-mixed with fsdp2")
         rule(config.optimizer.name != "muon", "optimizer.name", "adamw with fsdp2, since Muon needs whole matrices")
@@ -351,12 +348,10 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
     rule(strategy.splits_documents, "data.strategy", f"concat_split {scheme}")
     rule(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {scheme}")
     rows = data.batch_rows if data.takes_turns else data.streams // devices
-    enough_rows = f"at least {boundary.least_rows} rows a batch {scheme}"
-    rule(rows >= boundary.least_rows, "data.streams", enough_rows)
+    rule(rows >= boundary.least_rows, "data.streams", f"at least {boundary.least_rows} rows a batch {scheme}")
     if data.batching == "stream":
         tokens = (data.row_length or 1) * (1 if data.takes_turns else data.streams)
-        whole_rows = data.tokens_per_step % tokens == 0
-        rule(whole_rows, "data.tokens_per_step", f"a multiple of {tokens}")
+        rule(data.tokens_per_step % tokens == 0, "data.tokens_per_step", f"a multiple of {tokens}")
     if data.takes_turns:
         whole_steps = data.streams % data.step_rows == 0
         rule(whole_steps, "data.streams", f"a multiple of a step's {data.step_rows} rows")
