@@ -46,8 +46,8 @@ def compile_kernels(kinds: list[str], folder: Path) -> None:
             os.environ["PACKMAMBA_MARCH"] = march
             shutil.copy(build.build("cpu"), folder / f"cpu-{capability}.so")
     if "cuda" in kinds:
-        architectures = os.environ.setdefault("PACKMAMBA_CUDA_ARCHS", CUDA_ARCHITECTURES)
-        shutil.copy(build.build("cuda"), folder / f"cuda-{architectures.replace(',', '-')}.so")
+        os.environ.setdefault("PACKMAMBA_CUDA_ARCHS", CUDA_ARCHITECTURES)
+        shutil.copy(build.build("cuda"), folder / "cuda.so")
 
 
 class BuildWithKernels(build_py):

@@ -331,11 +331,6 @@ class SequenceLayout:
         return token + (self.ends - tokens_before_end)[document]
 
     @cached_property
-    def token_cu_seqlens(self) -> Tensor:
-        """(S + 1,) int64, cumulative lengths of the tokens at ``token_slots``: padding is left out."""
-        return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
-
-    @cached_property
     def seq_idx(self) -> Tensor:
         """(B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
         first_slots = torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]

@@ -61,7 +61,7 @@ def test_a_wheel_with_kernels_runs_without_a_compiler(tmp_path):
         done = subprocess.run(
             [sys.executable, "-c", LAYER], cwd=tmp_path, env=environment, capture_output=True, text=True
         )
-        assert done.stdout == f"cpu-{capability}.so True\n('{capability}', None)\n", done.stderr
+        assert done.stdout == f"cpu-{capability}.so True\n('cpu-{capability}.so', None)\n", done.stderr
     assert not (tmp_path / "empty").exists()
 
 

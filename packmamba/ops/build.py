@@ -99,19 +99,16 @@ def kernel_folder() -> Path:
 
 
 def shipped(kind: str) -> Path | None:
-    """Find the library that a wheel brought for this machine; None if the environment names another build.
+    """Find the library that a wheel brought; None if the environment names another build.
 
-    A CPU's is chosen by PyTorch's name of its instruction set, a GPU's must hold code for each GPU here.
+    A CPU's is the one for PyTorch's name of its instruction set.
     """
     if any(name in os.environ for name in BUILD_VARIABLES):
         return None
-    libraries = sorted((Path(__file__).resolve().parents[1] / "prebuilt").glob(f"{kind}-*.so"))
-    if kind == "cpu":
-        wanted = (torch.backends.cpu.get_cpu_capability().lower(), "default")
-        found = {library.stem.removeprefix("cpu-"): library for library in libraries}
-        return next((found[name] for name in wanted if name in found), None)
-    present = {str(architecture) for architecture in _cuda_architectures()} if libraries else set()
-    return next((library for library in libraries if present.issubset(library.stem.split("-"))), None)
+    capability = torch.backends.cpu.get_cpu_capability().lower()
+    names = (f"cpu-{capability}.so", "cpu-default.so") if kind == "cpu" else ("cuda.so",)
+    folder = Path(__file__).resolve().parents[1] / "prebuilt"
+    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def build(kind: str) -> Path:
@@ -202,7 +199,7 @@ def info() -> list[dict[str, Any]]:
         rows.append(row)
         try:
             if library := shipped(kind):
-                row |= {"compiler": "the wheel's maker", "target": library.stem.partition("-")[2], "built": True}
+                row |= {"compiler": "the wheel's maker", "target": library.name, "built": True}
                 continue
             recipe = describe(kind)
             row["compiler"] = f"{recipe.compiler} ({recipe.version})"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from packmamba.config import OptimizerConfig
@@ -87,10 +87,7 @@ def muon(
 
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw, "muon": muon}
-"""Values of ``optimizer.name``: functions (model, config, fused, **optimizer.options) -> optimizer.
-
-``fused``: the optimizer may divide gradients by its attribute ``grad_scale`` while it steps.
-"""
+"""Values of ``optimizer.name``: functions (model, config, fused, **optimizer.options) -> optimizer."""
 
 
 def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
@@ -104,17 +101,7 @@ def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Opti
 def clip(optimizer: Optimizer, limit: float) -> None:
     """Scale gradients to a norm of at most ``limit``; keep it as ``gradient_norm``."""
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    # Gradients that are sharded (DTensor), 16-bit or on a CPU are left to PyTorch's clipping.
-    plain = all(type(g) is torch.Tensor and g.is_cuda and g.dtype == torch.float32 for g in gradients)
-    if optimizer.defaults.get("fused") and plain:
-        norm = get_total_norm(gradients)
-        optimizer.grad_scale = (norm / limit).clamp(min=1)  # type: ignore[attr-defined]  # the step divides by it
-    else:
-        # Else the fused step would divide by an earlier step's scale.
-        vars(optimizer).pop("grad_scale", None)
-        norm = clip_grad_norm_(parameters, limit)
-    optimizer.gradient_norm = norm  # type: ignore[attr-defined]
+    optimizer.gradient_norm = clip_grad_norm_(parameters, limit)  # type: ignore[attr-defined]
 
 
 def cosine(config: OptimizerConfig, progress: float, step: int) -> float:

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from models import LAYOUT, assert_close, build, every_config, flat, gradients, random_states, random_tokens, summed_loss
 from operators import AWKWARD, relative_error
 from packmamba import SequenceLayout
-from packmamba.nn import block
+from packmamba.nn import lm
 from packmamba.nn.loss import linear_cross_entropy
 from packmamba.ops.inner import mamba_inner
 
@@ -76,7 +76,7 @@ def test_recomputing_changes_no_bit(config, recompute, given, how):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", block.RECOMPUTE)
+@pytest.mark.parametrize("recompute", lm.RECOMPUTE)
 @pytest.mark.parametrize(
     "given", [pytest.param(False, id="fresh"), pytest.param(True, id="states", marks=pytest.mark.slow)]
 )
@@ -129,7 +129,7 @@ def test_a_block_s_norm_is_rms_norm():
     )
     outputs = []
     for normalise in (
-        lambda: block.add_norm(residual, mixed, 1e-5),
+        lambda: lm.add_norm(residual, mixed, 1e-5),
         lambda: (residual + mixed, F.rms_norm(residual + mixed, (8,), eps=1e-5)),
     ):
         both = normalise()
@@ -185,7 +185,7 @@ def test_gradients_of_wider_weights_are_not_rounded_to_the_activations_dtype():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
-@pytest.mark.parametrize("recompute", block.RECOMPUTE)
+@pytest.mark.parametrize("recompute", lm.RECOMPUTE)
 def test_a_whole_model_on_a_gpu(recompute, compiled, fresh_compiler):
     """bfloat16 weights and the chunked loss, with padding, against float32 on the CPU."""
     lengths = [[300, 1, 57, 100], [129, 64], [500]]

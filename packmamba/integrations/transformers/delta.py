@@ -11,6 +11,7 @@ from types import FunctionType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from packmamba import ops
@@ -86,7 +87,7 @@ def _recur(
     result = torch.zeros_like(tensors[2])
     if _takes_cu_seqlens(query):
         parts = [layout.token_slots] if layout.num_tokens else []
-        options["cu_seqlens"] = layout.token_cu_seqlens
+        options["cu_seqlens"] = F.pad(layout.lengths.cumsum(0), (1, 0))
     else:
         rule = inspect.unwrap(rule)  # fla computes on GPUs alone
         parts = layout.token_slots.split(layout.lengths.tolist())
