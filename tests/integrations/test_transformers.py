@@ -243,7 +243,14 @@ def test_no_bit_crosses_a_boundary(family):
 
 @every_family_slowly
 @pytest.mark.parametrize(
-    "boundaries", ["position_ids", "seq_idx", "cu_seq_lens_q", "position_ids+seq_idx", "attention_mask"]
+    "boundaries",
+    [
+        *("position_ids", "attention_mask"),
+        *(
+            pytest.param(other, marks=pytest.mark.slow)
+            for other in ("seq_idx", "cu_seq_lens_q", "position_ids+seq_idx")
+        ),
+    ],
 )
 def test_leakcheck_passes_it_alone(family, boundaries):
     """With a bias the original's padding on the left reaches what follows it."""

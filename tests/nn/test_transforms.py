@@ -19,6 +19,7 @@ LAYERS = {"mamba1": PackedMamba, "mamba2": lambda *sizes, **keys: PackedMamba2(*
 BATCHES = [([[3, 1, 5]], 9), ([[9]], 9), ([[1, 64], [65]], 65), ([[2, 5], [7], [1]], 8)]
 
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)
+one_mixer_slowly = pytest.mark.parametrize("mixer", ["mamba1", pytest.param("mamba2", marks=pytest.mark.slow)])
 every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 every_mode = pytest.mark.parametrize(
     "strict", [pytest.param(False, id="non-strict"), pytest.param(True, id="strict", marks=pytest.mark.slow)]
@@ -34,7 +35,7 @@ def tokens_of(rows, row_length):
     return torch.randint(20, (rows, row_length))
 
 
-@every_mixer
+@one_mixer_slowly
 def test_a_program_takes_any_number_of_rows_of_any_length(mixer):
     model = model_of(mixer, n_layer=1)
     with torch.no_grad():
@@ -76,7 +77,7 @@ def test_a_program_takes_any_number_of_documents(mixer, strict):
             assert torch.equal(result, model(tokens, layout=layout))
 
 
-@every_mixer
+@one_mixer_slowly
 def test_a_model_that_recomputes_its_blocks_is_exported_with_gradients(mixer):
     model = MambaLM(vocab_size=20, d_model=16, n_layer=1, recompute="block", **MIXERS[mixer])
     tokens = tokens_of(2, 16)
