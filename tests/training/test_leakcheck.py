@@ -62,6 +62,7 @@ def test_a_leaking_mixer_ends_the_run_at_the_first_step_that_shows_it(tmp_path, 
     assert f"step {len(pattern.split())}:" in last
 
 
+@pytest.mark.slow
 def test_a_leak_on_one_rank_ends_all_alike(tmp_path):
     lengths, keys, _ = ROWS["only in the last of several micro-batches"]
     config = of_lengths(tmp_path, lengths, *keys, *LEAKY, "trainer.devices=2", "trainer.strategy=ddp")
