@@ -265,7 +265,8 @@ def _check_rules(config: Config) -> None:
     rule = functools.partial(_rule, config)
     _check_option_names(config, boundary)
     _check_keys_in_use(config, strategy, boundary)
-    rule(data.row_length or not strategy.needs_row_length, "data.row_length", f"an integer with {data.strategy}")
+    row_length_is_known = data.row_length or not strategy.needs_row_length
+    rule(row_length_is_known, "data.row_length", f"an integer with {data.strategy}")
     has_kernels = config.ops.backend != "mamba_ssm" or config.model.mixer != "mamba2"
     rule(has_kernels, "ops.backend", "auto, reference, cpu or cuda with model.mixer=mamba2")
     if boundary.continues:
@@ -348,10 +349,12 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
     rule(strategy.splits_documents, "data.strategy", f"concat_split {scheme}")
     rule(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {scheme}")
     rows = data.batch_rows if data.takes_turns else data.streams // devices
-    rule(rows >= boundary.least_rows, "data.streams", f"at least {boundary.least_rows} rows a batch {scheme}")
+    enough_rows = f"at least {boundary.least_rows} rows a batch {scheme}"
+    rule(rows >= boundary.least_rows, "data.streams", enough_rows)
     if data.batching == "stream":
         tokens = (data.row_length or 1) * (1 if data.takes_turns else data.streams)
-        rule(data.tokens_per_step % tokens == 0, "data.tokens_per_step", f"a multiple of {tokens}")
+        holds_whole_rows = data.tokens_per_step % tokens == 0
+        rule(holds_whole_rows, "data.tokens_per_step", f"a multiple of {tokens}")
     if data.takes_turns:
         whole_steps = data.streams % data.step_rows == 0
         rule(whole_steps, "data.streams", f"a multiple of a step's {data.step_rows} rows")

@@ -136,8 +136,9 @@ class Arm:
     @property
     def expected(self) -> set[int]:
         """Seeds of its runs, those that no variant has, and those of the sweep that fits its runs best."""
-        fit = lambda seeds: (len({*self.runs.index}.difference(seeds)), len(seeds))
-        plan = min(self.sweep.get("plans", ()), key=fit, default=())
+        # The fewest runs outside of it; of equal ones the smallest.
+        misfit = lambda seeds: (len({*self.runs.index}.difference(seeds)), len(seeds))
+        plan = min(self.sweep.get("plans", ()), key=misfit, default=())
         return {*self.runs.index, *plan, *self.sweep.get("missing", ())}
 
     @property
