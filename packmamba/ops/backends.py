@@ -15,7 +15,13 @@ import torch
 
 from packmamba.ops import build
 
-OPERATORS = {"conv1d_pack": "conv", "ssm_pack": "scan", "ssd_pack": "ssd", "mamba_inner": "inner"}
+OPERATORS = {
+    "conv1d_pack": "conv",
+    "ssm_pack": "scan",
+    "ssd_pack": "ssd",
+    "mamba_inner": "inner",
+    "mamba2_inner": "mamba2_inner",
+}
 """Operators and their modules."""
 COMPILED = {operator: f"packmamba.ops.{module}:compiled" for operator, module in OPERATORS.items()}
 
@@ -45,10 +51,13 @@ class Backend:
 BACKENDS = {
     "auto": Backend(),  # the compiled kernels of the tensors' device
     "reference": Backend({name: f"packmamba.ops.reference:{name}" for name in OPERATORS}),
-    "cpu": Backend(COMPILED | {"ssd_pack": "packmamba.ops.ssd:on_cpu"}, device="cpu"),
+    "cpu": Backend(
+        COMPILED | {"ssd_pack": "packmamba.ops.ssd:on_cpu", "mamba2_inner": "packmamba.ops.mamba2_inner:on_cpu"},
+        device="cpu",
+    ),
     "cuda": Backend(COMPILED, device="cuda"),
     "mamba_ssm": Backend(  # of Mamba-1 alone: mamba-ssm's own layer packs Mamba-2
-        {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS if name != "ssd_pack"},
+        {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS if name not in ("ssd_pack", "mamba2_inner")},
         device="cuda",
         packages=("mamba_ssm", "causal_conv1d"),
     ),

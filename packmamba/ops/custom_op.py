@@ -43,10 +43,12 @@ SCHEMA = {
     SequenceLayout: "Tensor {0}_starts, Tensor {0}_ends",
     str | None: "str? {0}",
     bool: "bool {0}",
+    int: "int {0}",
+    float: "float {0}",
     tuple[float, float] | None: "float[]? {0}",
 }
 """An argument in a schema, by its annotation."""
-PLAIN = {Tensor, torch.nn.Parameter, NoneType, str, bool, tuple, list}
+PLAIN = {Tensor, torch.nn.Parameter, NoneType, str, bool, int, float, tuple, list}
 """Types of values that no tensor subclass intercepts: an eager call may take the short way."""
 KERNELS: dict[str, dict[str, Kernel]] = {"cpu": {}, "cuda": {}}
 """Kernels by device type and name. Arguments, outputs among them, are those of kernels/cpu/bindings.cpp."""

@@ -19,6 +19,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.inner import InnerArguments
+from packmamba.ops.mamba2_inner import Mamba2Arguments, compose
 from packmamba.ops.scan import ScanArguments
 from packmamba.ops.ssd import SsdArguments, by_channels, elementwise
 
@@ -113,6 +114,11 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
 def ssd_pack(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack`` by Mamba-1's scan of each channel."""
     return by_channels(a, ssm_pack)
+
+
+def mamba2_inner(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute ``ops.mamba2_inner`` by the two operators."""
+    return compose(a, conv1d_pack, ssd_pack)
 
 
 def mamba_inner(

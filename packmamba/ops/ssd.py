@@ -220,13 +220,22 @@ def _fake(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, SsdSaved]:
 
 
 def _backward(a: SsdArguments, saved: SsdSaved, grads: Outputs) -> dict[str, Tensor | None]:
-    dfinal = grads.final_state if a.return_final_state else None
     # All padding: no kernel has work, and every gradient is zero.
     if a.layout.starts.numel() == 0:
         tensors: Any = a[: compiled.signature.num_gradients]
         gradients = tuple(None if t is None else torch.zeros_like(t) for t in tensors)
-    else:
-        gradients = _kernels(a.x).backward(a, grads.y, dfinal)
+        return dict(zip(compiled.signature.gradients, gradients))
+    return scan_backward(a, grads.y, grads.final_state)
+
+
+def scan_backward(
+    a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...] | None = None
+) -> dict[str, Tensor | None]:
+    """Return gradients as ``d<argument>``, of documents that are there.
+
+    dy: (B, L, H, P); None: zero. into: where those of x, delta, B and C are written, see ``ssd_triton.backward``.
+    """
+    gradients = _kernels(a.x).backward(a, dy, dfinal if a.return_final_state else None, into)
     return dict(zip(compiled.signature.gradients, gradients))
 
 

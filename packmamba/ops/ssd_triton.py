@@ -35,6 +35,17 @@ PRODUCTS = {
 TF32 = {"dtype": tl.float32, "precision": "tf32"}
 
 
+def rows_of(tensor: Tensor) -> Rows:
+    """Return activations (B, L, heads or groups[, width]) with their strides."""
+    return Rows(tensor, *tensor.stride()[:3])
+
+
+def slots_of(tensor: Tensor) -> Rows:
+    """Return a slice of contiguous (B, L, ...) to write to, whose slots all have one stride."""
+    # Not ``stride(1)``, which for rows of one slot may be anything.
+    return Rows(tensor, 0, tensor.flatten(0, 1).stride(0), tensor.stride(2))
+
+
 class Problem:
     """Hold what the kernels are launched with, and launch them."""
 
@@ -77,7 +88,7 @@ class Problem:
     def inputs(self, z: Tensor | None = None, dy: Tensor | None = None) -> Activations:
         """Return the activations with their strides; z and dy where a kernel reads them."""
         a = self.a
-        return Activations(*(None if t is None else Rows(t, *t.stride()[:3]) for t in (a.x, a.B, a.C, z, dy)))
+        return Activations(*(None if t is None else rows_of(t) for t in (a.x, a.B, a.C, z, dy)))
 
     def described(self, inputs: Activations, whole: bool) -> Tile:
         """Return the tile for inputs, with tensor descriptors if strides and addresses are multiples of 16 bytes.
@@ -152,11 +163,11 @@ class Problem:
         return between if plan.cuts else None
 
     def zero_padding(self, *tensors: Tensor | None) -> None:
-        """Zero the padding of contiguous (B, L, ...)."""
-        given = tuple(tensor for tensor in tensors if tensor is not None)
-        widths = tuple(tensor.numel() // self.slots for tensor in given)
+        """Zero the padding of slices of contiguous (B, L, ...)."""
+        outputs = tuple(slots_of(tensor) for tensor in tensors if tensor is not None)
+        widths = tuple(output.pointer.numel() // self.slots for output in outputs)
         of_forward.zero_padding[(triton.cdiv(self.slots, 32),)](
-            given, widths, self.plan.padding, self.slots, ROWS=32, WIDTH=256
+            outputs, widths, self.plan.padding, self.slots, ROWS=32, WIDTH=256
         )
 
 
@@ -165,7 +176,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     return torch.empty(size, dtype=torch.int8, device="cuda")
 
 
-def _run(function: Any, a: Any, *gradients: Tensor | None) -> Any:
+def _run(function: Any, a: Any, *gradients: Any) -> Any:
     """Call with memory for tensor descriptors from PyTorch, whatever allocator the user has set in Triton."""
     dense_names = ("A", "D", "delta_bias", "initial_state")
     a = a._replace(**{name: dense(getattr(a, name)) for name in dense_names})
@@ -179,9 +190,16 @@ def forward(a: Any) -> tuple[Tensor, Tensor | None]:
     return _run(_forward, a)
 
 
-def backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
-    """Return gradients of x, delta, A, B, C, D, z, delta_bias and the initial state; None where absent."""
-    return _run(_backward, a, dy, dfinal)
+def backward(
+    a: Any, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...] | None = None
+) -> tuple[Tensor | None, ...]:
+    """Return gradients of x, delta, A, B, C, D, z, delta_bias and the initial state; None where absent.
+
+    into: tensors for the gradients of x, delta, B and C, slices of contiguous (B, L, ...); None: they are allocated.
+    """
+    if into is None:
+        into = tuple(tensor.new_empty(tensor.shape) for tensor in (a.x, a.delta, a.B, a.C))
+    return _run(_backward, a, dy, dfinal, into)
 
 
 def _forward(a: Any) -> tuple[Tensor, Tensor | None]:
@@ -195,7 +213,10 @@ def _forward(a: Any) -> tuple[Tensor, Tensor | None]:
     return y, final
 
 
-def _backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(
+    a: Any, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...]
+) -> tuple[Tensor | None, ...]:
+    dx, ddelta, dB, dC = into
     # Boundaries at documents' edges matter where states come from outside, or gradients do.
     problem = Problem(a, a.initial_state is not None, dfinal is not None)
     plan, groups, sizes = problem.plan, problem.groups, problem.sizes
@@ -253,22 +274,20 @@ def _backward(a: Any, dy: Tensor | None, dfinal: Tensor | None) -> tuple[Tensor 
     )  # fmt: skip
 
     # dx, from gradients of states and from later tokens of the chunk.
-    dx, ddelta = a.x.new_empty(a.x.shape), a.x.new_empty(a.delta.shape)
     problem.launch(
-        "input_gradients", 2 * programs["input_gradients"], inputs, a.D, dstates, dx, *tables, sums["input_gradients"]
+        "input_gradients", 2 * programs["input_gradients"], inputs, a.D, dstates, slots_of(dx), *tables, sums["input_gradients"]
     )  # fmt: skip
     del dstates, reverse
     # dB and dC: shares in order, then pairs by C and B.
-    dB, dC = a.x.new_empty(a.B.shape), a.x.new_empty(a.B.shape)
     columns = min(64, problem.M)
     problem.launch(
         "finish", 2 * problem.chunks * groups * triton.cdiv(states_of_group, columns), inputs, shares, sums["state_parts"].shares,
-        pairs, sums["pair_parts"].shares, dB, dC, plan.chunks, sizes, COLUMNS=columns,
+        pairs, sums["pair_parts"].shares, slots_of(dB), slots_of(dC), plan.chunks, sizes, COLUMNS=columns,
     )  # fmt: skip
     # Gradients of delta, of the rates A and of the bias, by chunk and head.
     partial = a.A.new_empty(2, problem.chunks, problem.heads)
     of_backward.step_gradients[(problem.chunks, triton.cdiv(problem.heads, 8))](
-        problem.steps, a.A, found, through, ddelta, partial, *tables, HEADS=8, **problem.of_steps
+        problem.steps, a.A, found, through, slots_of(ddelta), partial, *tables, HEADS=8, **problem.of_steps
     )
     problem.zero_padding(dx, ddelta, dz, dB, dC)
     # Two tensors, and not two views of one: compiled graphs assume that results lie at multiples of 16 bytes.

@@ -379,8 +379,8 @@ def block_inputs(
             skip = load_skip(D, head, part, tile)[None, :]
             # All of it by d[j]; the token itself, and D.
             out = out * step[:, None] + ((own * step)[:, None] + skip) * dyk.to(tl.float32)
-            written = dx + (begin * sizes.heads + head) * tile.P + part * tile.T
-            dx_tiles = view(written, count, sizes.heads * tile.P, tile.P - part * tile.T, BLOCK, tile.T, False)
+            written = dx.pointer + begin * dx.token + head * dx.head + part * tile.T
+            dx_tiles = view(written, count, dx.token, tile.P - part * tile.T, BLOCK, tile.T, False)
             store(dx_tiles, row, 0, out, BLOCK, tile.T, False)
 
 
@@ -424,9 +424,10 @@ def finish(
             of_C += multiply(crossing, load(B_tiles, 0, column, BLOCK, COLUMNS, False), tile)
         else:
             of_B += multiply(tl.trans(crossing), load(C_tiles, BLOCK, column, BLOCK, COLUMNS, False), tile)
-    written = (begin * groups + group) * tile.N
-    dC_tiles = view(dC + written, count, groups * tile.N, tile.N, BLOCK, COLUMNS, False)
-    dB_tiles = view(dB + written, count, groups * tile.N, tile.N, BLOCK, COLUMNS, False)
+    dC_rows = dC.pointer + begin * dC.token + group * dC.head
+    dB_rows = dB.pointer + begin * dB.token + group * dB.head
+    dC_tiles = view(dC_rows, count, dC.token, tile.N, BLOCK, COLUMNS, False)
+    dB_tiles = view(dB_rows, count, dB.token, tile.N, BLOCK, COLUMNS, False)
     store(dC_tiles, row, column, of_C, BLOCK, COLUMNS, False)
     store(dB_tiles, row, column, of_B, BLOCK, COLUMNS, False)
 
@@ -474,8 +475,8 @@ def step_gradients(
     rate = tl.load(A + head, is_head, 0.0)
     # d[t] scales a decay's logarithm by A; softplus and the limit have their slope.
     gradient = tl.where(inside, (direct + dlog * rate[None, :]) * slope, 0.0)
-    place = (begin + row)[:, None] * sizes.heads + head[None, :]
-    tl.store(ddelta + place, gradient.to(ddelta.dtype.element_ty), inside)
+    place = (begin + row)[:, None] * ddelta.token + head[None, :]
+    tl.store(ddelta.pointer + place, gradient.to(ddelta.pointer.dtype.element_ty), inside)
     # Shares of dA (sum of dlog d) and of the bias's gradient, which the host sums over chunks.
     share = partial + wide(k) * sizes.heads + head
     tl.store(share, tl.sum(dlog * size, 0), is_head)

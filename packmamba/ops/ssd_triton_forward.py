@@ -496,7 +496,7 @@ def combine(
 
 @triton.jit
 def zero_padding(outputs, widths, padding, slots, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Zero the padding of contiguous (slots, width)."""
+    """Zero the padding of ``Rows``, each of so many numbers a slot side by side."""
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     # Most groups of slots have no padding: they only read the flags.
     hole = tl.load(padding + slot, slot < slots, 0) != 0
@@ -504,6 +504,6 @@ def zero_padding(outputs, widths, padding, slots, ROWS: tl.constexpr, WIDTH: tl.
         for i in tl.static_range(len(outputs)):
             for w in range(0, widths[i], WIDTH):
                 column = w + tl.arange(0, WIDTH)
-                at = slot.to(tl.int64)[:, None] * widths[i] + column[None, :]
-                zeros = tl.zeros((ROWS, WIDTH), outputs[i].dtype.element_ty)
-                tl.store(outputs[i] + at, zeros, hole[:, None] & (column < widths[i])[None, :])
+                at = slot.to(tl.int64)[:, None] * outputs[i].token + column[None, :]
+                zeros = tl.zeros((ROWS, WIDTH), outputs[i].pointer.dtype.element_ty)
+                tl.store(outputs[i].pointer + at, zeros, hole[:, None] & (column < widths[i])[None, :])

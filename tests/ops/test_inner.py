@@ -186,14 +186,15 @@ def test_gradients_of_wider_weights_are_not_rounded_to_the_activations_dtype():
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("recompute", lm.RECOMPUTE)
-def test_a_whole_model_on_a_gpu(recompute, compiled, fresh_compiler):
+@pytest.mark.parametrize("keys", [{}, {"mixer": "mamba2", "headdim": 16, "ngroups": 2}], ids=["mamba1", "mamba2"])
+def test_a_whole_model_on_a_gpu(keys, recompute, compiled, fresh_compiler):
     """bfloat16 weights and the chunked loss, with padding, against float32 on the CPU."""
     lengths = [[300, 1, 57, 100], [129, 64], [500]]
     layout = SequenceLayout.from_lengths(lengths, row_length=512)
     tokens, targets = random_tokens(layout), random_tokens(layout, seed=4)
     mask, slots = layout.documents >= 0, layout.token_slots
-    exact = build(dtype=torch.bfloat16, d_model=64, d_state=16).float()
-    fast = build(dtype=torch.bfloat16, d_model=64, d_state=16, recompute=recompute).cuda()
+    exact = build(dtype=torch.bfloat16, d_model=64, d_state=16, **keys).float()
+    fast = build(dtype=torch.bfloat16, d_model=64, d_state=16, recompute=recompute, **keys).cuda()
     if compiled:
         fast.compile_blocks()
     found = []

@@ -1,7 +1,7 @@
 """The Mamba-2 mixer on packed documents: one projection, a scalar decay for each head, a gated norm.
 
-Convolution and scan are two operators here (``ops.conv1d_pack``, ``ops.ssd_pack``), since the
-projections that Mamba has between them come first.
+Convolution, scan and norm are one operator, ``ops.mamba2_inner``, with one autograd node: its backward
+writes gradients where ``in_proj``'s backward reads them.
 
 Shapes: B rows, L slots, S documents, D d_inner, H heads, P headdim, G ngroups, N d_state, W d_conv.
 """
@@ -10,15 +10,14 @@ import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.nn.init import Projection, dt_bias_
 from packmamba.nn.mixers.mixer import Mixer, State, check_options
-from packmamba.ops.checks import accumulation_dtype, is_transforming
+from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.mamba2_inner import gated_rms_norm
 
 
 class GatedRMSNorm(nn.Module):
@@ -47,11 +46,7 @@ class GatedRMSNorm(nn.Module):
 
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """Return (..., D) in y's dtype of y and z (..., D), computed in float32 or wider."""
-        dtype = accumulation_dtype(y.dtype)
-        gated = y.to(dtype) * F.silu(z.to(dtype))
-        by_group = gated.unflatten(-1, (self.groups, -1))
-        normed = F.rms_norm(by_group, by_group.shape[-1:], eps=self.epsilon).flatten(-2)
-        return (normed * self.weight).to(y.dtype)
+        return gated_rms_norm(y, z, self.weight, self.groups, self.epsilon)
 
 
 class PackedMamba2(Mixer):
@@ -160,38 +155,27 @@ class PackedMamba2(Mixer):
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output (B, L, 2 D + 2 G N + H): z, x, B, C and delta."""
         conv_state, ssm_state = self.initial_states(state)
-        z, xBC, delta = projected.split([self.d_inner, self.conv_dim, self.nheads], dim=-1)
-        xBC, conv_state = self._convolve(xBC, conv_layout, conv_state, return_state)
-        by_group = self.ngroups * self.d_state
-        x, B, C = xBC.split([self.d_inner, by_group, by_group], dim=-1)
-        accumulation = accumulation_dtype(x.dtype)
-        D = self.D.to(accumulation)
-        scanned = ops.ssd_pack(
-            x.unflatten(-1, (self.nheads, self.headdim)),
-            delta.to(x.dtype),
-            -torch.exp(self.A_log.to(accumulation)),
-            B.unflatten(-1, (self.ngroups, self.d_state)),
-            C.unflatten(-1, (self.ngroups, self.d_state)),
+        wide = accumulation_dtype(projected.dtype)
+        D = self.D.to(wide)
+        normed, final_states = ops.mamba2_inner(
+            projected,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            -torch.exp(self.A_log.to(wide)),
             D if len(D) == self.nheads else D.view(-1, self.headdim),
-            delta_bias=self.dt_bias.to(accumulation),
-            delta_softplus=True,
+            self.dt_bias.to(wide),
+            self.norm.weight,
+            groups=self.ngroups,
+            epsilon=self.norm.epsilon,
             delta_limit=self.dt_limit,
-            layout=ssm_layout,
-            initial_state=ssm_state,
-            return_final_state=return_state,
+            conv_layout=conv_layout,
+            ssm_layout=ssm_layout,
+            conv_state=conv_state,
+            ssm_state=ssm_state,
+            return_state=return_state,
             backend=self.backend,
         )
-        y, ssm_state = scanned if return_state else (scanned, None)
-        mixed = self.out_proj(self._normalise(y.flatten(-2), z))
-        return mixed, (conv_state, ssm_state) if return_state else None
-
-    def _normalise(self, y: Tensor, z: Tensor) -> Tensor:
-        """Gate and normalise y; the backward computes it again, which keeps only y and z."""
-        # torch.func's transforms refuse checkpoint, a strict torch.export cannot run it.
-        plain = is_transforming() or torch.compiler.is_exporting()
-        if torch.is_grad_enabled() and not plain:
-            return checkpoint(self.norm, y, z, use_reentrant=False, preserve_rng_state=False)
-        return self.norm(y, z)
+        return self.out_proj(normed), final_states
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:

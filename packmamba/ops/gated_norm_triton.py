@@ -1,0 +1,135 @@
+# mypy: ignore-errors
+"""The gated norm of Mamba-2 on a GPU, in Triton: ``rms_norm(y * silu(z)) * weight``, and its gradients.
+
+Each direction is one kernel that reads and writes every number once: a row of a group lies in the
+registers of one program, which so needs no second look at it. As elementwise operators and
+reductions, even fused by a compiler, the backward alone takes three times as long: what lies
+between two reductions is stored in float32 and read again.
+
+Bound by bytes: at 16384 tokens of 4096 channels in bfloat16 403 MB forward and 671 MB backward.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS = 16
+"""Rows of a program in the backward: the weight's gradient is summed over them before it is stored."""
+
+
+@triton.jit
+def load_gated(y, z, place, place_z, inside):
+    """Return y, z, silu(z) and sigmoid(z) in float32, and their gated product y * silu(z)."""
+    y = tl.load(y + place, inside, 0.0).to(tl.float32)
+    z = tl.load(z + place_z, inside, 0.0).to(tl.float32)
+    sigmoid = 1 / (1 + tl.exp(-z))
+    silu = z * sigmoid
+    return y, z, silu, sigmoid, y * silu
+
+
+@triton.jit
+def norm_forward(y, z, weight, out, token_z, channels, width, epsilon, WIDTH: tl.constexpr):
+    """Normalise a token's channels of one group; token_z: stride of z's tokens."""
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    column += tl.program_id(1) * width
+    token = tl.program_id(0).to(tl.int64)
+    place = token * channels + column
+    _, _, _, _, gated = load_gated(y, z, place, token * token_z + column, inside)
+    scale = tl.rsqrt(tl.sum(gated * gated, 0) / width + epsilon)
+    normed = gated * scale * tl.load(weight + column, inside, 0.0)
+    tl.store(out + place, normed.to(out.dtype.element_ty), inside)
+
+
+@triton.jit
+def norm_backward(
+    dout,
+    y,
+    z,
+    weight,
+    dy,
+    dz,
+    dweight,
+    token_z,
+    token_dz,
+    tokens,
+    channels,
+    width,
+    epsilon,
+    WIDTH: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Compute the gradients of ROWS tokens' channels of one group.
+
+    With g the gated product, s its factor and n = g s: the gradient dn = dout * weight of n gives
+    g ``s (dn - n mean(dn n))``.
+    """
+    column = tl.arange(0, WIDTH)
+    inside = column < width
+    column += tl.program_id(1) * width
+    factor = tl.load(weight + column, inside, 0.0)
+    of_weight = tl.zeros((WIDTH,), tl.float32)
+    first = tl.program_id(0).to(tl.int64) * ROWS
+    for row in range(tl.minimum(ROWS, tokens - first)):
+        token = first + row
+        place = token * channels + column
+        value, gate, silu, sigmoid, gated = load_gated(y, z, place, token * token_z + column, inside)
+        gradient = tl.load(dout + place, inside, 0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(gated * gated, 0) / width + epsilon)
+        normed = gated * scale
+        of_weight += gradient * normed
+        gradient *= factor
+        along = tl.sum(gradient * normed, 0) / width
+        of_gated = scale * (gradient - normed * along)
+        tl.store(dy + place, (of_gated * silu).to(dy.dtype.element_ty), inside)
+        # silu's derivative is sigmoid (1 + z (1 - sigmoid)).
+        of_gate = of_gated * value * sigmoid * (1 + gate * (1 - sigmoid))
+        tl.store(dz + token * token_dz + column, of_gate.to(dz.dtype.element_ty), inside)
+    tl.store(dweight + tl.program_id(0).to(tl.int64) * channels + column, of_weight, inside)
+
+
+def _shape(weight: Tensor, groups: int) -> tuple[int, dict[str, int]]:
+    """Return a group's channels, and what a kernel is compiled for: a power of two, eight or more a thread."""
+    width = weight.numel() // groups
+    padded = triton.next_power_of_2(width)
+    return width, {"WIDTH": padded, "num_warps": max(1, min(16, padded // 256))}
+
+
+def forward(y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: float) -> Tensor:
+    """Compute the norm of y (B, L, D), contiguous, gated by z, a slice of a contiguous (B, L, ...)."""
+    out = torch.empty_like(y)
+    width, constants = _shape(weight, groups)
+    norm_forward[(y.shape[0] * y.shape[1], groups)](
+        y, z, weight, out, z.flatten(0, 1).stride(0), weight.numel(), width, epsilon, **constants
+    )
+    return out
+
+
+def backward(
+    dout: Tensor, y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: float, dz: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the gradients of y (B, L, D) and of the weight (D,); write z's to dz, a slice as z is one."""
+    dy = torch.empty_like(y)
+    tokens = y.shape[0] * y.shape[1]
+    programs = triton.cdiv(tokens, ROWS)
+    partial = weight.new_empty(programs, weight.numel())
+    width, constants = _shape(weight, groups)
+    norm_backward[(programs, groups)](
+        dout,
+        y,
+        z,
+        weight,
+        dy,
+        dz,
+        partial,
+        z.flatten(0, 1).stride(0),
+        dz.flatten(0, 1).stride(0),
+        tokens,
+        weight.numel(),
+        width,
+        epsilon,
+        ROWS=ROWS,
+        **constants,
+    )
+    return dy, partial.sum(0)

@@ -1,0 +1,304 @@
+"""The Mamba-2 block between its projections as one operator: convolution, scan, gated norm.
+
+One operator instead of a composition, because its explicit backward writes each gradient where it
+belongs: those of x, B and C side by side, as the convolution's backward reads them; its gradients,
+the gate's and the step sizes' side by side, as ``in_proj``'s backward does. Autograd would copy
+both (at 1.3B 7 ms of a step of 330), and store what lies inside the norm.
+
+Shapes: B rows, L slots, S documents, D channels, H heads, P channels of a head, G groups of heads,
+N states, W taps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from packmamba.layout import SequenceLayout
+from packmamba.ops import checks, conv, ssd
+from packmamba.ops.backends import choose
+from packmamba.ops.conv import ConvArguments
+from packmamba.ops.custom_op import KERNELS, PackedOperator, dense, empty_grad_like, to_dtype
+from packmamba.ops.ssd import SsdArguments
+
+
+def mamba2_inner(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A: Tensor,
+    D: Tensor,
+    delta_bias: Tensor,
+    norm_weight: Tensor,
+    *,
+    groups: int,
+    epsilon: float,
+    delta_limit: tuple[float, float] | None = None,
+    conv_layout: SequenceLayout | None = None,
+    ssm_layout: SequenceLayout | None = None,
+    conv_state: Tensor | None = None,
+    ssm_state: Tensor | None = None,
+    return_state: bool = False,
+    backend: str | None = None,
+) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
+    """Compute a Mamba-2 block between its projections.
+
+    ``z, xBC, delta = projected; x, B, C = conv1d_pack(xBC)``, then
+    ``rms_norm(ssd_pack(x, delta, A, B, C, D) * silu(z)) * norm_weight``.
+
+    Args:
+        projected: (B, L, 2 D + 2 G N + H), finite at padding.
+        conv_weight, conv_bias: (D + 2 G N, W) and (D + 2 G N,) or None, of the convolution, whose
+            activation is SiLU.
+        A, D, delta_bias, delta_limit: as of ``ssd_pack``; D is (H,) or (H, P).
+        norm_weight: (D,), of the gated norm, which normalises the channels of each group.
+        groups: G.
+        epsilon: is added to the norm's mean square.
+        conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is
+            one.
+        conv_state, ssm_state: the operators' initial states, by the documents of their layouts.
+        return_state: also return (final convolution state, final scan state).
+        backend: a name in ``ops.BACKENDS``.
+
+    Returns (B, L, D) in projected's dtype, and the final states or None. Raises TypeError or
+    ValueError.
+    """
+    checks.check_activations(projected, "projected")
+    wide = checks.accumulation_dtype(projected.dtype)
+    ssm_layout = checks.check_layout(ssm_layout, projected, "projected", "ssm_layout")
+    arguments = Mamba2Arguments(
+        projected=projected,
+        conv_weight=conv_weight,
+        conv_bias=conv_bias,
+        A=A,
+        D=D,
+        delta_bias=delta_bias,
+        norm_weight=norm_weight.to(wide),
+        conv_state=conv_state,
+        ssm_state=ssm_state,
+        offsets=ssm_layout.offsets,
+        conv_layout=checks.check_layout(conv_layout, projected, "projected", "conv_layout"),
+        ssm_layout=ssm_layout,
+        groups=groups,
+        epsilon=epsilon,
+        delta_limit=delta_limit,
+        return_state=return_state,
+    )
+    _check_states(arguments)
+    normed, conv_final, ssm_final = choose(backend, projected.device, "mamba2_inner")(arguments)
+    return normed, (conv_final, ssm_final) if return_state else None
+
+
+class Mamba2Arguments(NamedTuple):
+    """Arguments of every implementation, checked; offsets: of ssm_layout, None: zeros."""
+
+    projected: Tensor
+    conv_weight: Tensor
+    conv_bias: Tensor | None
+    A: Tensor
+    D: Tensor
+    delta_bias: Tensor
+    norm_weight: Tensor
+    conv_state: Tensor | None
+    ssm_state: Tensor | None
+    offsets: Tensor | None
+    conv_layout: SequenceLayout
+    ssm_layout: SequenceLayout
+    groups: int
+    epsilon: float
+    delta_limit: tuple[float, float] | None
+    return_state: bool
+
+    def parts(self, projected: Tensor) -> tuple[Tensor, ...]:
+        """Split projected, or its gradient, into views: z (B, L, D), xBC (B, L, D + 2 G N), delta (B, L, H)."""
+        return projected.split((len(self.norm_weight), len(self.conv_weight), len(self.A)), dim=2)
+
+    def parts_of_scan(self, xBC: Tensor) -> tuple[Tensor, ...]:
+        """Split xBC, or its gradient, into views: x (B, L, H, P), B and C (B, L, G, N)."""
+        channels = len(self.norm_weight)
+        of_groups = (len(self.conv_weight) - channels) // 2
+        x, B, C = xBC.split((channels, of_groups, of_groups), dim=2)
+        by_group = (self.groups, of_groups // self.groups)
+        heads = len(self.A)
+        return x.unflatten(2, (heads, channels // heads)), B.unflatten(2, by_group), C.unflatten(2, by_group)
+
+    def convolution(self, xBC: Tensor) -> ConvArguments:
+        """Return the convolution's arguments."""
+        return ConvArguments(
+            x=xBC,
+            weight=self.conv_weight,
+            bias=self.conv_bias,
+            initial_state=self.conv_state,
+            layout=self.conv_layout,
+            activation="silu",
+            return_final_state=self.return_state,
+        )
+
+    def scan(self, convolved: Tensor, delta: Tensor) -> SsdArguments:
+        """Return the scan's arguments."""
+        x, B, C = self.parts_of_scan(convolved)
+        return SsdArguments(
+            x=x,
+            delta=delta,
+            A=self.A,
+            B=B,
+            C=C,
+            D=self.D,
+            z=None,
+            delta_bias=self.delta_bias,
+            initial_state=self.ssm_state,
+            offsets=self.offsets,
+            layout=self.ssm_layout,
+            delta_softplus=True,
+            delta_limit=self.delta_limit,
+            return_final_state=self.return_state,
+        )
+
+
+class Mamba2Outputs(NamedTuple):
+    """The normed output (B, L, D), final states of convolution and scan; or gradients of these."""
+
+    normed: Tensor
+    conv_state: Tensor | None
+    ssm_state: Tensor | None
+
+
+class Mamba2Saved(NamedTuple):
+    """Saved for the backward: the convolution's output (B, L, D + 2 G N), and the scan's (B, L, D)."""
+
+    convolved: Tensor | None
+    y: Tensor | None
+
+
+def _check_states(a: Mamba2Arguments) -> None:
+    """Check initial states, which a caller of the layer brings. Raises TypeError or ValueError."""
+    x = a.projected
+    channels, width = a.conv_weight.shape
+    of_documents = (a.conv_layout.num_documents, channels, width - 1)
+    checks.check_tensors(x, "projected", (x.dtype, torch.float32), conv_state=(a.conv_state, of_documents))
+    _, xBC, delta = a.parts(x)
+    shape = (a.ssm_layout.num_documents, *a.scan(xBC, delta).state_shape[1:])
+    checks.check_tensors(x, "projected", (checks.accumulation_dtype(x.dtype),), ssm_state=(a.ssm_state, shape))
+
+
+def compose(
+    a: Mamba2Arguments,
+    conv1d_pack: Callable[[ConvArguments], tuple[Tensor, Tensor | None]],
+    ssd_pack: Callable[[SsdArguments], tuple[Tensor, Tensor | None]],
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute ``ops.mamba2_inner`` by implementations of the two operators."""
+    z, xBC, delta = a.parts(a.projected)
+    convolved, conv_state = conv1d_pack(a.convolution(xBC))
+    y, ssm_state = ssd_pack(a.scan(convolved, delta))
+    normed = gated_rms_norm(y.flatten(2), z, a.norm_weight, a.groups, a.epsilon)
+    return normed, conv_state, ssm_state
+
+
+def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: float) -> Tensor:
+    """Return ``rms_norm(y * silu(z)) * weight`` of (..., D) by groups of channels, in y's dtype.
+
+    Computed in float32 or wider.
+    """
+    dtype = checks.accumulation_dtype(y.dtype)
+    gated = y.to(dtype) * torch.nn.functional.silu(z.to(dtype))
+    by_group = gated.unflatten(-1, (groups, -1))
+    normed = torch.nn.functional.rms_norm(by_group, by_group.shape[-1:], eps=epsilon).flatten(-2)
+    return (normed * weight).to(y.dtype)
+
+
+def on_cpu(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute ``ops.mamba2_inner`` by the CPU's kernels."""
+    return compose(a, conv.compiled, ssd.on_cpu)
+
+
+def compiled(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute ``ops.mamba2_inner`` by a GPU's kernels, which take the convolution's parameters in float32."""
+    wide = checks.accumulation_dtype(a.projected.dtype)
+    normed, conv_final, ssm_final = _operator(
+        a._replace(
+            # Of slices of a contiguous tensor all tokens have one stride.
+            projected=a.projected.contiguous(),
+            conv_weight=a.conv_weight.to(wide),
+            conv_bias=to_dtype(a.conv_bias, wide),
+            conv_state=to_dtype(a.conv_state, wide),
+        )
+    )
+    # A convolution state is returned in the dtype in which it was given.
+    state_dtype = a.projected.dtype if a.conv_state is None else a.conv_state.dtype
+    return normed, to_dtype(conv_final, state_dtype), ssm_final
+
+
+def _norm_kernels() -> Any:
+    from packmamba.ops import gated_norm_triton  # which imports Triton
+
+    return gated_norm_triton
+
+
+def _forward(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
+    z, xBC, delta = a.parts(a.projected)
+    convolved, _ = conv._forward(a.convolution(xBC), needs_backward)
+    scanned, _ = ssd._forward(a.scan(convolved.y, delta), needs_backward)
+    y = scanned.y.flatten(2)
+    normed = _norm_kernels().forward(y, z, a.norm_weight, a.groups, a.epsilon)
+    saved = Mamba2Saved(convolved=convolved.y, y=y) if needs_backward else Mamba2Saved(None, None)
+    return Mamba2Outputs(normed, convolved.final_state, scanned.final_state), saved
+
+
+def _allocate(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
+    z, xBC, delta = a.parts(a.projected)
+    convolved, _ = conv._allocate(a.convolution(xBC), needs_backward)
+    scanned, _ = ssd._fake(a.scan(convolved.y, delta), needs_backward)
+    y = scanned.y.flatten(2)
+    saved = Mamba2Saved(convolved=convolved.y, y=y) if needs_backward else Mamba2Saved(None, None)
+    return Mamba2Outputs(empty_grad_like(z), convolved.final_state, scanned.final_state), saved
+
+
+def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> dict[str, Tensor | None]:
+    """Walk the block back: the norm, the scan, the convolution, each into parts of the gradients."""
+    assert saved.y is not None and saved.convolved is not None
+    gradients = _operator.signature.allocate_gradients(a)
+    if a.ssm_layout.starts.numel() == 0:  # all padding: no kernel has work
+        return {name: None if gradient is None else gradient.zero_() for name, gradient in gradients.items()}
+    z, xBC, delta = a.parts(a.projected)
+    dz, dxBC, ddelta = a.parts(gradients["dprojected"])
+    dnormed = torch.zeros_like(saved.y) if grads.normed is None else grads.normed.contiguous()
+    dy, gradients["dnorm_weight"] = _norm_kernels().backward(
+        dnormed, saved.y, z, a.norm_weight, a.groups, a.epsilon, dz
+    )
+    # Gradients of x, B and C lie side by side, as the convolution wrote them.
+    dconvolved = torch.empty_like(saved.convolved)
+    dx, dB, dC = a.parts_of_scan(dconvolved)
+    scan = a.scan(saved.convolved, delta)
+    found = ssd.scan_backward(scan, dy.view(scan.x.shape), grads.ssm_state, (dx, ddelta, dB, dC))
+    for name in ("dA", "dD", "ddelta_bias"):
+        gradients[name] = found[name]
+    gradients["dssm_state"] = found["dinitial_state"]
+    of_convolution = conv.conv_inputs(a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, silu=True)
+    KERNELS["cuda"]["conv1d_backward"](
+        {
+            **of_convolution,
+            "dy": dconvolved,
+            "dfinal": dense(grads.conv_state) if a.return_state else None,
+            "x": xBC,
+            "dx": dxBC,
+            "dweight": gradients["dconv_weight"],
+            "dbias": gradients["dconv_bias"],
+            "dinitial_state": gradients["dconv_state"],
+        }
+    )
+    return gradients
+
+
+_operator: PackedOperator[Mamba2Arguments] = PackedOperator(
+    "mamba2_inner",
+    arguments=Mamba2Arguments,
+    outputs=Mamba2Outputs,
+    saved=Mamba2Saved,
+    forward=_forward,
+    fake=_allocate,
+    backward=_backward,
+    constants=("offsets",),
+)
