@@ -44,22 +44,9 @@ def norm_forward(y, z, weight, out, token_z, channels, width, epsilon, WIDTH: tl
 
 @triton.jit
 def norm_backward(
-    dout,
-    y,
-    z,
-    weight,
-    dy,
-    dz,
-    dweight,
-    token_z,
-    token_dz,
-    tokens,
-    channels,
-    width,
-    epsilon,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
+    dout, y, z, weight, dy, dz, dweight, token_z, token_dz, tokens, channels, width, epsilon,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr,
+):  # fmt: skip
     """Compute the gradients of ROWS tokens' channels of one group.
 
     With g the gated product, s its factor and n = g s: the gradient dn = dout * weight of n gives
@@ -96,12 +83,17 @@ def _shape(weight: Tensor, groups: int) -> tuple[int, dict[str, int]]:
     return width, {"WIDTH": padded, "num_warps": max(1, min(16, padded // 256))}
 
 
+def _slot_stride(part: Tensor) -> int:
+    """Return the stride of slots in a slice of a contiguous (B, L, ...); its stride(1), if L is 1, is any."""
+    return part.flatten(0, 1).stride(0)
+
+
 def forward(y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: float) -> Tensor:
     """Compute the norm of y (B, L, D), contiguous, gated by z, a slice of a contiguous (B, L, ...)."""
     out = torch.empty_like(y)
     width, constants = _shape(weight, groups)
     norm_forward[(y.shape[0] * y.shape[1], groups)](
-        y, z, weight, out, z.flatten(0, 1).stride(0), weight.numel(), width, epsilon, **constants
+        y, z, weight, out, _slot_stride(z), weight.numel(), width, epsilon, **constants
     )
     return out
 
@@ -116,20 +108,7 @@ def backward(
     partial = weight.new_empty(programs, weight.numel())
     width, constants = _shape(weight, groups)
     norm_backward[(programs, groups)](
-        dout,
-        y,
-        z,
-        weight,
-        dy,
-        dz,
-        partial,
-        z.flatten(0, 1).stride(0),
-        dz.flatten(0, 1).stride(0),
-        tokens,
-        weight.numel(),
-        width,
-        epsilon,
-        ROWS=ROWS,
-        **constants,
-    )
+        dout, y, z, weight, dy, dz, partial, _slot_stride(z), _slot_stride(dz), tokens, weight.numel(), width, epsilon,
+        ROWS=ROWS, **constants,
+    )  # fmt: skip
     return dy, partial.sum(0)

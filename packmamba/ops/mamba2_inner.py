@@ -21,79 +21,27 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, conv, ssd
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import ConvArguments
-from packmamba.ops.custom_op import KERNELS, PackedOperator, dense, empty_grad_like, to_dtype
+from packmamba.ops.custom_op import KERNELS, PackedOperator, dense, to_dtype
 from packmamba.ops.ssd import SsdArguments
 
 
-def mamba2_inner(
-    projected: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    A: Tensor,
-    D: Tensor,
-    delta_bias: Tensor,
-    norm_weight: Tensor,
-    *,
-    groups: int,
-    epsilon: float,
-    delta_limit: tuple[float, float] | None = None,
-    conv_layout: SequenceLayout | None = None,
-    ssm_layout: SequenceLayout | None = None,
-    conv_state: Tensor | None = None,
-    ssm_state: Tensor | None = None,
-    return_state: bool = False,
-    backend: str | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Compute a Mamba-2 block between its projections.
+class Mamba2Arguments(NamedTuple):
+    """Arguments of ``mamba2_inner``.
 
-    ``z, xBC, delta = projected; x, B, C = conv1d_pack(xBC)``, then
-    ``rms_norm(ssd_pack(x, delta, A, B, C, D) * silu(z)) * norm_weight``.
-
-    Args:
+    Attributes:
         projected: (B, L, 2 D + 2 G N + H), finite at padding.
         conv_weight, conv_bias: (D + 2 G N, W) and (D + 2 G N,) or None, of the convolution, whose
             activation is SiLU.
         A, D, delta_bias, delta_limit: as of ``ssd_pack``; D is (H,) or (H, P).
-        norm_weight: (D,), of the gated norm, which normalises the channels of each group.
-        groups: G.
-        epsilon: is added to the norm's mean square.
-        conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is
-            one.
-        conv_state, ssm_state: the operators' initial states, by the documents of their layouts.
-        return_state: also return (final convolution state, final scan state).
-        backend: a name in ``ops.BACKENDS``.
-
-    Returns (B, L, D) in projected's dtype, and the final states or None. Raises TypeError or
-    ValueError.
+        norm_weight: (D,), of the gated norm, in the accumulation dtype.
+        conv_state, ssm_state: the operators' initial states, by the documents of their layouts;
+            None: zeros.
+        offsets: of ssm_layout; None: zeros.
+        conv_layout, ssm_layout: documents of the convolution and of the scan.
+        groups: G, in each of which the norm has a mean square of its own.
+        epsilon: is added to it.
+        return_state: also return final states.
     """
-    checks.check_activations(projected, "projected")
-    wide = checks.accumulation_dtype(projected.dtype)
-    ssm_layout = checks.check_layout(ssm_layout, projected, "projected", "ssm_layout")
-    arguments = Mamba2Arguments(
-        projected=projected,
-        conv_weight=conv_weight,
-        conv_bias=conv_bias,
-        A=A,
-        D=D,
-        delta_bias=delta_bias,
-        norm_weight=norm_weight.to(wide),
-        conv_state=conv_state,
-        ssm_state=ssm_state,
-        offsets=ssm_layout.offsets,
-        conv_layout=checks.check_layout(conv_layout, projected, "projected", "conv_layout"),
-        ssm_layout=ssm_layout,
-        groups=groups,
-        epsilon=epsilon,
-        delta_limit=delta_limit,
-        return_state=return_state,
-    )
-    _check_states(arguments)
-    normed, conv_final, ssm_final = choose(backend, projected.device, "mamba2_inner")(arguments)
-    return normed, (conv_final, ssm_final) if return_state else None
-
-
-class Mamba2Arguments(NamedTuple):
-    """Arguments of every implementation, checked; offsets: of ssm_layout, None: zeros."""
 
     projected: Tensor
     conv_weight: Tensor
@@ -173,15 +121,26 @@ class Mamba2Saved(NamedTuple):
     y: Tensor | None
 
 
-def _check_states(a: Mamba2Arguments) -> None:
-    """Check initial states, which a caller of the layer brings. Raises TypeError or ValueError."""
+def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Outputs:
+    """Compute a Mamba-2 block between its projections.
+
+    ``z, xBC, delta = projected; x, B, C = conv1d_pack(xBC)``, then
+    ``rms_norm(ssd_pack(x, delta, A, B, C, D) * silu(z)) * norm_weight``, (B, L, D) in projected's
+    dtype, with final states, or None for them.
+
+    Parameters are a layer's, which are not checked again; states are a caller's. Raises TypeError
+    or ValueError.
+    """
     x = a.projected
+    checks.check_activations(x, "projected")
     channels, width = a.conv_weight.shape
     of_documents = (a.conv_layout.num_documents, channels, width - 1)
     checks.check_tensors(x, "projected", (x.dtype, torch.float32), conv_state=(a.conv_state, of_documents))
     _, xBC, delta = a.parts(x)
     shape = (a.ssm_layout.num_documents, *a.scan(xBC, delta).state_shape[1:])
-    checks.check_tensors(x, "projected", (checks.accumulation_dtype(x.dtype),), ssm_state=(a.ssm_state, shape))
+    wide = (checks.accumulation_dtype(x.dtype),)
+    checks.check_tensors(x, "projected", wide, ssm_state=(a.ssm_state, shape))
+    return Mamba2Outputs(*choose(backend, x.device, "mamba2_inner")(a))
 
 
 def compose(
@@ -238,22 +197,24 @@ def _norm_kernels() -> Any:
 
 
 def _forward(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
-    z, xBC, delta = a.parts(a.projected)
-    convolved, _ = conv._forward(a.convolution(xBC), needs_backward)
-    scanned, _ = ssd._forward(a.scan(convolved.y, delta), needs_backward)
-    y = scanned.y.flatten(2)
-    normed = _norm_kernels().forward(y, z, a.norm_weight, a.groups, a.epsilon)
-    saved = Mamba2Saved(convolved=convolved.y, y=y) if needs_backward else Mamba2Saved(None, None)
-    return Mamba2Outputs(normed, convolved.final_state, scanned.final_state), saved
+    return _walk(a, needs_backward, conv._forward, ssd._forward, _norm_kernels().forward)
 
 
 def _allocate(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
+    return _walk(a, needs_backward, conv._allocate, ssd._fake, lambda y, *_: torch.empty_like(y))
+
+
+def _walk(
+    a: Mamba2Arguments, needs_backward: bool, convolve: Callable, scan: Callable, norm: Callable
+) -> tuple[Mamba2Outputs, Mamba2Saved]:
+    """Compute the block by the forward of two packed operators and of the norm."""
     z, xBC, delta = a.parts(a.projected)
-    convolved, _ = conv._allocate(a.convolution(xBC), needs_backward)
-    scanned, _ = ssd._fake(a.scan(convolved.y, delta), needs_backward)
+    convolved, _ = convolve(a.convolution(xBC), needs_backward)
+    scanned, _ = scan(a.scan(convolved.y, delta), needs_backward)
     y = scanned.y.flatten(2)
+    normed = norm(y, z, a.norm_weight, a.groups, a.epsilon)
     saved = Mamba2Saved(convolved=convolved.y, y=y) if needs_backward else Mamba2Saved(None, None)
-    return Mamba2Outputs(empty_grad_like(z), convolved.final_state, scanned.final_state), saved
+    return Mamba2Outputs(normed, convolved.final_state, scanned.final_state), saved
 
 
 def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> dict[str, Tensor | None]:

@@ -5,7 +5,7 @@ import torch
 
 from operators import AWKWARD, relative_error
 from packmamba import SequenceLayout
-from packmamba.ops import mamba2_inner
+from packmamba.ops.mamba2_inner import Mamba2Arguments, mamba2_inner
 
 HEADS, CHANNELS, STATES, GROUPS = 4, 16, 32, 2
 WIDTH = HEADS * CHANNELS
@@ -48,16 +48,11 @@ def outputs_and_gradients(tensors, layout, states, device, dtype):
         to = dtype if is_narrow and device == "cuda" else wide
         leaves[name] = rounded.to(device, to).requires_grad_()
     here = layout.to(device)
-    normed, finals = mamba2_inner(
-        **leaves,
-        groups=GROUPS,
-        epsilon=1e-5,
-        delta_limit=(0.0, 0.3),
-        conv_layout=here,
-        ssm_layout=here,
-        return_state=states,
-    )
-    results = [normed, *(finals or ())]
+    absent = {"conv_state": None, "ssm_state": None}
+    options = {"groups": GROUPS, "epsilon": 1e-5, "delta_limit": (0.0, 0.3), "return_state": states}
+    documents = {"offsets": here.offsets, "conv_layout": here, "ssm_layout": here}
+    outputs = mamba2_inner(Mamba2Arguments(**absent | leaves | documents | options))
+    results = [value for value in outputs if value is not None]
     weights = [torch.linspace(-1, 2, value.numel(), device=device).view(value.shape) for value in results]
     total = sum((value.double() * weight).sum() for value, weight in zip(results, weights))
     gradients = torch.autograd.grad(total, [*leaves.values()])

@@ -16,8 +16,8 @@ from packmamba import ops
 from packmamba.errors import expect
 from packmamba.nn.init import Projection, dt_bias_
 from packmamba.nn.mixers.mixer import Mixer, State, check_options
-from packmamba.ops.checks import accumulation_dtype
-from packmamba.ops.mamba2_inner import gated_rms_norm
+from packmamba.ops.checks import accumulation_dtype, check_layout
+from packmamba.ops.mamba2_inner import Mamba2Arguments, gated_rms_norm
 
 
 class GatedRMSNorm(nn.Module):
@@ -155,27 +155,30 @@ class PackedMamba2(Mixer):
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output (B, L, 2 D + 2 G N + H): z, x, B, C and delta."""
         conv_state, ssm_state = self.initial_states(state)
+        conv_layout = check_layout(conv_layout, projected, "hidden", "conv_layout")
+        ssm_layout = check_layout(ssm_layout, projected, "hidden", "ssm_layout")
         wide = accumulation_dtype(projected.dtype)
         D = self.D.to(wide)
-        normed, final_states = ops.mamba2_inner(
-            projected,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            -torch.exp(self.A_log.to(wide)),
-            D if len(D) == self.nheads else D.view(-1, self.headdim),
-            self.dt_bias.to(wide),
-            self.norm.weight,
+        arguments = Mamba2Arguments(
+            projected=projected,
+            conv_weight=self.conv1d.weight.squeeze(1),
+            conv_bias=self.conv1d.bias,
+            A=-torch.exp(self.A_log.to(wide)),
+            D=D if len(D) == self.nheads else D.view(-1, self.headdim),
+            delta_bias=self.dt_bias.to(wide),
+            norm_weight=self.norm.weight.to(wide),
+            conv_state=conv_state,
+            ssm_state=ssm_state,
+            offsets=ssm_layout.offsets,
+            conv_layout=conv_layout,
+            ssm_layout=ssm_layout,
             groups=self.ngroups,
             epsilon=self.norm.epsilon,
             delta_limit=self.dt_limit,
-            conv_layout=conv_layout,
-            ssm_layout=ssm_layout,
-            conv_state=conv_state,
-            ssm_state=ssm_state,
             return_state=return_state,
-            backend=self.backend,
         )
-        return self.out_proj(normed), final_states
+        normed, *final_states = ops.mamba2_inner(arguments, self.backend)
+        return self.out_proj(normed), tuple(final_states) if return_state else None
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
