@@ -23,25 +23,14 @@ from pathlib import Path
 from typing import Any, Optional
 
 from packmamba import __version__
-from packmamba.errors import Unfinished, UserError, missing_package
+from packmamba.errors import ConfigError, Unfinished, UserError, missing_package, need, suggest
 from packmamba.files import full_disk, space_for, write_whole
 
 try:
     from tqdm import tqdm
 
-    from packmamba.config import (
-        CONFIGS,
-        CONFIGURATION,
-        Config,
-        ConfigError,
-        DataConfig,
-        import_plugins,
-        key,
-        load,
-        need,
-        registry,
-    )
-    from packmamba.config.load import PACKAGE, load_config, read_layers, resolve, sections_of, shown, suggest
+    from packmamba.config import CONFIGS, CONFIGURATION, Config, DataConfig, import_plugins, key, registry, resolve
+    from packmamba.config.load import PACKAGE, keys_of, load, load_config, read_layers, shown
 except ModuleNotFoundError as error:
     sys.exit(f"packmamba: error: {error}")
 
@@ -500,16 +489,13 @@ def print_help(command: str, prog: str) -> None:
     keys = registry(schema)
     config: Any = load(keys, CONFIGS / "demo.yaml") if command == "demo" else keys()
     groups: dict[str, list[str]] = {"the first keys to set": [], "general": []}
-    for prefix, section in sections_of(config):
-        for field in dataclasses.fields(section):
-            if "help" not in field.metadata:
-                continue
+    for name, field, value in keys_of(config):
+        if "help" in field.metadata:
             choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
-            default = shown(getattr(section, field.name))
-            line = f"{prefix}{field.name}={default}  {field.metadata['help']}{values}"
-            is_first = schema is Config and prefix + field.name in FIRST
-            heading = "the first keys to set" if is_first else prefix.rstrip(".") or "general"
+            line = f"{name}={shown(value)}  {field.metadata['help']}{values}"
+            is_first = schema is Config and name in FIRST
+            heading = "the first keys to set" if is_first else name.rpartition(".")[0] or "general"
             wrapped = textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
             groups.setdefault(heading, []).append(wrapped)
     for heading, lines in groups.items():

@@ -23,8 +23,9 @@ from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import AUTO, Config, key, load, need, parse_override, read_yaml, resolve, to_dict
-from packmamba.config.load import CONFIGURATION, ON_GPU
+from packmamba.config import CONFIGURATION, Config, key, need, resolve, to_dict
+from packmamba.config.load import ON_GPU, load, parse_override, read_yaml
+from packmamba.config.schema import AUTO
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.lab import launch

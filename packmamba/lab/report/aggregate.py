@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from packmamba.config.load import flatten
 from packmamba.lab.report import statistics
 from packmamba.lab.report.statistics import Comparison, Divergence, Estimate, Ruling, difference_by_group, estimate
 
@@ -43,17 +44,6 @@ NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cach
 def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
     """Select records of a kind: training, throughput, evaluation."""
     return [record for record in records if record["kind"] == kind]
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``, however deep."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def natural(text: str) -> list[tuple[int, str]]:

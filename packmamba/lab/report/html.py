@@ -15,10 +15,11 @@ from pathlib import Path
 
 import jinja2
 
+from packmamba.config.load import flatten
 from packmamba.errors import COMMAND, ConfigError
 from packmamba.files import write_whole
 from packmamba.lab.report import tables as library
-from packmamba.lab.report.aggregate import Record, Records, flatten, of_kind
+from packmamba.lab.report.aggregate import Record, Records, of_kind
 from packmamba.lab.report.figures import DPI, Figure, house_style, throughput_figures, training_figures
 from packmamba.lab.report.tables import Finding, Table, write_table
 
