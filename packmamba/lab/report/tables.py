@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple
@@ -53,10 +53,9 @@ class Table:
 
     def shown(self) -> Table:
         """Return the table without columns that hold dashes alone."""
-        filled = []
-        for place in range(len(self.columns)):
-            # A column without any value says nothing, as ``verdict`` in a sweep without a margin.
-            filled.append(not self.rows or any(row[place].text != "-" for row in self.rows))
+        # A column without any value says nothing, as ``verdict`` in a sweep without a margin.
+        texts = zip(*([cell.text for cell in row] for row in self.rows))
+        filled = [{*column} != {"-"} for column in texts] or [True] * len(self.columns)
         rows = [[*compress(row, filled)] for row in self.rows]
         return replace(self, columns=[*compress(self.columns, filled)], rows=rows)
 
@@ -129,7 +128,7 @@ def _cell(values: list[Any], form: str) -> Cell:
     if isinstance(value, Cell):
         return value
     if isinstance(value, pd.Series):
-        return mean_sd(value)
+        return number(value.mean(), plain, unit) if form else mean_sd(value)
     if isinstance(value, Estimate):
         return interval_cell(value, int(plain or 4), len(values))
     # Several values without a format are for the CSV alone.
@@ -138,10 +137,6 @@ def _cell(values: list[Any], form: str) -> Cell:
     if unit.startswith("±"):
         pairs = zip(values, form.split(" ± "))
         return Cell("-" if value is None else " ± ".join(f"{v:{f}}" for v, f in pairs), tuple(values))
-    # Formats that are words, and not Python's.
-    special = {"%": percent, "GiB": gibibytes, "p": p_cell}
-    if form in special:
-        return special[form](value)
     return number(value, plain, unit) if form else word(str(value))
 
 
@@ -150,26 +145,28 @@ def word(text: str) -> Cell:
     return Cell(text, (text,))
 
 
-def number(value: float | None, form: str, unit: str = "") -> Cell:
-    """Format a number, such as ``,.0f``; a dash for none."""
-    return Cell("-" if pd.isna(value) else f"{value:{form}}{unit}", (value,))
+def number(value: Any, form: str, unit: str = "") -> Cell:
+    """Format a number, such as ``,.0f``, or as one of ``SPECIAL``; a dash for none."""
+    if pd.isna(value):
+        return Cell("-", (value,))
+    text = SPECIAL[form](value) if form in SPECIAL else f"{value:{form}}"
+    return Cell(text + unit, (value,))
 
 
-def percent(fraction: Any) -> Cell:
-    """Format a share with three significant digits; the CSV has the fraction."""
-    if pd.isna(fraction):
-        return number(None, "")
+def _percent(fraction: float) -> str:
+    """Write a share with three significant digits; the CSV has the fraction."""
     share = 100 * fraction
     if share in (0, 100):
-        text = f"{share:.0f}"
-    else:
-        text = "< 0.001" if 0 < share < 0.001 else f"{share:#.3g}".rstrip(".")
-    return Cell(f"{text} %", (fraction,))
+        return f"{share:.0f} %"
+    return "< 0.001 %" if 0 < share < 0.001 else f"{share:#.3g}".rstrip(".") + " %"
 
 
-def gibibytes(count: Any) -> Cell:
-    """Format a number of bytes; the CSV has bytes."""
-    return Cell("-" if pd.isna(count) else f"{count / 2**30:.2f} GiB", (count,))
+# Formats that are words, and not Python's.
+SPECIAL: dict[str, Callable[[Any], str]] = {
+    "%": _percent,
+    "GiB": lambda count: f"{count / 2**30:.2f} GiB",
+    "p": lambda p: "< 0.001" if p < 0.001 else f"{p:.3f}",
+}
 
 
 def mean_sd(values: pd.Series) -> Cell:
@@ -209,13 +206,6 @@ def interval_cell(found: Estimate, digits: int = 4, columns: int = 4) -> Cell:
     # A mean of one pair has no interval, so nothing is claimed.
     claim = " (no claim)" if pd.isna(found.low) else ""
     return Cell(interval_text(found[:3], f"+.{digits}f") + claim, tuple(found[:columns]))
-
-
-def p_cell(p: float | None) -> Cell:
-    """Format a p value with three decimals."""
-    if p is not None and p < 0.001:
-        return Cell("< 0.001", (p,))
-    return number(p, ".3f")
 
 
 def ruled(ruling: Ruling) -> Row:
@@ -279,12 +269,8 @@ def _metric_values(arm: Arm, columns: Iterable[Column], prefix: str = "") -> Row
     values: Row = {}
     for column in columns:
         metric = column.names[0]
-        if column.form:
-            values[metric] = arm[prefix + metric].mean()
-        elif len(column.names) == 1:
-            values[metric] = arm.says(metric)
-        else:
-            values[metric] = arm[prefix + metric]
+        is_key = column.names == (metric,) and not column.form
+        values[metric] = arm.says(metric) if is_key else arm[prefix + metric]
     return values
 
 
@@ -354,19 +340,18 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
     # For each metric its value and the difference from the baseline; the verdict, which is on the
     # first metric; then what the runs cost.
     columns = make_columns("!arm | seeds")
+    minus = f"minus {aggregate.versus(arms)}"
     for metric in metrics:
-        name = f"{metric}_difference"
-        heading = f"minus {aggregate.versus(arms)}"
-        columns += [_metric_column(metric, arms), _difference_column(heading, name, f"{name}_pairs")]
-    if _is_ruled(arms):
-        columns += make_columns("!verdict")
-    further_columns = [_metric_column(metric, arms) for metric in further]
-    columns += further_columns
+        difference = _difference_column(minus, f"{metric}_difference", f"{metric}_difference_pairs")
+        columns += [_metric_column(metric, arms), difference]
+    columns += make_columns("!verdict") if _is_ruled(arms) else []
+    columns += [_metric_column(metric, arms) for metric in further]
+    measured = [_metric_column(metric, arms) for metric in (*metrics, *further)]
     verdicts = {each.arm: each.verdict for each in contrasts if each.other is each.arm.baseline}
     rows = []
     for arm in arms:
         row: Row = {"arm": arm.label, "seeds": _seeds_cell(arm, arms), "verdict": verdicts.get(arm, "-")}
-        row |= _metric_values(arm, [_metric_column(metric, arms) for metric in metrics] + further_columns)
+        row |= _metric_values(arm, measured)
         row |= {f"{metric}_difference": aggregate.difference(arm, metric) for metric in metrics}
         rows.append(row)
     heading = f"{', '.join(map(title, metrics))} by arm"
