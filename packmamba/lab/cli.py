@@ -258,9 +258,9 @@ def generate(words: list[str]) -> None:
     tokenizer: Any = model.tokenizer
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = begin + tokenizer.encode(prompt).tolist()
-    sampling: Any = {"temperature": config.temperature, "top_p": config.top_p, "seed": config.seed}
-    limits: Any = {"max_new_tokens": config.max_new_tokens, "stop_token": tokenizer.end_id}
-    (new,) = continue_tokens(model.model, [ids], **limits, **sampling, max_slots=max(2048, len(ids)))
+    sampling = {name: value for name, value in vars(config).items() if name not in ("device", "dtype")}
+    limits: Any = {"stop_token": tokenizer.end_id, "max_slots": max(2048, len(ids))}
+    (new,) = continue_tokens(model.model, [ids], **sampling, **limits)
     print(prompt + tokenizer.decode(new))
 
 
@@ -284,9 +284,9 @@ def export(words: list[str]) -> None:
 
 def _export(model: Any, path: Path) -> None:
     """Write weights, tokenizer, chat template and model card."""
-    from packmamba.data.sources.records import find_chat_template
-    from packmamba.data.tokenizer import write_template, write_tokenizer
+    from packmamba.data.tokenizer import write_template
     from packmamba.evaluation.load import model_card
+    from packmamba.lab.fit import write_tokenizer_of
     from packmamba.lab.run_id import find_record, records_of
 
     try:
@@ -294,11 +294,9 @@ def _export(model: Any, path: Path) -> None:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if model.tokenizer is not None:
-        data = model.config.data
-        template, _ = find_chat_template(data.tokenizer, data.chat_template)
-        write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token, template)
+        write_tokenizer_of(model.config.data, path)
         if model.trained:
-            write_template(path, data.begin_token, model.tokenizer.begin_id)
+            write_template(path, model.config.data.begin_token, model.tokenizer.begin_id)
         # Without eos_token_id, transformers takes 0.
         ids = {"bos_token_id": model.tokenizer.begin_id, "eos_token_id": model.tokenizer.end_id}
         published = json.loads((path / "config.json").read_text())
@@ -369,13 +367,10 @@ def report(words: list[str]) -> None:
     kinds = clone.kinds_of(folder, records) if clone else {}
     baseline = config.baseline
     if len(folders) > 1 or baseline not in (None, records[0].get("sweep", {}).get("baseline")):
-        seeds: dict[str, set[int]] = {}
-        for record in records:
-            seeds.setdefault(record["arm"], set()).add(record["seed"])
-        need(baseline in (None, *seeds), "baseline", f"one of {', '.join(seeds)}", f"'{baseline}'")
-        for record in records:
-            arm_seeds = sorted(seeds[record["arm"]])
-            record["sweep"] = {"baseline": baseline, "apart": True, "seeds": arm_seeds}
+        arms = dict.fromkeys(record["arm"] for record in records)
+        need(baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{baseline}'")
+        for record in records:  # no seeds: each arm has those of its runs
+            record["sweep"] = {"baseline": baseline, "apart": True, "seeds": []}
     is_written = len(folders) == 1 or config.output is not None
     sections = build_sections(records, figures=is_written, kinds=kinds)
     print(f"\n{format_sections(sections)}")
@@ -530,17 +525,16 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ModuleNotFoundError as error:
-        message, status = str(missing_package(error.name)), 2
+        failure: Exception = missing_package(error.name)
     except KeyboardInterrupt:
-        message, status = "stopped; the same command resumes", 130
+        failure = Unfinished("stopped; the same command resumes", status=130)
     except (UserError, OSError) as error:
-        shown_error = full_disk(error, "output") or error
-        message, status = str(shown_error), getattr(shown_error, "status", 2)
+        failure = full_disk(error, "output") or error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise  # a fault of the program, whose traceback is wanted
-        message, status = f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2
+        failure = UserError(f"out of memory ({error}); reduce data.max_tokens_per_batch or the model")
     for bar in [*getattr(tqdm, "_instances", ())]:  # drawn still: the error would stand on its line
         bar.close()
-    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
-    return status
+    print(f"{prog}: error: {' '.join(str(failure).split())}", file=sys.stderr)
+    return getattr(failure, "status", 2)

@@ -31,7 +31,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
 
-from packmamba.config import CONFIGURATION, Config, TrainerConfig, import_plugins, need, registry, to_dict
+from packmamba.config import CONFIGURATION, Config, DataConfig, TrainerConfig, import_plugins, need, registry, to_dict
 from packmamba.data.sources import reads_text
 from packmamba.data.sources.records import find_chat_template
 from packmamba.data.token_store import evaluation_documents
@@ -286,10 +286,8 @@ class _Run:
         names = [name for name in state if name.startswith("model.")]
         weights = {name.removeprefix("model."): state[name] for name in names}
         write_pretrained(self.folder, dict(module.model.config), weights)
-        data = self.config.data
-        if reads_text(data):
-            template, _ = find_chat_template(data.tokenizer, data.chat_template)
-            write_tokenizer(self.folder, data.tokenizer, data.begin_token, data.end_token, template)
+        if reads_text(self.config.data):
+            write_tokenizer_of(self.config.data, self.folder)
 
     def _evaluate(self, record: dict[str, Any]) -> None:
         """Evaluate the model as it was written; add metrics and curves to the record."""
@@ -303,6 +301,12 @@ class _Run:
         for name, value in self.evaluations.points[-1].items():
             if "." in name:  # <evaluation>.<metric>
                 record["metrics"][name] = value
+
+
+def write_tokenizer_of(data: DataConfig, folder: Path) -> None:
+    """Write the tokenizer of documents, with their chat template, into a model's folder."""
+    template, _ = find_chat_template(data.tokenizer, data.chat_template)
+    write_tokenizer(folder, data.tokenizer, data.begin_token, data.end_token, template)
 
 
 def check_run(config: Config, vocab_size: int | None = None) -> None:

@@ -82,19 +82,16 @@ class SweepConfig:
 
     def check(self) -> None:
         """Check rules between a sweep's own keys. Raises ConfigError."""
-        does_something = self.train or self.throughput_rounds
-        need(does_something, "train", "true without throughput_rounds", "false")
+        need(self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false")
         only_local = self.throughput_rounds > 0 or self.deadline is not None
         runs_where_it_can = self.launcher == "local" or not only_local
         need(runs_where_it_can, "launcher", "local with throughput_rounds or deadline", self.launcher)
-        for arm in self.arms:
-            looks_like_a_point = re.search(r" \S+=", arm)
-            need(not looks_like_a_point, "arms", "names without ' key='", f"'{arm}'")
+        for arm in self.arms:  # such a name would look like a point of the grid
+            need(not re.search(r" \S+=", arm), "arms", "names without ' key='", f"'{arm}'")
         is_whole = bool(self.tune.grid) == bool(self.tune.seeds)
         need(is_whole, "tune", "both grid and seeds, or neither", "one")
         shared_seeds = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
-        seeds = ", ".join(map(str, shared_seeds))
-        need(not shared_seeds, "tune.seeds", "none of grid.seed", seeds)
+        need(not shared_seeds, "tune.seeds", "none of grid.seed", ", ".join(map(str, shared_seeds)))
         for place, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
             for name, values in grid.items():
                 distinct = values and len(values) == len(set(map(str, values)))
@@ -106,8 +103,7 @@ class SweepConfig:
         arms: all of the file, also those that an override leaves out.
         """
         names = ", ".join(arms)
-        is_arm = self.baseline is None or self.baseline in arms
-        need(is_arm, "baseline", f"one of {names} or null", f"'{self.baseline}'")
+        need(self.baseline in (None, *arms), "baseline", f"one of {names} or null", f"'{self.baseline}'")
         for contrast in self.primary:
             sides = str(contrast).split(" - ", 1)
             are_arms = all(side in arms for side in sides)
@@ -124,8 +120,7 @@ class SweepConfig:
         places = {"table.metrics": self.table.metrics, "tune.metric": [self.tune.metric]}
         for place, names in places.items():
             for name in names:
-                exists = name in METRICS or name.startswith(prefixes)
-                need(exists, place, choices, f"'{name}'")
+                need(name in METRICS or name.startswith(prefixes), place, choices, f"'{name}'")
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
@@ -134,14 +129,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     Raises ConfigError.
     """
     run_keys = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
-    of_runs = []
-    of_sweep = []
-    for override in overrides:
-        first_key = re.split(r"[.=]", override)[0]
-        if first_key in run_keys:
-            of_runs.append(override)
-        else:
-            of_sweep.append(_grid_as_mapping(override))
+    of_runs = [override for override in overrides if re.split(r"[.=]", override)[0] in run_keys]
+    of_sweep = [_grid_as_mapping(override) for override in overrides if override not in of_runs]
     sweep = load(SweepConfig, path, of_sweep, "sweep")
     sweep.check()
     # An arm that an override leaves out is still a baseline, or a side of a contrast, by its name.
@@ -149,16 +138,14 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     sweep.check_contrasts(load(SweepConfig, path, without_selection, "sweep").arms)
     sweep.name = sweep.name or Path(path).stem
 
-    base = []
-    if sweep.base is not None:
-        base = [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
+    bases = [] if sweep.base is None else [sweep.base]
+    first = [(read_yaml(Path(path).parent / base, "train"), base) for base in bases]
     last = [(parse_override(override), f"'{override}'") for override in of_runs]
     overridden = {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last}
     _check_places(sweep, overridden)
-    configs = []
-    for keys in _runs(sweep):
-        layers = copy.deepcopy([*base, (_layer(keys), str(path)), *last])  # resolving changes them
-        configs.append(resolve(Config, layers))
+    # Copies, since resolving changes layers.
+    layers = [copy.deepcopy([*first, (_layer(keys), str(path)), *last]) for keys in _runs(sweep)]
+    configs = [resolve(Config, each) for each in layers]
     for config in {repr(replace(config, seed=0)): config for config in configs}.values():
         check_run(config)  # a check takes a moment, and a seed decides none
         devices = config.trainer.devices * config.trainer.num_nodes
@@ -180,9 +167,9 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
     for place, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
         for name in grid:
             for origin, keys in set_elsewhere.items():
-                is_alone = not _overlapping(name, keys)
                 expected = f"a key that {origin} does not set"
-                need(is_alone, f"{place}.{name}", expected, f"one; give {place}.{name}=[...]")
+                got = f"one; give {place}.{name}=[...]"
+                need(not _overlapping(name, keys), f"{place}.{name}", expected, got)
         set_elsewhere["grid"] = sweep.grid
     for origin, keys in overrides.items():
         for name in keys:
@@ -194,11 +181,7 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
 
 def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
     """Return the keys that are ``name``, inside of it or around it."""
-    overlapping = []
-    for other in keys:
-        if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
-            overlapping.append(other)
-    return overlapping
+    return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
 
 
 def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -214,10 +197,8 @@ def _suffix(point: dict[str, Any]) -> str:
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """Yield the keys of each run: each arm at each point of the grid."""
-    shared = {}
-    for name in ("plugins", "evaluations", "evaluation_options"):
-        if getattr(sweep, name):
-            shared[name] = getattr(sweep, name)
+    names = ("plugins", "evaluations", "evaluation_options")
+    shared = {name: getattr(sweep, name) for name in names if getattr(sweep, name)}
     for point in _points(sweep.grid):
         for arm, keys in sweep.arms.items():
             place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
@@ -234,10 +215,8 @@ def _layer(keys: dict[str, Any]) -> DictConfig:
 
 def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
     """Return the runs that choose an arm's values, by combination and seed."""
-    if not tune.grid:
-        return []
     combinations = []
-    for point in _points(tune.grid):
+    for point in _points(tune.grid) if tune.grid else ():
         keys = {"name": config.name + _suffix(point), "output": f"{config.output}/tuning", **point}
         combinations.append([_with(config, **keys, seed=seed) for seed in tune.seeds])
     return combinations

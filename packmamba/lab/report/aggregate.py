@@ -209,8 +209,7 @@ def timed_arms(records: Records) -> list[Arm]:
         baselines = {each.baseline.name for each in trained if each.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
         candidates = [peer for peer in peers if peer.name in baselines]
-        for scheme in ("single", *BASELINES):
-            candidates += [peer for peer in peers if peer.scheme == scheme]
+        candidates += [peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme]
         rates = arm.runs["real_tokens_per_second"]
         base = candidates[0]["real_tokens_per_second"].iloc[0] if candidates else math.nan
         timed.append(replace(arm, runs=arm.runs.assign(speedup=rates / base)))
@@ -268,8 +267,8 @@ class Seeds(NamedTuple):
 def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
     """Count an arm's seeds, of those that its sweep names or that any arm has."""
     # Seeds that the sweep names, or else that any arm has: an arm that lacks one is incomplete.
-    expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index})
-    expected |= set(arm.runs.index)
+    of_all = {seed for each in arms for seed in each.runs.index}
+    expected = {*arm.sweep.get("seeds", of_all), *arm.runs.index}
     finite = int(arm[metric].drop(index=list(arm.diverged)).count())
     diverged = len(arm.diverged)
     return Seeds(finite, diverged, len(expected) - finite - diverged)
@@ -285,8 +284,7 @@ def _baseline(arm: Arm, arms: Arms) -> Arm:
     candidates = [peer for peer in peers if peer.label == named]
     # A sweep names arms without the point of its grid.
     candidates += [peer for peer in peers if peer.title == parts_of(named)[0]]
-    for scheme in BASELINES:
-        candidates += [peer for peer in peers if peer.scheme == scheme]
+    candidates += [peer for scheme in BASELINES for peer in peers if peer.scheme == scheme]
     return [*candidates, *peers][0]
 
 
