@@ -76,8 +76,6 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
     An override that lists names of a mapping's entries selects them: ``arms=[single,padded]``.
     """
     file = OmegaConf.create() if path is None else read_yaml(path, command)
-    if path is not None and Path(path).name == CONFIGURATION:
-        _drop_removed_keys(file)
     layers = [(parse_override(override), f"'{override}'") for override in overrides]
     for layer, origin in layers:
         for key in map(str, list(layer)):
@@ -92,15 +90,6 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
     return [(file, str(path)), *layers]
 
 
-def _drop_removed_keys(config: DictConfig) -> None:
-    """Drop from an earlier run's configuration the removed keys that changed nothing in it."""
-    for name, (default, _) in schema.REMOVED_KEYS.items():
-        section, _, key = name.partition(".")
-        keys = config.get(section, {})
-        if keys.get(key) == default:
-            del keys[key]
-
-
 def resolve(declared: type[Keys], layers: Iterable[tuple[Any, str]]) -> Keys:
     """Merge layers, each with its name in errors, over the defaults of a dataclass; validate.
 
@@ -109,7 +98,7 @@ def resolve(declared: type[Keys], layers: Iterable[tuple[Any, str]]) -> Keys:
     config = copy.deepcopy(structured(declared))
     required: set[str] = set()  # ??? in a file: another layer must have it
     for layer, origin in layers:
-        plain = tree_map(_without_numpy, layer)
+        plain = tree_map(lambda value: value.tolist() if hasattr(value, "tolist") else value, layer)
         update: Any = OmegaConf.create(plain, flags={"allow_objects": True})
         values = flatten(OmegaConf.to_container(update, resolve=False))
         required |= {name for name, value in values.items() if value == "???"}
@@ -128,10 +117,6 @@ def resolve(declared: type[Keys], layers: Iterable[tuple[Any, str]]) -> Keys:
         return validate(OmegaConf.to_object(config))  # type: ignore[return-value]
     except OmegaConfBaseException as error:  # an interpolation ${...}
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
-
-
-def _without_numpy(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _model_size(name: str, origin: str) -> DictConfig:
@@ -231,12 +216,8 @@ def _check(
 def _check_choice(name: str, value: Any, choices: Any) -> None:
     if value in choices:
         return
-    key = name.rpartition(".")[2]
-    renamed = schema.RENAMED_VALUES.get(key, {}).get(value)
-    if renamed:
-        hint = f"; write {renamed}"
-    else:
-        hint = suggest(value, choices).partition("; known")[0]
+    renamed = schema.RENAMED_VALUES.get(name.rpartition(".")[2], {}).get(value)
+    hint = f"; write {renamed}" if renamed else suggest(value, choices).partition("; known")[0]
     names = ", ".join(map(str, choices))
     raise ConfigError(f"{name}: expected one of {names}, got {shown(value)}{hint}")
 
@@ -386,7 +367,17 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
     kind = next((kind for key, kind in KINDS.items() if key in loaded), "train")
     got = f"one for {kind}; run {COMMAND} {kind} {path}"
     need(command in (None, kind), str(path), f"a file for {command}", got)
+    if file.name == CONFIGURATION:
+        _drop_removed_keys(loaded)
     return loaded
+
+
+def _drop_removed_keys(config: DictConfig) -> None:
+    """Drop from an earlier run's configuration the removed keys that changed nothing in it."""
+    for name, (default, _) in schema.REMOVED_KEYS.items():
+        section, _, key = name.partition(".")
+        if OmegaConf.select(config, name) == default:
+            del config[section][key]
 
 
 def parse_override(override: str) -> DictConfig:

@@ -179,9 +179,8 @@ def evaluate(words: list[str]) -> None:
 
 def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalConfig, output: Path) -> None:
     """Print an evaluation's record in ``output``; append it first if it is not there."""
-    from packmamba.lab.records import append_record, make_record, write_items
+    from packmamba.lab.records import append_record, make_record, records_of, write_items
     from packmamba.lab.report.html import format_table
-    from packmamba.lab.run_id import records_of
 
     settings: Any = {"name": name, "options": context.options, "max_slots": context.max_slots}
     settings |= {key: getattr(config, key) for key in HASHED}
@@ -287,7 +286,8 @@ def _export(model: Any, path: Path) -> None:
     from packmamba.data.tokenizer import write_template
     from packmamba.evaluation.load import model_card
     from packmamba.lab.fit import write_tokenizer_of
-    from packmamba.lab.run_id import find_record, records_of
+    from packmamba.lab.records import records_of
+    from packmamba.lab.run_id import find_record
 
     try:
         model.model.save_pretrained(path, format="huggingface")

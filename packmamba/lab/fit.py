@@ -453,7 +453,7 @@ def _run_of_sweep(source: str, seed: int) -> Path:
     """Return the folder of the run of this seed that ``<sweep>:<arm>`` names."""
     folder, _, arm = source.rpartition(":")
     paths = set()
-    for record in run_id.records_of(folder or "."):
+    for record in records.records_of(folder or "."):
         if record["arm"] == arm and record["seed"] == seed:
             paths.add(Path(folder) / "runs" / run_id.id_of(arm, record["config"]))
     expected = f"a model's folder, or <sweep>:<arm> with one run of seed {seed}"

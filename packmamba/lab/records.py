@@ -94,6 +94,16 @@ def record_files(folder: str | Path) -> list[Path]:
     return [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]
 
 
+def of_kind(records: Iterable[Any], kind: str) -> list[Any]:
+    """Select records of a kind: training, throughput, evaluation."""
+    return [record for record in records if record["kind"] == kind]
+
+
+def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any]]:
+    """Read a folder's records of a kind, if it has any."""
+    return of_kind(read_records(folder), kind) if has_records(folder) else []
+
+
 def has_records(folder: str | Path) -> bool:
     """Check if a folder has a record: a file with a line that was written whole."""
     return any(path.suffix == ".gz" or b"\n" in path.read_bytes() for path in record_files(folder))
@@ -111,8 +121,7 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
         old = entries.pop(name, {})
-        records = read_records(folder) if has_records(folder) else []
-        trained = {record["arm"] for record in records if record["kind"] == "training"}
+        trained = {record["arm"] for record in records_of(folder)}
         # Arms of earlier versions of the sweep stay listed, if they have records.
         kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
         is_ruled = "margin" in entry or "primary" in entry
@@ -126,7 +135,7 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
 def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
     """Add to training records their sweep: its entry, seeds, values tried, arms and seeds without a record."""
-    trained = [record for record in records if record["kind"] == "training"]
+    trained = of_kind(records, "training")
     recorded = {record["arm"] for record in trained}
     runs = {(record["arm"], record["seed"]) for record in trained}
     sweeps: dict[str, dict[str, Any]] = {}

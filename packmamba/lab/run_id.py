@@ -19,7 +19,7 @@ from packmamba.config import Config, to_dict
 from packmamba.config.schema import REMOVED_KEYS
 from packmamba.errors import ConfigError
 from packmamba.files import space_for
-from packmamba.lab.records import LATER_KEYS, has_records, read_records
+from packmamba.lab.records import LATER_KEYS, records_of
 
 SCHEMA_VERSION = 2  # raise it when a key's default changes
 SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
@@ -84,12 +84,6 @@ def record_path(config: Config) -> Path:
     if config.output is None:
         return run_folder(config) / "record.json"
     return Path(config.output) / "records.jsonl"
-
-
-def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any]]:
-    """Read a folder's records of a kind, if it has any."""
-    records = read_records(folder) if has_records(folder) else []
-    return [record for record in records if record["kind"] == kind]
 
 
 def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:

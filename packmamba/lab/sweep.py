@@ -31,8 +31,8 @@ from packmamba.errors import ConfigError, Unfinished
 from packmamba.lab import launch
 from packmamba.lab.benchmark import measure_throughput
 from packmamba.lab.fit import check_accelerator, check_run
-from packmamba.lab.records import METRICS, append_record, check_writable, write_sweep
-from packmamba.lab.run_id import find_records, flatten, id_of, records_of, run_folder, run_id
+from packmamba.lab.records import METRICS, append_record, check_writable, records_of, write_sweep
+from packmamba.lab.run_id import find_records, flatten, id_of, run_folder, run_id
 
 
 @dataclass

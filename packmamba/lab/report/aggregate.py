@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from packmamba.config.load import flatten
+from packmamba.lab.records import of_kind
 from packmamba.lab.report import statistics
 from packmamba.lab.report.statistics import Comparison, Divergence, Estimate, Ruling, difference_by_group, estimate
 
@@ -39,11 +40,6 @@ OPEN_END = 2**31 - 1  # of the last range of positions
 SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
 NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
     trainer.log_every trainer.checkpoint_every trainer.threads""".split()  # alike in compared arms
-
-
-def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
-    """Select records of a kind: training, throughput, evaluation."""
-    return [record for record in records if record["kind"] == kind]
 
 
 def natural(text: str) -> list[tuple[int, str]]:
