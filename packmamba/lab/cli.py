@@ -156,9 +156,8 @@ def evaluate(words: list[str]) -> None:
     output = Path(config.output or Path(folder, "evaluation"))
     check_writable(output, "output")
     shared: dict[str, Any] = {"examples": config.examples, "seed": config.seed, "trainer": run.trainer}
-    contexts = {}
-    for name in config.tasks:
-        contexts[name] = EvalContext(config.data, options=config.options.get(name, {}), **shared)
+    options = {name: config.options.get(name, {}) for name in config.tasks}
+    contexts = {name: EvalContext(config.data, options=keys, **shared) for name, keys in options.items()}
     built_in = [name for name in config.tasks if name in EVALUATIONS]
     for name in built_in:
         check(name, contexts[name])
@@ -244,15 +243,15 @@ def generate(words: list[str]) -> None:
     """Continue a text with a trained model."""
     if len(words) < 2:
         raise UserError(f"generate: expected {RUN}, and a text")
-    folder, prompt = newest(words[0]), words[1]
+    folder = newest(words[0])
+    prompt = words[1]
     config = load(GenerateConfig, None, words[2:])
     from packmamba.data.tokenizer import TOKENIZER
     from packmamba.evaluation import generate as continue_tokens
     from packmamba.evaluation.load import load_model, read_config
 
     read_config(folder)
-    has_text = Path(folder, TOKENIZER).is_file()
-    need(has_text, folder, "a model of text", f"one without {TOKENIZER}")
+    need(Path(folder, TOKENIZER).is_file(), folder, "a model of text", f"one without {TOKENIZER}")
     model = load_model(folder, config.device, config.dtype)
     tokenizer: Any = model.tokenizer
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]

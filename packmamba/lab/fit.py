@@ -181,16 +181,15 @@ class _Run:
 
     def _check_same_documents(self, record: dict[str, Any]) -> None:
         same = record["corpus_hash"] == self.data.corpora.corpus_hash
-        got = f"others; remove {self.record_path} and {self.folder}"
-        need(same, "data", "this run's documents", got)
+        need(same, "data", "this run's documents", f"others; remove {self.record_path} and {self.folder}")
         if self.progress:
             print(f"already done, nothing is trained: {self.folder}")
 
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
         max_steps = self.config.trainer.max_steps
-        expected = f"at least {self.reached} of {self.folder}"
-        need(self.reached <= max_steps, "trainer.max_steps", expected, max_steps)
+        least = f"at least {self.reached} of {self.folder}"
+        need(self.reached <= max_steps, "trainer.max_steps", least, max_steps)
         lightning.seed_everything(self.config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(self.config, self.data.vocab_size)
         check_run(self.config, len(module.model.lm_head.weight))
@@ -320,8 +319,7 @@ def check_accelerator(config: Config) -> None:
     """Raise ConfigError where a GPU is asked for and there is none."""
     key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
     needs_gpu = getattr(config.trainer, key) in (True, "gpu", "cuda")
-    is_there = not needs_gpu or torch.cuda.is_available()
-    need(is_there, f"trainer.{key}", "a GPU that PyTorch can use", "none")
+    need(torch.cuda.is_available() or not needs_gpu, f"trainer.{key}", "a GPU that PyTorch can use", "none")
 
 
 # Lightning's advice that does not apply: the loader's workers are the user's choice, and so on.
@@ -363,8 +361,7 @@ def make_trainer(
     except Exception as error:
         section = "ops." if str(error).startswith("backend") else "trainer: "
         raise ConfigError(f"{section}{error}") from None
-    on_cpu = trainer.strategy.root_device.type == "cpu"
-    works = not (on_cpu and options.precision == "16-mixed")
+    works = options.precision != "16-mixed" or trainer.strategy.root_device.type != "cpu"
     need(works, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
     _leave_signals_to_us(trainer)
     return trainer

@@ -28,7 +28,8 @@ from packmamba.lab.callbacks import Stopped
 from packmamba.lab.fit import fit
 from packmamba.lab.run_id import LEASE_SECONDS, Locked, RunLock, run_folder
 
-START_METHOD, CLUSTER = "spawn", "slurm"
+START_METHOD = "spawn"
+CLUSTER = "slurm"
 STOP_SECONDS = 10.0  # for a step and a checkpoint
 THREADS = 4  # at most, of a run on a GPU or under jobs=auto
 

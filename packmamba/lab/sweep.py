@@ -83,13 +83,11 @@ class SweepConfig:
     def check(self) -> None:
         """Check rules between a sweep's own keys. Raises ConfigError."""
         need(self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false")
-        only_local = self.throughput_rounds > 0 or self.deadline is not None
-        runs_where_it_can = self.launcher == "local" or not only_local
-        need(runs_where_it_can, "launcher", "local with throughput_rounds or deadline", self.launcher)
+        anywhere = not self.throughput_rounds and self.deadline is None
+        need(anywhere or self.launcher == "local", "launcher", "local with throughput_rounds or deadline", "slurm")
         for arm in self.arms:  # such a name would look like a point of the grid
             need(not re.search(r" \S+=", arm), "arms", "names without ' key='", f"'{arm}'")
-        is_whole = bool(self.tune.grid) == bool(self.tune.seeds)
-        need(is_whole, "tune", "both grid and seeds, or neither", "one")
+        need(bool(self.tune.grid) == bool(self.tune.seeds), "tune", "both grid and seeds, or neither", "one")
         shared_seeds = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
         need(not shared_seeds, "tune.seeds", "none of grid.seed", ", ".join(map(str, shared_seeds)))
         for place, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
@@ -107,11 +105,9 @@ class SweepConfig:
         for contrast in self.primary:
             sides = str(contrast).split(" - ", 1)
             are_arms = all(side in arms for side in sides)
-            are_different = len(set(sides)) == len(sides)
-            is_baseline = sides == [self.baseline]  # minus itself
+            are_different = len(set(sides)) == len(sides) and sides != [self.baseline]
             expected = f"arms ({names}), not the baseline, or '<arm> - <arm>'"
-            valid = are_arms and are_different and not is_baseline
-            need(valid, "primary", expected, f"'{contrast}'")
+            need(are_arms and are_different, "primary", expected, f"'{contrast}'")
 
     def check_metrics(self, evaluations: Iterable[str]) -> None:
         """Check names of metrics; an evaluation's are ``<name>.<metric>``. Raises ConfigError."""
@@ -134,8 +130,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     sweep = load(SweepConfig, path, of_sweep, "sweep")
     sweep.check()
     # An arm that an override leaves out is still a baseline, or a side of a contrast, by its name.
-    without_selection = [text for text in of_sweep if not text.startswith("arms=[")]
-    sweep.check_contrasts(load(SweepConfig, path, without_selection, "sweep").arms)
+    sweep.check_contrasts(read_yaml(path).arms | sweep.arms)
     sweep.name = sweep.name or Path(path).stem
 
     bases = [] if sweep.base is None else [sweep.base]
@@ -175,8 +170,7 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
         for name in keys:
             values = [[arm[place] for place in _overlapping(name, arm)] for arm in arms.values()]
             alike = not all(values) or all(value == values[0] for value in values)
-            remedy = f"one; set arms.<name>.{name}"
-            need(alike, origin, "a key in which arms do not differ", remedy)
+            need(alike, origin, "a key in which arms do not differ", f"one; set arms.<name>.{name}")
 
 
 def _overlapping(name: str, keys: Iterable[str]) -> list[str]:

@@ -25,7 +25,8 @@ from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, Arms, Records
 from packmamba.lab.report.tables import table_keys, title
 
-INK, MUTED = "#24292f", "#5c6370"
+INK = "#24292f"
+MUTED = "#5c6370"
 _LEAK = {"linewidth": 1.8, "linestyle": (0, (4, 1.5))}
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Lines that often coincide have
 # different widths, so that each of them is seen.

@@ -210,13 +210,8 @@ def interval_cell(found: Estimate, digits: int = 4, columns: int = 4) -> Cell:
 
 def ruled(ruling: Ruling) -> Row:
     """Return a row's values for a contrast that was ruled on: difference, two p, two verdicts."""
-    return {
-        "difference": ruling.estimate,
-        "p_difference": ruling.p_difference,
-        "p_equivalence": ruling.p_equivalence,
-        "verdict": ruling.verdict,
-        "registered": ruling.by_interval,
-    }
+    renamed = {"difference": ruling.estimate, "verdict": ruling.verdict, "registered": ruling.by_interval}
+    return ruling._asdict() | renamed
 
 
 P_COLUMNS = "p of difference, Holm = p_difference:p | p of equivalence, Holm = p_equivalence:p"
