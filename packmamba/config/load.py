@@ -1,10 +1,10 @@
 """Read configurations from YAML files and ``key=value``, and validate them once.
 
-A configuration is layers over the defaults of a dataclass: a file, then one layer for each override.
-OmegaConf merges them and checks types; ``validate`` checks what types cannot say: each key's limits
-(``schema.key``), then the rules between keys. Everything is checked here, before a document is
-read, so that a typo costs no time; every error is one line that names the key, what was expected,
-what came and what to do.
+A configuration is layers over the defaults of a dataclass: a file, then one layer for each
+override. OmegaConf merges them and checks types; ``validate`` checks what types cannot say: each
+key's limits (``schema.key``), then the rules between keys. Everything is checked here, before a
+document is read, so that a typo costs no time; every error is one line that names the key, what was
+expected, what came and what to do.
 """
 
 import copy
@@ -127,7 +127,10 @@ def _model_size(name: str, origin: str) -> DictConfig:
 
 
 def _unknown_key(key: str, origin: str, declared: type) -> ConfigError:
-    """Explain an unknown key by its new name, what replaces it, its other section or the nearest name."""
+    """Explain an unknown key.
+
+    By its new name, what replaces it, its other section or the nearest name.
+    """
     if key in schema.RENAMED_KEYS:
         hint = f"; rename it to {schema.RENAMED_KEYS[key]}"
     elif key in schema.REMOVED_KEYS:
@@ -176,8 +179,9 @@ def validate(config: Keys) -> Keys:
 
 
 def keys_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
-    """Yield each key's whole name, its field and its value; those of inner dataclasses come first."""
-    keys = [(prefix + field.name, field, getattr(config, field.name)) for field in dataclasses.fields(config)]
+    """Yield each key's whole name, its field and its value; inner dataclasses come first."""
+    fields = dataclasses.fields(config)
+    keys = [(prefix + field.name, field, getattr(config, field.name)) for field in fields]
     for name, _, value in keys:
         entries = value.items() if isinstance(value, dict) else ()
         for place, section in [(name, value), *((f"{name}.{entry}", part) for entry, part in entries)]:

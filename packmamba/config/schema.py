@@ -38,7 +38,7 @@ REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "trainer.average_share": (0.1, _AVERAGE),
     "model.learned_initial_state": (False, "remove it"),
 }
-"""Keys of earlier versions that nothing replaces: what was their default, and what to do instead."""
+"""Keys of earlier versions that nothing replaces: their default, and what to do instead."""
 RENAMED_VALUES: dict[str, dict[str, str]] = {
     "strategy": {
         "in_order": "next_fit",
@@ -50,7 +50,9 @@ RENAMED_VALUES: dict[str, dict[str, str]] = {
     "boundary": {"foreign": "state_passing", "noise": "fitted_noise", "foreign_heads": "state_passing_within_row"},
     "precision": {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"},
 }
-"""Values of earlier versions by their key, and today's; a configuration with one is told the new name."""
+"""Values of earlier versions by their key, and today's.
+
+A configuration with one is told the new name."""
 
 
 def key(default: Any, help: str, **limits: Any) -> Any:
@@ -138,7 +140,7 @@ class DataConfig:
 
     @property
     def takes_turns(self) -> bool:
-        """Return whether there are more streams than a step has rows, so that steps read them in turn."""
+        """Return whether steps read streams in turn, since there are more than a step has rows."""
         return self.batching == "stream" and self.streams > self.step_rows >= 1
 
     @property

@@ -1,9 +1,9 @@
 """Commands of ``packmamba`` and ``python run.py``.
 
 A command is a function of its words, whose first line of documentation is its help. What it needs
-it imports itself: help and errors come at once, and seconds later whatever needs Lightning. An error
-is one line on stderr with an exit status: 1 where something was found or failed, 2 for a wrong
-request, 3 where the same command goes on, 130 after Ctrl-C.
+it imports itself: help and errors come at once, and seconds later whatever needs Lightning. An
+error is one line on stderr with an exit status: 1 where something was found or failed, 2 for a
+wrong request, 3 where the same command goes on, 130 after Ctrl-C.
 """
 
 import dataclasses
@@ -391,7 +391,10 @@ def reproduce(words: list[str]) -> None:
 
 
 def find_clone() -> Path | None:
-    """Return the folder of a clone, whose experiments can be run: the checkout, or the current folder."""
+    """Return the folder of a clone, whose experiments can be run, if there is one.
+
+    It is the checkout, or the current folder.
+    """
     roots = (PACKAGE.parent, Path.cwd())
     return next((root for root in roots if (root / "experiments" / "by_name.py").is_file()), None)
 

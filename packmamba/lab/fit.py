@@ -388,7 +388,10 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
 
 
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
-    """Instantiate a class path, or ``class_path`` and ``init_args``, with ``defaults`` that it takes."""
+    """Instantiate a class path, or ``class_path`` and ``init_args``.
+
+    It gets those of ``defaults`` that it takes.
+    """
     described: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
     path = described["class_path"]
     try:
@@ -427,7 +430,10 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
 
 
 def warn_of_another_tokenizer(config: Config) -> None:
-    """Warn where ``data.tokenizer`` writes a text otherwise than the checkpoint's own does, if it has one."""
+    """Warn where ``data.tokenizer`` writes a text otherwise than the checkpoint's own does.
+
+    A checkpoint without a tokenizer is no reason for a warning.
+    """
     folder = Path(str(config.model.pretrained))
     if not (folder / TOKENIZER).is_file() or not reads_text(config.data):
         return

@@ -48,7 +48,10 @@ def make_record(
     kind: str, experiment: str, arm: str, config: Mapping[str, Any], seed: int, corpus_hash: str,
     metrics: Mapping[str, Any], wall_seconds: float, curves: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Make a record of plain values, with the time, commit, hardware and versions of this process."""
+    """Make a record of plain values.
+
+    It has the time, the commit, the hardware and the versions of this process.
+    """
     values = (SCHEMA, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     return _plain(dict(zip(KEYS, values)) | time | provenance())
@@ -69,7 +72,10 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Read a folder's records, with the entry of their sweep. Raises ConfigError naming a wrong line."""
+    """Read a folder's records, with the entry of their sweep.
+
+    Raises ConfigError that names a wrong line.
+    """
     records = []
     for path in record_files(folder):
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -134,7 +140,10 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
 
 def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
-    """Add to training records their sweep: its entry, seeds, values tried, arms and seeds without a record."""
+    """Add to training records their sweep.
+
+    It is its entry with seeds, values tried, and arms and seeds without a record.
+    """
     trained = of_kind(records, "training")
     recorded = {record["arm"] for record in trained}
     runs = {(record["arm"], record["seed"]) for record in trained}
@@ -176,11 +185,13 @@ def provenance() -> dict[str, Any]:
     git = ("git", "--no-optional-locks", "-C", str(root))
     commit = None
     dirty = None
-    stated = os.environ.get("PACKMAMBA_COMMIT")  # where there is no repository, as on a cluster's nodes
+    # Where there is no repository, as on a cluster's nodes.
+    stated = os.environ.get("PACKMAMBA_COMMIT")
     if stated:
         commit = stated.removesuffix("-dirty")
         dirty = stated.endswith("-dirty")
-    elif _output(*git, "rev-parse", "--show-toplevel") == str(root):  # else one around an installed package
+    # Another top level is that of a repository around an installed package.
+    elif _output(*git, "rev-parse", "--show-toplevel") == str(root):
         commit = _output(*git, "rev-parse", "HEAD")
         dirty = bool(_output(*git, "status", "--porcelain", "--", *SOURCES))
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()

@@ -2,10 +2,10 @@
 
     file -> check -> corpora -> timing in turns -> trials -> tuned runs -> records
 
-A sweep is a file: what all runs share, the arms that are compared, a grid of further values, perhaps
-keys that each arm tunes on seeds of their own. It is checked whole before the first run. A run is
-identified by its configuration, so that the same command skips what has a record and resumes the
-rest; nothing else remembers where a sweep stands.
+A sweep is a file: what all runs share, the arms that are compared, a grid of further values,
+perhaps keys that each arm tunes on seeds of their own. It is checked whole before the first run. A
+run is identified by its configuration, so that the same command skips what has a record and resumes
+the rest; nothing else remembers where a sweep stands.
 """
 
 import copy
@@ -325,7 +325,8 @@ class _Progress:
 
 def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) -> None:
     """Train runs without a record, last those that start from others' weights."""
-    # Every run of the first wave may start at any time, so what a run starts from is in an earlier one.
+    # Every run of the first wave may start at any time, so what a run starts from is in an
+    # earlier one.
     names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
     first = []
     dependent = []

@@ -121,8 +121,10 @@ class Arm:
 
     @property
     def expected(self) -> set[int]:
-        """Seeds of its runs, those that no variant has, and those of the sweep that fits its runs best."""
-        # The fewest runs outside of it; of equal ones the smallest.
+        """Seeds of its runs, those that no variant has, and those of the sweep that fits best.
+
+        That is the plan with the fewest runs outside of it, of equal ones the smallest.
+        """
         misfit = lambda seeds: (len({*self.runs.index}.difference(seeds)), len(seeds))
         plan = min(self.sweep.get("plans", ()), key=misfit, default=())
         return {*self.runs.index, *plan, *self.sweep.get("missing", ())}
@@ -165,7 +167,8 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     if "diverged_at_step" in runs:
         losses = [column for column in runs if column.startswith("val_loss")]
         runs.loc[runs["diverged_at_step"].notna(), losses] = math.nan
-    # Runs of one name that differ in a key, as after a change of the sweep's file, are different arms.
+    # Runs of one name that differ in a key, as after a change of the sweep's file, are
+    # different arms.
     keys = _varied_keys(runs)
     variants = [tuple((key, run[f"config.{key}"]) for key in keys) for _, run in runs.iterrows()]
     runs["variant"] = variants
@@ -218,7 +221,8 @@ def arms_with_speeds(records: Records) -> list[Arm]:
     names = {arm.name for arm in arms}
     timed = [each for each in timed_arms(records) if each.name in names]
     arms_of = Counter(each.timing for each in timed)
-    timing = max(arms_of, key=arms_of.__getitem__, default=None)  # of equal counts the first, the latest
+    # Of equal counts the first, which is the latest.
+    timing = max(arms_of, key=arms_of.__getitem__, default=None)
     # Speeds of another timing do not compare.
     timed = [each for each in timed if each.timing == timing]
     for arm in arms:
@@ -371,10 +375,7 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
             is_leak=same and arm.leaks and not other.leaks,
         )
     rulings = statistics.rule(comparisons, {"primary": absent}, higher_is_better(metric))
-    return [
-        Contrast(arm, other, same_documents(arm, other), comparison, rulings[arm, other])
-        for (arm, other), comparison in comparisons.items()
-    ]
+    return [Contrast(*pair, same_documents(*pair), comparisons[pair], rulings[pair]) for pair in pairs]
 
 
 def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
@@ -415,10 +416,10 @@ def same_documents(arm: Arm, other: Arm) -> bool:
 
 
 def difference_along(arm: Arm, curve: str, *places: str) -> list[tuple[tuple[int, ...], Any]]:
-    """Return an Estimate of an arm's loss minus its baseline's at each place of a curve that both have.
+    """Estimate an arm's loss minus its baseline's at each place of a curve that both have.
 
-    Places are the ``step`` of ``validation``, or ``start`` and ``end`` of ``loss_by_position``. These
-    are of the document, so a leak shows at the first and a longer memory at the last.
+    Places are the ``step`` of ``validation``, or ``start`` and ``end`` of ``loss_by_position``.
+    These are of the document, so a leak shows at the first and a longer memory at the last.
     """
     curves = [side.points(curve) for side in (arm, arm.baseline)]
     if arm.baseline is arm or any(points.empty for points in curves):

@@ -33,7 +33,10 @@ class Cell(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Hold a title, the names of its columns in the CSV, and ``make_table``'s format of its values."""
+    """Hold a title, the names of its columns in the CSV, and the format of its values.
+
+    Formats are ``make_table``'s.
+    """
 
     title: str
     names: tuple[str, ...]
@@ -88,10 +91,10 @@ def _csv_value(value: Any) -> str:
 
 
 def make_columns(text: str) -> list[Column]:
-    """Make columns of ``title = name name:format | !title of words = name | title and name:format``.
+    """Make columns of ``title = name name:format | title and name:format``.
 
-    ``name[]`` is short for name, name_low and name_high, ``name±`` for name and name_spread, ``~``
-    for a space in a name. Formats are ``make_table``'s.
+    ``!title`` is that of a column of words. ``name[]`` is short for name, name_low and name_high,
+    ``name±`` for name and name_spread, ``~`` for a space in a name. Formats are ``make_table``'s.
     """
     columns = []
     for part in text.split(" | "):
@@ -110,7 +113,8 @@ def make_table(
 ) -> Table:
     """Make a table of rows, which map a column's first name to its value.
 
-    ``columns`` are made by ``make_columns``; each has a format, as ``,.1f x``: Python's, then a unit.
+    ``columns`` are made by ``make_columns``; each has a format, as ``,.1f x``: Python's, then a
+    unit.
     ``%`` is a share, ``GiB`` bytes, ``p`` a p value, ``.4g ± .2g`` a value and the next column's.
     An Estimate is written with its interval, its format is a number of digits. A Series is written
     as mean and standard deviation, a Cell as it is, and words have no format.
@@ -588,17 +592,17 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
     metrics = main_first(list(first.runs.select_dtypes(float)))
     measured = [_metric_column(metric, []) for metric in metrics]
     columns = [*make_columns("!arm | runs:d"), *measured]
-    rows, notes = [], []
+    rows: list[Row] = []
     for model in models:
         rows.append({"arm": model.label, "runs": len(model.runs)} | _metric_values(model, measured))
         found = None if model is first else aggregate.item_difference(model, first, metrics[0])
         if found:
-            rows[-1]["difference"] = found._replace(seeds=found.groups)  # its pairs are groups of items
-            notes = [
-                "Differences are paired by item, with intervals over items (groups of documents), and over seeds."
-            ]
-    if notes:
+            # Its pairs are groups of items.
+            rows[-1]["difference"] = found._replace(seeds=found.groups)
+    notes = []
+    if any("difference" in row for row in rows):
         columns.append(_difference_column(f"minus {first.name}"))
+        notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
     return make_table(name, f"Evaluation: {task}", columns, rows, *notes)
 
 
