@@ -209,12 +209,12 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
 
     expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
 
-    def known(holds: object, name: str) -> None:
+    def require_task(holds: object, name: str) -> None:
         need(holds, "tasks", expected, f"'{name}'{suggest(name, EVALUATIONS)}")
 
     if not names:
         return {}
-    known(importlib.util.find_spec("lm_eval"), names[0])
+    require_task(importlib.util.find_spec("lm_eval"), names[0])
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -222,7 +222,7 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
 
     manager = TaskManager(include_path=config.include_path)
     for name in names:
-        known(name in manager.all_tasks, name)
+        require_task(name in manager.all_tasks, name)
 
     def run(name: str, model: Any, context: Any) -> EvalResult:
         adapter = PackMambaLM(model, folder, context.max_slots)

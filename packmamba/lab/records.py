@@ -217,5 +217,5 @@ def _output(*command: str) -> str:
 
 def _plain(value: Any) -> Any:
     """Convert a value to what JSON gives back; numbers that are not finite to None."""
-    text = json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else str(one))
+    text = json.dumps(value, default=lambda each: each.item() if hasattr(each, "item") else str(each))
     return json.loads(text, parse_constant=lambda _: None)

@@ -343,45 +343,45 @@ def rule(
     is.
     """
     rulings: dict[Key, Ruling] = {}
-    for family in dict.fromkeys(one.family for one in comparisons.values()):
-        members = {key: one for key, one in comparisons.items() if one.family == family}
+    for family in dict.fromkeys(each.family for each in comparisons.values()):
+        members = {key: each for key, each in comparisons.items() if each.family == family}
         rulings |= _rule_family(members, (absent or {}).get(family, 0))
     caught: dict[Hashable, int] = {}
-    for key, one in comparisons.items():
-        if one.is_leak:
+    for key, each in comparisons.items():
+        if each.is_leak:
             harm = rulings[key].shows_harm(higher_is_better)
-            caught[one.setting] = max(caught.get(one.setting, 0), harm)
-    return {key: rulings[key]._replace(leak_caught=caught.get(one.setting)) for key, one in comparisons.items()}
+            caught[each.setting] = max(caught.get(each.setting, 0), harm)
+    return {key: rulings[key]._replace(leak_caught=caught.get(each.setting)) for key, each in comparisons.items()}
 
 
 def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Ruling]:
     """Adjust both kinds of p over a family, and give each contrast its claim."""
-    estimates = {key: estimate(one.differences, one.weights) or NOTHING for key, one in family.items()}
-    lost = {key: one.divergence.lost(estimates[key].seeds) for key, one in family.items()}
+    estimates = {key: estimate(each.differences, each.weights) or NOTHING for key, each in family.items()}
+    lost = {key: each.divergence.lost(estimates[key].seeds) for key, each in family.items()}
     missing: dict[Any, float] = {("absent", place): math.nan for place in range(absent)}
     of_difference = missing | {(key, "mean"): found.p for key, found in estimates.items()}
     of_equivalence = dict(missing)
-    for key, one in family.items():
-        if one.divergence.can_differ:
+    for key, each in family.items():
+        if each.divergence.can_differ:
             # A test that could reject counts in the family, also where it does not reject.
-            of_difference[key, "divergence"] = one.divergence.p
-        if one.margin is not None:
-            p_same = p_of_equivalence(one.differences, one.weights, one.margin)
+            of_difference[key, "divergence"] = each.divergence.p
+        if each.margin is not None:
+            p_same = p_of_equivalence(each.differences, each.weights, each.margin)
             of_equivalence[key] = math.nan if lost[key] else p_same  # counts, claims nothing
     p_difference = holm(of_difference)
     p_equivalence = holm(of_equivalence)
     rulings = {}
-    for key, one in family.items():
+    for key, each in family.items():
         found = estimates[key]
         p = p_difference[key, "mean"]
         p_same = p_equivalence.get(key, math.nan)
         # Divergence goes first: losses of an arm whose runs diverge are of survivors.
         if p_difference.get((key, "divergence"), math.nan) <= ALPHA:
-            claim = f"different ({'diverges' if one.divergence.worse else 'the other diverges'})"
+            claim = f"different ({'diverges' if each.divergence.worse else 'the other diverges'})"
         else:
-            margin = None if lost[key] else one.margin
+            margin = None if lost[key] else each.margin
             claim = verdict(found, margin, p, p_same) + lost[key]
-        rulings[key] = Ruling(claim, found, p, p_same, verdict(found, one.margin))
+        rulings[key] = Ruling(claim, found, p, p_same, verdict(found, each.margin))
     return rulings
 
 
