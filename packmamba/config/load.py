@@ -198,9 +198,7 @@ def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _check(
-    name: str, value: Any, choices: Any = (), check: Any = None, null: str | None = None, **bounds: Any
-) -> None:
+def _check(name: str, value: Any, choices: Any = (), check: Any = None, null: str = "", **bounds: Any) -> None:
     """Check a key's value against its limits; ``schema.key`` explains them."""
     if value is None:
         return

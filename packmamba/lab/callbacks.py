@@ -166,6 +166,10 @@ class RunMetrics(Saved, Callback):
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
 
 
+Stop = Callable[[RunMetrics], bool]
+"""Tells after a step if the run is to stop."""
+
+
 class ProgressBar(TQDMProgressBar):
     """Show losses, not the loggers' versions; end its line before an error is printed."""
 
@@ -209,7 +213,7 @@ class Checkpoint(LightningCheckpoint):
     damaged, as by a disk, where its write was not interrupted.
     """
 
-    def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
+    def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Stop) -> None:
         self.folder = folder
         self.options = config.trainer
         self.metrics = metrics

@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,7 @@ def _on_thread_error(failed: threading.ExceptHookArgs) -> None:
 threading.excepthook = _on_thread_error  # for good: such a thread may end after its run
 
 
-def fit(
-    config: Config, progress: bool = True, stop: Callable[[callbacks.RunMetrics], bool] = lambda metrics: False
-) -> dict[str, Any]:
+def fit(config: Config, progress: bool = True, stop: callbacks.Stop = lambda metrics: False) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
     Raises UserError; Stopped, with a checkpoint, on a signal or where ``stop`` is true after a
@@ -142,7 +140,7 @@ def _configure_compiler(deterministic: bool) -> None:
 class _Run:
     """Hold a run's parts: what is read, what trains it, and where its results go."""
 
-    def __init__(self, config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool]) -> None:
+    def __init__(self, config: Config, progress: bool, stop: callbacks.Stop) -> None:
         """Check everything that needs no documents; make the trainer."""
         self.begun = time.perf_counter()
         records.provenance()  # of the code that is about to run, whatever changes meanwhile
@@ -166,7 +164,7 @@ class _Run:
         self.leakcheck = callbacks.LeakCheck(config, self.metrics)
         self.checkpoint = callbacks.Checkpoint(self.saved, config, self.metrics, stop)
         ours = [self.metrics, self.evaluations, self.leakcheck, self.checkpoint]
-        self.trainer = make_trainer(config, self.folder, ours, progress, self.reached)
+        self.trainer = make_trainer(config, ours, progress, self.reached)
 
     def record(self) -> dict[str, Any]:
         """Return the run's record, which it trains for unless there is one."""
@@ -326,14 +324,13 @@ def check_accelerator(config: Config) -> None:
 UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU available")
 
 
-def make_trainer(
-    config: Config, folder: Path, ours: list[Any], progress: bool, resumed_step: int
-) -> lightning.Trainer:
+def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
     """Make the Trainer of a run, with our callbacks before the configured ones.
 
     Raises ConfigError where Lightning or the operators' backend refuses the configuration.
     """
     options = config.trainer
+    folder = run_id.run_folder(config)
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
     bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)

@@ -99,9 +99,7 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     return [Slot(f"CPU {i}", "", threads) for i in range(number)]
 
 
-def run_in_slots(
-    configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")
-) -> None:
+def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float) -> None:
     """Train runs in order, each in the next free slot.
 
     They stop ``STOP_SECONDS`` before the deadline, which is of ``time.monotonic``, and where this

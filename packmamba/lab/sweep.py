@@ -256,7 +256,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     tried = {config.name: trials(sweep.tune, config) for config in runs}
     trial_runs = [run for combinations in tried.values() for seeds in combinations for run in seeds]
     check_writable(sweep.output, "output")
-    start = _launcher(sweep, runs, arms, progress, begun)
+    start = _launcher(sweep, [*runs, *arms], progress, begun)
     _check_corpora([*trial_runs, *runs], progress)
     progress_of_runs = _Progress(progress)
 
@@ -278,14 +278,12 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     return Path(sweep.output)
 
 
-def _launcher(
-    sweep: SweepConfig, runs: list[Config], arms: list[Config], progress: bool, begun: float | None
-) -> Callable[..., None]:
+def _launcher(sweep: SweepConfig, runs: list[Config], progress: bool, begun: float | None) -> Callable[..., None]:
     """Return a function (configs, report=...) that trains runs here, in slots, or as jobs."""
     if sweep.launcher == "slurm":
         launch.check_slurm()
         return partial(launch.run_as_jobs, slurm=sweep.slurm, jobs=sweep.jobs, output=sweep.output)
-    for config in [*runs, *arms]:
+    for config in runs:
         check_accelerator(config)
     if sweep.jobs == 1 and sweep.deadline is None:
         return partial(launch.run_here, progress=progress)
