@@ -31,8 +31,8 @@ from packmamba.errors import COMMAND, ConfigError, need, suggest
 PACKAGE = Path(__file__).resolve().parents[1]
 # Of a wheel, or of a checkout.
 CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs")))
+# A run's whole configuration, in its folder.
 CONFIGURATION = "configuration.yaml"
-"""A run's whole configuration, in its folder."""
 
 # Words of OmegaConf's error messages, and what was expected where they occur.
 EXPECTED_BY_WORD = {
@@ -49,10 +49,10 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "above": ("above", gt),
     "high": ("at most", le),
 }
+# The commands that a file with a key is for; other files are for train.
 KINDS = {"bench": "bench", "arms": "sweep"}
-"""The commands that a file with a key is for; other files are for train."""
+# Values of ``trainer.accelerator`` that may take a GPU.
 ON_GPU = ("auto", "gpu", "cuda")
-"""Values of ``trainer.accelerator`` that may take a GPU."""
 
 Keys = TypeVar("Keys")
 to_dict = dataclasses.asdict

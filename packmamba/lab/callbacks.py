@@ -166,8 +166,8 @@ class RunMetrics(Saved, Callback):
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
 
 
+# Tells after a step if the run is to stop.
 Stop = Callable[[RunMetrics], bool]
-"""Tells after a step if the run is to stop."""
 
 
 class ProgressBar(TQDMProgressBar):
