@@ -18,7 +18,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from packmamba.lab.report.tables import interval_text, p_cell
+from packmamba.lab.report.tables import interval_text, number
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
@@ -63,7 +63,7 @@ def cell(folder: Path, source: dict[str, Any], spec: str) -> str:
     values = [value * (100 if unit == "%" else 1) for value in numbers(folder, source, column)]
     if not values:
         return ""
-    shown = p_cell(values[0]).text if form == "p" else interval_text(values, form)
+    shown = number(values[0], "p").text if form == "p" else interval_text(values, form)
     shown += "".join(f" ± {value:{form}}" for name in spread for value in numbers(folder, source, name))
     return shown + (unit if unit == "x" else f" {unit}" * bool(unit))
 

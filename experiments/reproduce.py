@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from experiments.by_name import DONE, experiments, find, finished, kinds_of, module, run_bench
-from packmamba.config import ConfigError, read_yaml, suggest
+from packmamba.config import ConfigError, suggest
+from packmamba.config.load import read_yaml
 from packmamba.files import write_whole
 from packmamba.lab.records import check_writable, read_records
 from packmamba.lab.report.aggregate import with_items

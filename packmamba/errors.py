@@ -1,7 +1,11 @@
 """Errors for the user, which commands print in one line: ``key: expected X, got Y; do Z``."""
 
+import difflib
+import functools
 import importlib.util
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 COMMAND = "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is_file() else "packmamba"
 
@@ -44,6 +48,18 @@ class ConfigError(UserError, ValueError):
 
     def __str__(self) -> str:
         return " ".join(super().__str__().split())
+
+
+need = functools.partial(expect, kind=ConfigError)
+
+
+def suggest(name: str, names: Iterable[Any], cutoff: float = 0.6) -> str:
+    """Return ``; did you mean 'nearest'?``, or ``; known: ...`` if no name is near."""
+    texts = [str(text) for text in names]
+    close = difflib.get_close_matches(str(name), texts, 1, cutoff)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; known: {', '.join(texts) or 'none'}"
 
 
 class KernelError(UserError, RuntimeError):

@@ -16,7 +16,7 @@ from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.lab.report.html import Kind
 from packmamba.lab.report.statistics import interval
-from packmamba.lab.report.tables import Cell, Column, Table, make_columns, number, percent, word
+from packmamba.lab.report.tables import Cell, Column, Table, make_columns, number, word
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
 PAPER_PADDING = {
@@ -45,7 +45,7 @@ def packing_tables(records: Sequence[Record]) -> list[Table]:
     strategy, unknown = make_columns("!strategy | row length unknown = row_length_unknown")
     shown, nothing = _shown(plans), number(None, "")
     padding = Table("packing-padding", f"Padding by strategy and row length ({data})", [strategy, *columns, unknown])
-    found = _rows(shown, "label", lengths, lambda v: percent(v["padding_fraction"].mean()))
+    found = _rows(shown, "label", lengths, lambda v: number(v["padding_fraction"].mean(), "%"))
     padding.rows = [[*row, nothing] for row in found]
     padding.rows += [[word(name), *(nothing for _ in lengths), published] for name, published in PAPER_PADDING.items()]
     padding.notes = [
@@ -64,7 +64,7 @@ def packing_tables(records: Sequence[Record]) -> list[Table]:
     if greedy["buffer"].nunique() > 1:
         table = Table("packing-buffer", f"Padding of greedy by buffer and row length ({data})", columns)
         table.columns = [Column("buffer (documents)", ("buffer",)), *columns]
-        table.rows = _rows(greedy, "buffer", lengths, lambda v: percent(v["padding_fraction"].mean()))
+        table.rows = _rows(greedy, "buffer", lengths, lambda v: number(v["padding_fraction"].mean(), "%"))
         tables.append(table)
     return [*tables, *_intervals(plans, lengths)] if seeds > 1 else tables
 

@@ -8,7 +8,7 @@ from typing import Any
 from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.figures import Figure, axes, finish, legend_below
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.tables import Table, make_columns, make_table, number, percent, word
+from packmamba.lab.report.tables import Table, make_columns, make_table, number, word
 
 # arXiv 2408.03865, A100. 3.91x, 19.1 %, 0.41 % and 5.05x (the largest ratio over the sizes) as a summary of it reports them.
 PAPER = {"1.4b": 3.06, "2.8b": 2.62}
@@ -28,7 +28,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
     table = Table("paper", "The paper's numbers and ours", columns)
 
     def add(what: str, size: str, dtype: str, here: float, theirs: float | None = None, **more: Any) -> None:
-        shows = {"x": lambda v: number(v, ".2f", "x"), "%": percent, "n": lambda v: number(v, ",.0f")}
+        shows = {"x": lambda v: number(v, ".2f", "x"), "%": lambda v: number(v, "%"), "n": lambda v: number(v, ",.0f")}
         show, ratio = shows[more.get("fmt", "x")], None if theirs is None else here / theirs
         numbers = show(theirs), show(here), number(ratio, ".2f")
         table.rows.append([*map(word, (what, size, dtype)), *numbers])

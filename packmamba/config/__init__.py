@@ -1,20 +1,7 @@
 """Configuration: a dataclass per section, YAML files and ``key=value``, validated once."""
 
-from packmamba.errors import ConfigError, require
+from packmamba.errors import ConfigError, need, require, suggest
 
 require("omegaconf", "filelock")
-from packmamba.config.load import (
-    CONFIGS,
-    CONFIGURATION,
-    import_plugins,
-    load,
-    load_config,
-    need,
-    parse_override,
-    read_yaml,
-    resolve,
-    suggest,
-    to_dict,
-    validate,
-)
-from packmamba.config.schema import AUTO, Config, DataConfig, OptimizerConfig, TrainerConfig, key, options, registry
+from packmamba.config.load import CONFIGS, CONFIGURATION, import_plugins, load_config, resolve, to_dict, validate
+from packmamba.config.schema import Config, DataConfig, OptimizerConfig, TrainerConfig, key, options, registry

@@ -1,21 +1,20 @@
 """Read configurations from YAML files and ``key=value``, and validate them once.
 
-A configuration is layers over the defaults of a dataclass: a file, then one layer for each override.
-OmegaConf merges them and checks types; ``validate`` checks what types cannot say: each key's limits
-(``schema.key``), then the rules between keys. Everything is checked here, before a document is
-read, so that a typo costs no time; every error is one line that names the key, what was expected,
-what came and what to do.
+A configuration is layers over the defaults of a dataclass: a file, then one layer for each
+override. OmegaConf merges them and checks types; ``validate`` checks what types cannot say: each
+key's limits (``schema.key``), then the rules between keys. Everything is checked here, before a
+document is read, so that a typo costs no time; every error is one line that names the key, what was
+expected, what came and what to do.
 """
 
 import copy
 import dataclasses
-import difflib
 import functools
 import importlib
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from operator import attrgetter, ge, gt, le
 from pathlib import Path
@@ -25,27 +24,15 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from torch.utils._pytree import tree_map
 
-from packmamba.config.schema import (
-    BOUNDARIES,
-    MIXER_KEYS,
-    MIXERS,
-    NOT_OF_CHECKPOINTS,
-    OPTIMIZERS,
-    REMOVED_KEYS,
-    RENAMED_KEYS,
-    RENAMED_VALUES,
-    STRATEGIES,
-    Config,
-    options,
-    registry,
-)
-from packmamba.errors import COMMAND, ConfigError, expect
+from packmamba.config import schema
+from packmamba.config.schema import Config, options, registry
+from packmamba.errors import COMMAND, ConfigError, need, suggest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Of a wheel, or of a checkout.
 CONFIGS = next(filter(Path.is_dir, (PACKAGE / "configs", PACKAGE.parent / "configs")))
+# A run's whole configuration, in its folder.
 CONFIGURATION = "configuration.yaml"
-"""A run's whole configuration, in its folder."""
 
 # Words of OmegaConf's error messages, and what was expected where they occur.
 EXPECTED_BY_WORD = {
@@ -62,21 +49,22 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
     "above": ("above", gt),
     "high": ("at most", le),
 }
+# The commands that a file with a key is for; other files are for train.
+KINDS = {"bench": "bench", "arms": "sweep"}
+# Values of ``trainer.accelerator`` that may take a GPU.
 ON_GPU = ("auto", "gpu", "cuda")
-"""Values of ``trainer.accelerator`` that may take a GPU."""
 
-Schema = TypeVar("Schema")
+Keys = TypeVar("Keys")
 to_dict = dataclasses.asdict
-need = functools.partial(expect, kind=ConfigError)
 structured: Any = functools.cache(OmegaConf.structured)
 
 
-def load(schema: type[Schema], path: Any = None, overrides: Iterable[str] = (), command: str | None = None) -> Schema:
-    """Build ``schema`` from its defaults, a YAML file for ``command`` and ``key=value`` overrides.
+def load(declared: type[Keys], path: Any = None, overrides: Iterable[str] = (), command: str | None = None) -> Keys:
+    """Build a dataclass from its defaults, a YAML file for ``command`` and ``key=value`` overrides.
 
     Raises ConfigError.
     """
-    return resolve(schema, read_layers(path, overrides, command))
+    return resolve(declared, read_layers(path, overrides, command))
 
 
 load_config = functools.partial(load, Config, command="train")
@@ -88,8 +76,6 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
     An override that lists names of a mapping's entries selects them: ``arms=[single,padded]``.
     """
     file = OmegaConf.create() if path is None else read_yaml(path, command)
-    if path is not None and Path(path).name == CONFIGURATION:
-        _drop_removed_keys(file)
     layers = [(parse_override(override), f"'{override}'") for override in overrides]
     for layer, origin in layers:
         for key in map(str, list(layer)):
@@ -104,35 +90,24 @@ def read_layers(path: Any, overrides: Iterable[str], command: str | None = None)
     return [(file, str(path)), *layers]
 
 
-def _drop_removed_keys(config: DictConfig) -> None:
-    """Drop from an earlier run's configuration the removed keys that changed nothing in it."""
-    for name, (default, _) in REMOVED_KEYS.items():
-        section, _, key = name.partition(".")
-        keys = config.get(section, {})
-        if keys.get(key) == default:
-            del keys[key]
-
-
-def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
-    """Merge layers, each with its name in errors, over the defaults of ``schema``; validate.
+def resolve(declared: type[Keys], layers: Iterable[tuple[Any, str]]) -> Keys:
+    """Merge layers, each with its name in errors, over the defaults of a dataclass; validate.
 
     Layers are mappings or dataclasses; NumPy's scalars count as Python's. Raises ConfigError.
     """
-    config = copy.deepcopy(structured(schema))
+    config = copy.deepcopy(structured(declared))
     required: set[str] = set()  # ??? in a file: another layer must have it
     for layer, origin in layers:
-        plain = tree_map(_without_numpy, layer)
+        plain = tree_map(lambda value: value.tolist() if hasattr(value, "tolist") else value, layer)
         update: Any = OmegaConf.create(plain, flags={"allow_objects": True})
-        unresolved: Any = OmegaConf.to_container(update, resolve=False)
-        for section, keys in unresolved.items():
-            if isinstance(keys, dict):
-                required |= {f"{section}.{name}" for name, value in keys.items() if value == "???"}
+        values = flatten(OmegaConf.to_container(update, resolve=False))
+        required |= {name for name, value in values.items() if value == "???"}
         if isinstance(update.get("model"), str) and isinstance(config.get("model"), DictConfig):
             update = OmegaConf.merge(update, {"model": _model_size(update.model, origin)})
         try:
             config = OmegaConf.unsafe_merge(config, update)
         except ConfigKeyError as error:
-            raise _unknown_key(str(error.full_key), origin, schema) from None
+            raise _unknown_key(str(error.full_key), origin, declared) from None
         except (OmegaConfBaseException, TypeError) as error:
             raise _wrong_type(error, update, origin) from None
     for name in sorted(required):
@@ -144,10 +119,6 @@ def resolve(schema: type[Schema], layers: Iterable[tuple[Any, str]]) -> Schema:
         raise ConfigError(f"{error.full_key}: {str(error).splitlines()[0]}") from None
 
 
-def _without_numpy(value: Any) -> Any:
-    return value.tolist() if hasattr(value, "tolist") else value
-
-
 def _model_size(name: str, origin: str) -> DictConfig:
     """Read the keys of a named size, as in ``model=130m``."""
     sizes = {path.stem: path for path in sorted((CONFIGS / "model").glob("*.yaml"))}
@@ -155,32 +126,29 @@ def _model_size(name: str, origin: str) -> DictConfig:
     return read_yaml(sizes[name])
 
 
-def _unknown_key(key: str, origin: str, schema: type) -> ConfigError:
-    """Explain an unknown key by its new name, what replaces it, its other section or the nearest name."""
-    if key in RENAMED_KEYS:
-        hint = f"; rename it to {RENAMED_KEYS[key]}"
-    elif key in REMOVED_KEYS:
-        hint = f"; an older version's key: {REMOVED_KEYS[key][1]}"
+def _unknown_key(key: str, origin: str, declared: type) -> ConfigError:
+    """Explain an unknown key.
+
+    By its new name, what replaces it, its other section or the nearest name.
+    """
+    if key in schema.RENAMED_KEYS:
+        hint = f"; rename it to {schema.RENAMED_KEYS[key]}"
+    elif key in schema.REMOVED_KEYS:
+        hint = f"; an older version's key: {schema.REMOVED_KEYS[key][1]}"
     elif origin.endswith(CONFIGURATION):
         hint = "; an older version's key: remove it"
     else:
-        hint = _nearest_key(key, schema())
+        hint = _nearest_key(key, declared())
     return ConfigError(f"unknown key '{key}' in {origin}{hint}")
 
 
 def _nearest_key(key: str, config: Any) -> str:
+    """Suggest a key of this name in another section, else a key like it in this section."""
     section, _, name = key.rpartition(".")
-    same_name = []
-    same_section = []
-    for prefix, part in sections_of(config):
-        for field in dataclasses.fields(part):
-            if field.name == name:
-                same_name.append(prefix + field.name)
-            if prefix.rstrip(".") == section:
-                same_section.append(prefix + field.name)
-    if same_name:
-        return suggest(key, same_name, cutoff=0)
-    return suggest(key, same_section)
+    keys = [other.rpartition(".") for other, *_ in keys_of(config)]
+    same_name = ["".join(other) for other in keys if other[2] == name]
+    same_section = ["".join(other) for other in keys if other[0] == section]
+    return suggest(key, same_name, cutoff=0) if same_name else suggest(key, same_section)
 
 
 def _wrong_type(error: Exception, update: DictConfig, origin: str) -> ConfigError:
@@ -197,35 +165,40 @@ def _wrong_type(error: Exception, update: DictConfig, origin: str) -> ConfigErro
     return ConfigError(f"{key}: expected {expected}, got {shown(value)} in {origin}{hint}")
 
 
-def validate(config: Schema) -> Schema:
+def validate(config: Keys) -> Keys:
     """Import plugins, check each key's limits, then rules between keys; return the configuration.
 
     Raises ConfigError.
     """
     import_plugins(getattr(config, "plugins", ()))
-    for prefix, section in sections_of(config):
-        for field in dataclasses.fields(section):
-            limits = field.metadata.get("limits", {})
-            _check(prefix + field.name, getattr(section, field.name), **limits)
+    for name, field, value in keys_of(config):
+        _check(name, value, **field.metadata.get("limits", {}))
     if isinstance(config, Config):
         _check_rules(config)
     return config
 
 
-def sections_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the dataclasses inside with the prefix of their keys, the outermost last."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        for name, section in value.items() if isinstance(value, dict) else [("", value)]:
+def keys_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield each key's whole name, its field and its value; inner dataclasses come first."""
+    fields = dataclasses.fields(config)
+    keys = [(prefix + field.name, field, getattr(config, field.name)) for field in fields]
+    for name, _, value in keys:
+        entries = value.items() if isinstance(value, dict) else ()
+        for place, section in [(name, value), *((f"{name}.{entry}", part) for entry, part in entries)]:
             if dataclasses.is_dataclass(section):
-                inner = f"{prefix}{field.name}.{name}." if name else f"{prefix}{field.name}."
-                yield from sections_of(section, inner)
-    yield prefix, config
+                yield from keys_of(section, f"{place}.")
+    yield from keys
 
 
-def _check(
-    name: str, value: Any, choices: Any = (), check: Any = None, null: str | None = None, **bounds: Any
-) -> None:
+def flatten(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``, however deep."""
+    flat: dict[str, Any] = {}
+    for key, value in config.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return flat
+
+
+def _check(name: str, value: Any, choices: Any = (), check: Any = None, null: str = "", **bounds: Any) -> None:
     """Check a key's value against its limits; ``schema.key`` explains them."""
     if value is None:
         return
@@ -245,12 +218,8 @@ def _check(
 def _check_choice(name: str, value: Any, choices: Any) -> None:
     if value in choices:
         return
-    key = name.rpartition(".")[2]
-    renamed = RENAMED_VALUES.get(key, {}).get(value)
-    if renamed:
-        hint = f"; write {renamed}"
-    else:
-        hint = suggest(value, choices).partition("; known")[0]
+    renamed = schema.RENAMED_VALUES.get(name.rpartition(".")[2], {}).get(value)
+    hint = f"; write {renamed}" if renamed else suggest(value, choices).partition("; known")[0]
     names = ", ".join(map(str, choices))
     raise ConfigError(f"{name}: expected one of {names}, got {shown(value)}{hint}")
 
@@ -258,9 +227,9 @@ def _check_choice(name: str, value: Any, choices: Any) -> None:
 def _check_rules(config: Config) -> None:
     """Check rules between keys, of a configuration whose single keys are right."""
     data = config.data
-    strategy = registry(STRATEGIES)[data.strategy]
+    strategy = registry(schema.STRATEGIES)[data.strategy]
     need(hasattr(strategy, "splits_documents"), "data.strategy", "a packing.Strategy(function)", repr(strategy))
-    boundary = registry(BOUNDARIES)[config.trainer.boundary]
+    boundary = registry(schema.BOUNDARIES)[config.trainer.boundary]
     registry("packmamba.data.sources:parts_of")(data)  # checks data.sources
     rule = functools.partial(_rule, config)
     _check_option_names(config, boundary)
@@ -285,9 +254,9 @@ def _rule(config: Config, holds: object, name: str, expected: str) -> None:
 
 def _check_option_names(config: Config, boundary: Any) -> None:
     """Check names in keys that hold arguments of a function or class."""
-    mixer = options(registry(MIXERS)[config.model.mixer])
-    optimizer = options(registry(OPTIMIZERS)[config.optimizer.name])
-    own_keys = {*MIXER_KEYS, "recompute", "backend"}  # of the sections model and ops
+    mixer = options(registry(schema.MIXERS)[config.model.mixer])
+    optimizer = options(registry(schema.OPTIMIZERS)[config.optimizer.name])
+    own_keys = {*schema.MIXER_KEYS, "recompute", "backend"}  # of the sections model and ops
     allowed_names: dict[str, Iterable[str]] = {
         "model.mixer_options": {*mixer} - own_keys,
         "optimizer.options": optimizer,
@@ -309,7 +278,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     is_stream = data.batching == "stream"
     sharded = trainer.strategy == "fsdp2"
     shuffles = is_stream and strategy.pads and data.row_length and not boundary.continues
-    mixer = options(registry(MIXERS)[config.model.mixer])
+    mixer = options(registry(schema.MIXERS)[config.model.mixer])
     graphs = "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
     used: dict[str, tuple[Any, str]] = {
         "data.path": (not data.sources, "data.sources is empty"),
@@ -320,10 +289,10 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "optimizer.decay_fraction": (config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.cuda_graphs": (_allows_cuda_graphs(config), graphs),
-        **{f"model.{name}": (name in mixer, "with another mixer") for name in MIXER_KEYS},
+        **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     if config.model.pretrained is not None:
-        decided = vars(config.model).keys() - {*NOT_OF_CHECKPOINTS}
+        decided = vars(config.model).keys() - {*schema.NOT_OF_CHECKPOINTS}
         used |= {f"model.{name}": (False, "model.pretrained is null") for name in sorted(decided)}
     defaults = Config()
     for name, (is_used, where) in used.items():
@@ -363,15 +332,6 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
         rule(equal_batches, "data.max_tokens_per_batch", expected)
 
 
-def suggest(name: str, names: Iterable[Any], cutoff: float = 0.6) -> str:
-    """Return ``; did you mean 'nearest'?``, or ``; known: ...`` if no name is near."""
-    texts = [str(text) for text in names]
-    close = difflib.get_close_matches(str(name), texts, 1, cutoff)
-    if close:
-        return f"; did you mean '{close[0]}'?"
-    return f"; known: {', '.join(texts) or 'none'}"
-
-
 def shown(value: Any) -> str:
     """Write a value as YAML and JSON do: null, true, quoted text."""
     plain = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
@@ -401,20 +361,25 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
         loaded: Any = OmegaConf.load(file)
     except Exception as error:
         begins_with_tab = "\n\t" in "\n" + file.read_text(errors="replace")
-        hint = ""
-        if hasattr(error, "problem_mark") and begins_with_tab:
-            hint = "; indent by spaces, not tabs"
+        hint = "; indent by spaces, not tabs" if begins_with_tab else ""
         raise ConfigError(f"{path}: expected a YAML file, got {error}{hint}") from None
     if not loaded or not isinstance(loaded, DictConfig):
         got = "a list" if loaded else "an empty file"
         raise ConfigError(f"{path}: expected keys and values, got {got}")
-    if "bench" in loaded:
-        kind = "bench"
-    else:
-        kind = "sweep" if "arms" in loaded else "train"
+    kind = next((kind for key, kind in KINDS.items() if key in loaded), "train")
     got = f"one for {kind}; run {COMMAND} {kind} {path}"
     need(command in (None, kind), str(path), f"a file for {command}", got)
+    if file.name == CONFIGURATION:
+        _drop_removed_keys(loaded)
     return loaded
+
+
+def _drop_removed_keys(config: DictConfig) -> None:
+    """Drop from an earlier run's configuration the removed keys that changed nothing in it."""
+    for name, (default, _) in schema.REMOVED_KEYS.items():
+        section, _, key = name.partition(".")
+        if OmegaConf.select(config, name) == default:
+            del config[section][key]
 
 
 def parse_override(override: str) -> DictConfig:

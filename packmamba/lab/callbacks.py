@@ -120,7 +120,10 @@ class RunMetrics(Saved, Callback):
             self.check_finite(trainer, module)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:
-        """Stop if a loss since the last check is not finite, unless a loss scale skips such steps."""
+        """Stop if a loss since the last check is not finite.
+
+        A loss scale skips such steps: then they are no reason to stop.
+        """
         losses = self._unchecked_losses
         finite = torch.isfinite(torch.stack(losses)).tolist() if losses else []
         self._unchecked_losses = []
@@ -163,6 +166,10 @@ class RunMetrics(Saved, Callback):
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
 
 
+# Tells after a step if the run is to stop.
+Stop = Callable[[RunMetrics], bool]
+
+
 class ProgressBar(TQDMProgressBar):
     """Show losses, not the loggers' versions; end its line before an error is printed."""
 
@@ -200,12 +207,13 @@ class Stopped(UserError):
 
 
 class Checkpoint(LightningCheckpoint):
-    """Save at a step's end, after its validation; a signal or ``stop`` ends the run with a checkpoint.
+    """Save at a step's end, after its validation.
 
-    The last two stay: the newest may be damaged, as by a disk, where its write was not interrupted.
+    A signal or ``stop`` ends the run with a checkpoint. The last two stay: the newest may be
+    damaged, as by a disk, where its write was not interrupted.
     """
 
-    def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Callable[[RunMetrics], bool]) -> None:
+    def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Stop) -> None:
         self.folder = folder
         self.options = config.trainer
         self.metrics = metrics
@@ -366,7 +374,10 @@ def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
 
 
 class Evaluations(Saved, Callback):
-    """Evaluate the model every ``trainer.evaluate_every`` steps; ``points`` are the metrics by step."""
+    """Evaluate the model every ``trainer.evaluate_every`` steps.
+
+    ``points`` are the metrics by step.
+    """
 
     SAVED = ("points",)
 

@@ -1,9 +1,9 @@
 """Commands of ``packmamba`` and ``python run.py``.
 
 A command is a function of its words, whose first line of documentation is its help. What it needs
-it imports itself: help and errors come at once, and seconds later whatever needs Lightning. An error
-is one line on stderr with an exit status: 1 where something was found or failed, 2 for a wrong
-request, 3 where the same command goes on, 130 after Ctrl-C.
+it imports itself: help and errors come at once, and seconds later whatever needs Lightning. An
+error is one line on stderr with an exit status: 1 where something was found or failed, 2 for a
+wrong request, 3 where the same command goes on, 130 after Ctrl-C.
 """
 
 import dataclasses
@@ -23,25 +23,14 @@ from pathlib import Path
 from typing import Any, Optional
 
 from packmamba import __version__
-from packmamba.errors import Unfinished, UserError, missing_package
+from packmamba.errors import ConfigError, Unfinished, UserError, missing_package, need, suggest
 from packmamba.files import full_disk, space_for, write_whole
 
 try:
     from tqdm import tqdm
 
-    from packmamba.config import (
-        CONFIGS,
-        CONFIGURATION,
-        Config,
-        ConfigError,
-        DataConfig,
-        import_plugins,
-        key,
-        load,
-        need,
-        registry,
-    )
-    from packmamba.config.load import PACKAGE, load_config, read_layers, resolve, sections_of, shown, suggest
+    from packmamba.config import CONFIGS, CONFIGURATION, Config, DataConfig, import_plugins, key, registry, resolve
+    from packmamba.config.load import PACKAGE, keys_of, load, load_config, read_layers, shown
 except ModuleNotFoundError as error:
     sys.exit(f"packmamba: error: {error}")
 
@@ -167,9 +156,8 @@ def evaluate(words: list[str]) -> None:
     output = Path(config.output or Path(folder, "evaluation"))
     check_writable(output, "output")
     shared: dict[str, Any] = {"examples": config.examples, "seed": config.seed, "trainer": run.trainer}
-    contexts = {}
-    for name in config.tasks:
-        contexts[name] = EvalContext(config.data, options=config.options.get(name, {}), **shared)
+    options = {name: config.options.get(name, {}) for name in config.tasks}
+    contexts = {name: EvalContext(config.data, options=keys, **shared) for name, keys in options.items()}
     built_in = [name for name in config.tasks if name in EVALUATIONS]
     for name in built_in:
         check(name, contexts[name])
@@ -190,9 +178,8 @@ def evaluate(words: list[str]) -> None:
 
 def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalConfig, output: Path) -> None:
     """Print an evaluation's record in ``output``; append it first if it is not there."""
-    from packmamba.lab.records import append_record, make_record, write_items
+    from packmamba.lab.records import append_record, make_record, records_of, write_items
     from packmamba.lab.report.html import format_table
-    from packmamba.lab.run_id import records_of
 
     settings: Any = {"name": name, "options": context.options, "max_slots": context.max_slots}
     settings |= {key: getattr(config, key) for key in HASHED}
@@ -222,12 +209,12 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
 
     expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
 
-    def known(holds: object, name: str) -> None:
+    def require_task(holds: object, name: str) -> None:
         need(holds, "tasks", expected, f"'{name}'{suggest(name, EVALUATIONS)}")
 
     if not names:
         return {}
-    known(importlib.util.find_spec("lm_eval"), names[0])
+    require_task(importlib.util.find_spec("lm_eval"), names[0])
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -235,7 +222,7 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
 
     manager = TaskManager(include_path=config.include_path)
     for name in names:
-        known(name in manager.all_tasks, name)
+        require_task(name in manager.all_tasks, name)
 
     def run(name: str, model: Any, context: Any) -> EvalResult:
         adapter = PackMambaLM(model, folder, context.max_slots)
@@ -256,22 +243,22 @@ def generate(words: list[str]) -> None:
     """Continue a text with a trained model."""
     if len(words) < 2:
         raise UserError(f"generate: expected {RUN}, and a text")
-    folder, prompt = newest(words[0]), words[1]
+    folder = newest(words[0])
+    prompt = words[1]
     config = load(GenerateConfig, None, words[2:])
     from packmamba.data.tokenizer import TOKENIZER
     from packmamba.evaluation import generate as continue_tokens
     from packmamba.evaluation.load import load_model, read_config
 
     read_config(folder)
-    has_text = Path(folder, TOKENIZER).is_file()
-    need(has_text, folder, "a model of text", f"one without {TOKENIZER}")
+    need(Path(folder, TOKENIZER).is_file(), folder, "a model of text", f"one without {TOKENIZER}")
     model = load_model(folder, config.device, config.dtype)
     tokenizer: Any = model.tokenizer
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = begin + tokenizer.encode(prompt).tolist()
-    sampling: Any = {"temperature": config.temperature, "top_p": config.top_p, "seed": config.seed}
-    limits: Any = {"max_new_tokens": config.max_new_tokens, "stop_token": tokenizer.end_id}
-    (new,) = continue_tokens(model.model, [ids], **limits, **sampling, max_slots=max(2048, len(ids)))
+    sampling = {name: value for name, value in vars(config).items() if name not in ("device", "dtype")}
+    limits: Any = {"stop_token": tokenizer.end_id, "max_slots": max(2048, len(ids))}
+    (new,) = continue_tokens(model.model, [ids], **sampling, **limits)
     print(prompt + tokenizer.decode(new))
 
 
@@ -295,21 +282,20 @@ def export(words: list[str]) -> None:
 
 def _export(model: Any, path: Path) -> None:
     """Write weights, tokenizer, chat template and model card."""
-    from packmamba.data.sources.records import find_chat_template
-    from packmamba.data.tokenizer import write_template, write_tokenizer
+    from packmamba.data.tokenizer import write_template
     from packmamba.evaluation.load import model_card
-    from packmamba.lab.run_id import find_record, records_of
+    from packmamba.lab.fit import write_tokenizer_of
+    from packmamba.lab.records import records_of
+    from packmamba.lab.run_id import find_record
 
     try:
         model.model.save_pretrained(path, format="huggingface")
     except ValueError as error:
         raise ConfigError(str(error)) from None
     if model.tokenizer is not None:
-        data = model.config.data
-        template, _ = find_chat_template(data.tokenizer, data.chat_template)
-        write_tokenizer(path, data.tokenizer, data.begin_token, data.end_token, template)
+        write_tokenizer_of(model.config.data, path)
         if model.trained:
-            write_template(path, data.begin_token, model.tokenizer.begin_id)
+            write_template(path, model.config.data.begin_token, model.tokenizer.begin_id)
         # Without eos_token_id, transformers takes 0.
         ids = {"bos_token_id": model.tokenizer.begin_id, "eos_token_id": model.tokenizer.end_id}
         published = json.loads((path / "config.json").read_text())
@@ -380,13 +366,10 @@ def report(words: list[str]) -> None:
     kinds = clone.kinds_of(folder, records) if clone else {}
     baseline = config.baseline
     if len(folders) > 1 or baseline not in (None, records[0].get("sweep", {}).get("baseline")):
-        seeds: dict[str, set[int]] = {}
-        for record in records:
-            seeds.setdefault(record["arm"], set()).add(record["seed"])
-        need(baseline in (None, *seeds), "baseline", f"one of {', '.join(seeds)}", f"'{baseline}'")
-        for record in records:
-            arm_seeds = sorted(seeds[record["arm"]])
-            record["sweep"] = {"baseline": baseline, "apart": True, "seeds": arm_seeds}
+        arms = dict.fromkeys(record["arm"] for record in records)
+        need(baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{baseline}'")
+        for record in records:  # no seeds: each arm has those of its runs
+            record["sweep"] = {"baseline": baseline, "apart": True, "seeds": []}
     is_written = len(folders) == 1 or config.output is not None
     sections = build_sections(records, figures=is_written, kinds=kinds)
     print(f"\n{format_sections(sections)}")
@@ -408,7 +391,10 @@ def reproduce(words: list[str]) -> None:
 
 
 def find_clone() -> Path | None:
-    """Return the folder of a clone, whose experiments can be run: the checkout, or the current folder."""
+    """Return the folder of a clone, whose experiments can be run, if there is one.
+
+    It is the checkout, or the current folder.
+    """
     roots = (PACKAGE.parent, Path.cwd())
     return next((root for root in roots if (root / "experiments" / "by_name.py").is_file()), None)
 
@@ -500,16 +486,13 @@ def print_help(command: str, prog: str) -> None:
     keys = registry(schema)
     config: Any = load(keys, CONFIGS / "demo.yaml") if command == "demo" else keys()
     groups: dict[str, list[str]] = {"the first keys to set": [], "general": []}
-    for prefix, section in sections_of(config):
-        for field in dataclasses.fields(section):
-            if "help" not in field.metadata:
-                continue
+    for name, field, value in keys_of(config):
+        if "help" in field.metadata:
             choices = registry(field.metadata["limits"].get("choices"))
             values = f" One of {', '.join(map(str, choices))}." if choices else ""
-            default = shown(getattr(section, field.name))
-            line = f"{prefix}{field.name}={default}  {field.metadata['help']}{values}"
-            is_first = schema is Config and prefix + field.name in FIRST
-            heading = "the first keys to set" if is_first else prefix.rstrip(".") or "general"
+            line = f"{name}={shown(value)}  {field.metadata['help']}{values}"
+            is_first = schema is Config and name in FIRST
+            heading = "the first keys to set" if is_first else name.rpartition(".")[0] or "general"
             wrapped = textwrap.fill(line, 112, initial_indent="  ", subsequent_indent="      ")
             groups.setdefault(heading, []).append(wrapped)
     for heading, lines in groups.items():
@@ -544,17 +527,16 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except ModuleNotFoundError as error:
-        message, status = str(missing_package(error.name)), 2
+        failure: Exception = missing_package(error.name)
     except KeyboardInterrupt:
-        message, status = "stopped; the same command resumes", 130
+        failure = Unfinished("stopped; the same command resumes", status=130)
     except (UserError, OSError) as error:
-        shown_error = full_disk(error, "output") or error
-        message, status = str(shown_error), getattr(shown_error, "status", 2)
+        failure = full_disk(error, "output") or error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
             raise  # a fault of the program, whose traceback is wanted
-        message, status = f"out of memory ({error}); reduce data.max_tokens_per_batch or the model", 2
+        failure = UserError(f"out of memory ({error}); reduce data.max_tokens_per_batch or the model")
     for bar in [*getattr(tqdm, "_instances", ())]:  # drawn still: the error would stand on its line
         bar.close()
-    print(f"{prog}: error: {' '.join(message.split())}", file=sys.stderr)
-    return status
+    print(f"{prog}: error: {' '.join(str(failure).split())}", file=sys.stderr)
+    return getattr(failure, "status", 2)

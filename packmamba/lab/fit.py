@@ -20,7 +20,7 @@ import threading
 import time
 import warnings
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, Wand
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
 
-from packmamba.config import CONFIGURATION, Config, TrainerConfig, import_plugins, need, registry, to_dict
+from packmamba.config import CONFIGURATION, Config, DataConfig, TrainerConfig, import_plugins, need, registry, to_dict
 from packmamba.data.sources import reads_text
 from packmamba.data.sources.records import find_chat_template
 from packmamba.data.token_store import evaluation_documents
@@ -61,9 +61,7 @@ def _on_thread_error(failed: threading.ExceptHookArgs) -> None:
 threading.excepthook = _on_thread_error  # for good: such a thread may end after its run
 
 
-def fit(
-    config: Config, progress: bool = True, stop: Callable[[callbacks.RunMetrics], bool] = lambda metrics: False
-) -> dict[str, Any]:
+def fit(config: Config, progress: bool = True, stop: callbacks.Stop = lambda metrics: False) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
     Raises UserError; Stopped, with a checkpoint, on a signal or where ``stop`` is true after a
@@ -142,7 +140,7 @@ def _configure_compiler(deterministic: bool) -> None:
 class _Run:
     """Hold a run's parts: what is read, what trains it, and where its results go."""
 
-    def __init__(self, config: Config, progress: bool, stop: Callable[[callbacks.RunMetrics], bool]) -> None:
+    def __init__(self, config: Config, progress: bool, stop: callbacks.Stop) -> None:
         """Check everything that needs no documents; make the trainer."""
         self.begun = time.perf_counter()
         records.provenance()  # of the code that is about to run, whatever changes meanwhile
@@ -166,7 +164,7 @@ class _Run:
         self.leakcheck = callbacks.LeakCheck(config, self.metrics)
         self.checkpoint = callbacks.Checkpoint(self.saved, config, self.metrics, stop)
         ours = [self.metrics, self.evaluations, self.leakcheck, self.checkpoint]
-        self.trainer = make_trainer(config, self.folder, ours, progress, self.reached)
+        self.trainer = make_trainer(config, ours, progress, self.reached)
 
     def record(self) -> dict[str, Any]:
         """Return the run's record, which it trains for unless there is one."""
@@ -181,16 +179,15 @@ class _Run:
 
     def _check_same_documents(self, record: dict[str, Any]) -> None:
         same = record["corpus_hash"] == self.data.corpora.corpus_hash
-        got = f"others; remove {self.record_path} and {self.folder}"
-        need(same, "data", "this run's documents", got)
+        need(same, "data", "this run's documents", f"others; remove {self.record_path} and {self.folder}")
         if self.progress:
             print(f"already done, nothing is trained: {self.folder}")
 
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
         max_steps = self.config.trainer.max_steps
-        expected = f"at least {self.reached} of {self.folder}"
-        need(self.reached <= max_steps, "trainer.max_steps", expected, max_steps)
+        least = f"at least {self.reached} of {self.folder}"
+        need(self.reached <= max_steps, "trainer.max_steps", least, max_steps)
         lightning.seed_everything(self.config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(self.config, self.data.vocab_size)
         check_run(self.config, len(module.model.lm_head.weight))
@@ -286,10 +283,8 @@ class _Run:
         names = [name for name in state if name.startswith("model.")]
         weights = {name.removeprefix("model."): state[name] for name in names}
         write_pretrained(self.folder, dict(module.model.config), weights)
-        data = self.config.data
-        if reads_text(data):
-            template, _ = find_chat_template(data.tokenizer, data.chat_template)
-            write_tokenizer(self.folder, data.tokenizer, data.begin_token, data.end_token, template)
+        if reads_text(self.config.data):
+            write_tokenizer_of(self.config.data, self.folder)
 
     def _evaluate(self, record: dict[str, Any]) -> None:
         """Evaluate the model as it was written; add metrics and curves to the record."""
@@ -305,6 +300,12 @@ class _Run:
                 record["metrics"][name] = value
 
 
+def write_tokenizer_of(data: DataConfig, folder: Path) -> None:
+    """Write the tokenizer of documents, with their chat template, into a model's folder."""
+    template, _ = find_chat_template(data.tokenizer, data.chat_template)
+    write_tokenizer(folder, data.tokenizer, data.begin_token, data.end_token, template)
+
+
 def check_run(config: Config, vocab_size: int | None = None) -> None:
     """Check the boundary scheme's options and the evaluations. Raises ConfigError."""
     config.trainer.scheme()
@@ -316,22 +317,20 @@ def check_accelerator(config: Config) -> None:
     """Raise ConfigError where a GPU is asked for and there is none."""
     key = "cuda_graphs" if config.trainer.cuda_graphs else "accelerator"
     needs_gpu = getattr(config.trainer, key) in (True, "gpu", "cuda")
-    is_there = not needs_gpu or torch.cuda.is_available()
-    need(is_there, f"trainer.{key}", "a GPU that PyTorch can use", "none")
+    need(torch.cuda.is_available() or not needs_gpu, f"trainer.{key}", "a GPU that PyTorch can use", "none")
 
 
 # Lightning's advice that does not apply: the loader's workers are the user's choice, and so on.
 UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU available")
 
 
-def make_trainer(
-    config: Config, folder: Path, ours: list[Any], progress: bool, resumed_step: int
-) -> lightning.Trainer:
+def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
     """Make the Trainer of a run, with our callbacks before the configured ones.
 
     Raises ConfigError where Lightning or the operators' backend refuses the configuration.
     """
     options = config.trainer
+    folder = run_id.run_folder(config)
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
     bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -359,8 +358,7 @@ def make_trainer(
     except Exception as error:
         section = "ops." if str(error).startswith("backend") else "trainer: "
         raise ConfigError(f"{section}{error}") from None
-    on_cpu = trainer.strategy.root_device.type == "cpu"
-    works = not (on_cpu and options.precision == "16-mixed")
+    works = options.precision != "16-mixed" or trainer.strategy.root_device.type != "cpu"
     need(works, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
     _leave_signals_to_us(trainer)
     return trainer
@@ -387,7 +385,10 @@ def make_strategy(options: TrainerConfig) -> Strategy | str:
 
 
 def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
-    """Instantiate a class path, or ``class_path`` and ``init_args``, with ``defaults`` that it takes."""
+    """Instantiate a class path, or ``class_path`` and ``init_args``.
+
+    It gets those of ``defaults`` that it takes.
+    """
     described: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
     path = described["class_path"]
     try:
@@ -426,7 +427,10 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
 
 
 def warn_of_another_tokenizer(config: Config) -> None:
-    """Warn where ``data.tokenizer`` writes a text otherwise than the checkpoint's own does, if it has one."""
+    """Warn where ``data.tokenizer`` writes a text otherwise than the checkpoint's own does.
+
+    A checkpoint without a tokenizer is no reason for a warning.
+    """
     folder = Path(str(config.model.pretrained))
     if not (folder / TOKENIZER).is_file() or not reads_text(config.data):
         return
@@ -449,7 +453,7 @@ def _run_of_sweep(source: str, seed: int) -> Path:
     """Return the folder of the run of this seed that ``<sweep>:<arm>`` names."""
     folder, _, arm = source.rpartition(":")
     paths = set()
-    for record in run_id.records_of(folder or "."):
+    for record in records.records_of(folder or "."):
         if record["arm"] == arm and record["seed"] == seed:
             paths.add(Path(folder) / "runs" / run_id.id_of(arm, record["config"]))
     expected = f"a model's folder, or <sweep>:<arm> with one run of seed {seed}"

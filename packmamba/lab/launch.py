@@ -28,7 +28,8 @@ from packmamba.lab.callbacks import Stopped
 from packmamba.lab.fit import fit
 from packmamba.lab.run_id import LEASE_SECONDS, Locked, RunLock, run_folder
 
-START_METHOD, CLUSTER = "spawn", "slurm"
+START_METHOD = "spawn"
+CLUSTER = "slurm"
 STOP_SECONDS = 10.0  # for a step and a checkpoint
 THREADS = 4  # at most, of a run on a GPU or under jobs=auto
 
@@ -98,9 +99,7 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     return [Slot(f"CPU {i}", "", threads) for i in range(number)]
 
 
-def run_in_slots(
-    configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float = float("inf")
-) -> None:
+def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float) -> None:
     """Train runs in order, each in the next free slot.
 
     They stop ``STOP_SECONDS`` before the deadline, which is of ``time.monotonic``, and where this

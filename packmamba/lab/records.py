@@ -48,7 +48,10 @@ def make_record(
     kind: str, experiment: str, arm: str, config: Mapping[str, Any], seed: int, corpus_hash: str,
     metrics: Mapping[str, Any], wall_seconds: float, curves: Mapping[str, list[dict[str, Any]]] | None = None,
 ) -> dict[str, Any]:  # fmt: skip
-    """Make a record of plain values, with the time, commit, hardware and versions of this process."""
+    """Make a record of plain values.
+
+    It has the time, the commit, the hardware and the versions of this process.
+    """
     values = (SCHEMA, kind, experiment, arm, int(seed), corpus_hash, config, metrics, curves or {}, wall_seconds)
     time = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds")}
     return _plain(dict(zip(KEYS, values)) | time | provenance())
@@ -69,7 +72,10 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
-    """Read a folder's records, with the entry of their sweep. Raises ConfigError naming a wrong line."""
+    """Read a folder's records, with the entry of their sweep.
+
+    Raises ConfigError that names a wrong line.
+    """
     records = []
     for path in record_files(folder):
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -94,6 +100,16 @@ def record_files(folder: str | Path) -> list[Path]:
     return [path for pattern in FILES for path in sorted(Path(folder).glob(pattern))]
 
 
+def of_kind(records: Iterable[Any], kind: str) -> list[Any]:
+    """Select records of a kind: training, throughput, evaluation."""
+    return [record for record in records if record["kind"] == kind]
+
+
+def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any]]:
+    """Read a folder's records of a kind, if it has any."""
+    return of_kind(read_records(folder), kind) if has_records(folder) else []
+
+
 def has_records(folder: str | Path) -> bool:
     """Check if a folder has a record: a file with a line that was written whole."""
     return any(path.suffix == ".gz" or b"\n" in path.read_bytes() for path in record_files(folder))
@@ -111,8 +127,7 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
         old = entries.pop(name, {})
-        records = read_records(folder) if has_records(folder) else []
-        trained = {record["arm"] for record in records if record["kind"] == "training"}
+        trained = {record["arm"] for record in records_of(folder)}
         # Arms of earlier versions of the sweep stay listed, if they have records.
         kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
         is_ruled = "margin" in entry or "primary" in entry
@@ -125,8 +140,11 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
 
 def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
-    """Add to training records their sweep: its entry, seeds, values tried, arms and seeds without a record."""
-    trained = [record for record in records if record["kind"] == "training"]
+    """Add to training records their sweep.
+
+    It is its entry with seeds, values tried, and arms and seeds without a record.
+    """
+    trained = of_kind(records, "training")
     recorded = {record["arm"] for record in trained}
     runs = {(record["arm"], record["seed"]) for record in trained}
     sweeps: dict[str, dict[str, Any]] = {}
@@ -167,11 +185,13 @@ def provenance() -> dict[str, Any]:
     git = ("git", "--no-optional-locks", "-C", str(root))
     commit = None
     dirty = None
-    stated = os.environ.get("PACKMAMBA_COMMIT")  # where there is no repository, as on a cluster's nodes
+    # Where there is no repository, as on a cluster's nodes.
+    stated = os.environ.get("PACKMAMBA_COMMIT")
     if stated:
         commit = stated.removesuffix("-dirty")
         dirty = stated.endswith("-dirty")
-    elif _output(*git, "rev-parse", "--show-toplevel") == str(root):  # else one around an installed package
+    # Another top level is that of a repository around an installed package.
+    elif _output(*git, "rev-parse", "--show-toplevel") == str(root):
         commit = _output(*git, "rev-parse", "HEAD")
         dirty = bool(_output(*git, "status", "--porcelain", "--", *SOURCES))
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
@@ -197,5 +217,5 @@ def _output(*command: str) -> str:
 
 def _plain(value: Any) -> Any:
     """Convert a value to what JSON gives back; numbers that are not finite to None."""
-    text = json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else str(one))
+    text = json.dumps(value, default=lambda each: each.item() if hasattr(each, "item") else str(each))
     return json.loads(text, parse_constant=lambda _: None)

@@ -19,7 +19,7 @@ from packmamba.config import Config, to_dict
 from packmamba.config.schema import REMOVED_KEYS
 from packmamba.errors import ConfigError
 from packmamba.files import space_for
-from packmamba.lab.records import LATER_KEYS, has_records, read_records
+from packmamba.lab.records import LATER_KEYS, records_of
 
 SCHEMA_VERSION = 2  # raise it when a key's default changes
 SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
@@ -31,14 +31,20 @@ LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost
 
 
 def flatten(values: Any) -> dict[str, Any]:
-    """Map ``{"data": {"path": x}, "seed": 0}`` to ``{"data.path": x, "seed": 0}``; options stay mappings."""
+    """Map ``{"data": {"path": x}, "seed": 0}`` to ``{"data.path": x, "seed": 0}``.
+
+    Options stay mappings.
+    """
     sections = {name: values[name] for name in SECTIONS if isinstance(values.get(name), dict)}
     flat = {f"{name}.{key}": value for name, section in sections.items() for key, value in section.items()}
     return {name: value for name, value in values.items() if name not in sections} | flat
 
 
 def recorded_config(config: Config) -> dict[str, Any]:
-    """Return a record's configuration: without ``UNRECORDED``, and later keys at their first values."""
+    """Return a record's configuration.
+
+    It lacks ``UNRECORDED``, and later keys at their first values.
+    """
     values = to_dict(config)
     for name in [*UNRECORDED, *LATER]:
         section, _, key = name.rpartition(".")
@@ -49,15 +55,21 @@ def recorded_config(config: Config) -> dict[str, Any]:
     return values
 
 
-# Removed keys that were not at their default are part of an earlier record's id, so that no run of today has it.
+# Removed keys that were not at their default are part of an earlier record's id, so that no run of
+# today has it.
 DEFAULTS = flatten(to_dict(Config())) | {name: default for name, (default, _) in REMOVED_KEYS.items()}
-LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}  # of records without
+# The values of later keys in records without them.
+LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}
 
 
 def id_of(arm: str, values: dict[str, Any]) -> str:
-    """Return a run's id from its record's configuration, that of its schedule's end if it is to be continued."""
+    """Return a run's id from its record's configuration.
+
+    Of a run that is to be continued it is the id of its schedule's end.
+    """
     keys = DEFAULTS | LATER | flatten(values)
-    # A run with more steps of the same schedule goes on where the shorter one ended: its id is the same.
+    # A run with more steps of the same schedule goes on where the shorter one ended: its id is the
+    # same.
     steps = keys["optimizer.schedule_steps"] or keys["trainer.max_steps"]
     constant = keys["optimizer.final_lr_fraction"] == 1 or keys["optimizer.schedule"] in WITHOUT_END
     keys |= {"optimizer.schedule_steps": None, "trainer.max_steps": 0 if constant else steps}
@@ -84,12 +96,6 @@ def record_path(config: Config) -> Path:
     if config.output is None:
         return run_folder(config) / "record.json"
     return Path(config.output) / "records.jsonl"
-
-
-def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any]]:
-    """Read a folder's records of a kind, if it has any."""
-    records = read_records(folder) if has_records(folder) else []
-    return [record for record in records if record["kind"] == kind]
 
 
 def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:

@@ -2,10 +2,10 @@
 
     file -> check -> corpora -> timing in turns -> trials -> tuned runs -> records
 
-A sweep is a file: what all runs share, the arms that are compared, a grid of further values, perhaps
-keys that each arm tunes on seeds of their own. It is checked whole before the first run. A run is
-identified by its configuration, so that the same command skips what has a record and resumes the
-rest; nothing else remembers where a sweep stands.
+A sweep is a file: what all runs share, the arms that are compared, a grid of further values,
+perhaps keys that each arm tunes on seeds of their own. It is checked whole before the first run. A
+run is identified by its configuration, so that the same command skips what has a record and resumes
+the rest; nothing else remembers where a sweep stands.
 """
 
 import copy
@@ -23,15 +23,16 @@ from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import AUTO, Config, key, load, need, parse_override, read_yaml, resolve, to_dict
-from packmamba.config.load import CONFIGURATION, ON_GPU
+from packmamba.config import CONFIGURATION, Config, key, need, resolve, to_dict
+from packmamba.config.load import ON_GPU, load, parse_override, read_yaml
+from packmamba.config.schema import AUTO
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import ConfigError, Unfinished
 from packmamba.lab import launch
 from packmamba.lab.benchmark import measure_throughput
 from packmamba.lab.fit import check_accelerator, check_run
-from packmamba.lab.records import METRICS, append_record, check_writable, write_sweep
-from packmamba.lab.run_id import find_records, flatten, id_of, records_of, run_folder, run_id
+from packmamba.lab.records import METRICS, append_record, check_writable, records_of, write_sweep
+from packmamba.lab.run_id import find_records, flatten, id_of, run_folder, run_id
 
 
 @dataclass
@@ -81,19 +82,14 @@ class SweepConfig:
 
     def check(self) -> None:
         """Check rules between a sweep's own keys. Raises ConfigError."""
-        does_something = self.train or self.throughput_rounds
-        need(does_something, "train", "true without throughput_rounds", "false")
-        only_local = self.throughput_rounds > 0 or self.deadline is not None
-        runs_where_it_can = self.launcher == "local" or not only_local
-        need(runs_where_it_can, "launcher", "local with throughput_rounds or deadline", self.launcher)
-        for arm in self.arms:
-            looks_like_a_point = re.search(r" \S+=", arm)
-            need(not looks_like_a_point, "arms", "names without ' key='", f"'{arm}'")
-        is_whole = bool(self.tune.grid) == bool(self.tune.seeds)
-        need(is_whole, "tune", "both grid and seeds, or neither", "one")
+        need(self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false")
+        anywhere = not self.throughput_rounds and self.deadline is None
+        need(anywhere or self.launcher == "local", "launcher", "local with throughput_rounds or deadline", "slurm")
+        for arm in self.arms:  # such a name would look like a point of the grid
+            need(not re.search(r" \S+=", arm), "arms", "names without ' key='", f"'{arm}'")
+        need(bool(self.tune.grid) == bool(self.tune.seeds), "tune", "both grid and seeds, or neither", "one")
         shared_seeds = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
-        seeds = ", ".join(map(str, shared_seeds))
-        need(not shared_seeds, "tune.seeds", "none of grid.seed", seeds)
+        need(not shared_seeds, "tune.seeds", "none of grid.seed", ", ".join(map(str, shared_seeds)))
         for place, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
             for name, values in grid.items():
                 distinct = values and len(values) == len(set(map(str, values)))
@@ -105,16 +101,13 @@ class SweepConfig:
         arms: all of the file, also those that an override leaves out.
         """
         names = ", ".join(arms)
-        is_arm = self.baseline is None or self.baseline in arms
-        need(is_arm, "baseline", f"one of {names} or null", f"'{self.baseline}'")
+        need(self.baseline in (None, *arms), "baseline", f"one of {names} or null", f"'{self.baseline}'")
         for contrast in self.primary:
             sides = str(contrast).split(" - ", 1)
             are_arms = all(side in arms for side in sides)
-            are_different = len(set(sides)) == len(sides)
-            is_baseline = sides == [self.baseline]  # minus itself
+            are_different = len(set(sides)) == len(sides) and sides != [self.baseline]
             expected = f"arms ({names}), not the baseline, or '<arm> - <arm>'"
-            valid = are_arms and are_different and not is_baseline
-            need(valid, "primary", expected, f"'{contrast}'")
+            need(are_arms and are_different, "primary", expected, f"'{contrast}'")
 
     def check_metrics(self, evaluations: Iterable[str]) -> None:
         """Check names of metrics; an evaluation's are ``<name>.<metric>``. Raises ConfigError."""
@@ -123,8 +116,7 @@ class SweepConfig:
         places = {"table.metrics": self.table.metrics, "tune.metric": [self.tune.metric]}
         for place, names in places.items():
             for name in names:
-                exists = name in METRICS or name.startswith(prefixes)
-                need(exists, place, choices, f"'{name}'")
+                need(name in METRICS or name.startswith(prefixes), place, choices, f"'{name}'")
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
@@ -133,31 +125,22 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     Raises ConfigError.
     """
     run_keys = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
-    of_runs = []
-    of_sweep = []
-    for override in overrides:
-        first_key = re.split(r"[.=]", override)[0]
-        if first_key in run_keys:
-            of_runs.append(override)
-        else:
-            of_sweep.append(_grid_as_mapping(override))
+    of_runs = [override for override in overrides if re.split(r"[.=]", override)[0] in run_keys]
+    of_sweep = [_grid_as_mapping(override) for override in overrides if override not in of_runs]
     sweep = load(SweepConfig, path, of_sweep, "sweep")
     sweep.check()
     # An arm that an override leaves out is still a baseline, or a side of a contrast, by its name.
-    without_selection = [text for text in of_sweep if not text.startswith("arms=[")]
-    sweep.check_contrasts(load(SweepConfig, path, without_selection, "sweep").arms)
+    sweep.check_contrasts(read_yaml(path).arms | sweep.arms)
     sweep.name = sweep.name or Path(path).stem
 
-    base = []
-    if sweep.base is not None:
-        base = [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
+    bases = [] if sweep.base is None else [sweep.base]
+    first = [(read_yaml(Path(path).parent / base, "train"), base) for base in bases]
     last = [(parse_override(override), f"'{override}'") for override in of_runs]
     overridden = {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last}
     _check_places(sweep, overridden)
-    configs = []
-    for keys in _runs(sweep):
-        layers = copy.deepcopy([*base, (_layer(keys), str(path)), *last])  # resolving changes them
-        configs.append(resolve(Config, layers))
+    # Copies, since resolving changes layers.
+    layers = [copy.deepcopy([*first, (_layer(keys), str(path)), *last]) for keys in _runs(sweep)]
+    configs = [resolve(Config, each) for each in layers]
     for config in {repr(replace(config, seed=0)): config for config in configs}.values():
         check_run(config)  # a check takes a moment, and a seed decides none
         devices = config.trainer.devices * config.trainer.num_nodes
@@ -179,25 +162,20 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
     for place, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
         for name in grid:
             for origin, keys in set_elsewhere.items():
-                is_alone = not _overlapping(name, keys)
                 expected = f"a key that {origin} does not set"
-                need(is_alone, f"{place}.{name}", expected, f"one; give {place}.{name}=[...]")
+                got = f"one; give {place}.{name}=[...]"
+                need(not _overlapping(name, keys), f"{place}.{name}", expected, got)
         set_elsewhere["grid"] = sweep.grid
     for origin, keys in overrides.items():
         for name in keys:
             values = [[arm[place] for place in _overlapping(name, arm)] for arm in arms.values()]
             alike = not all(values) or all(value == values[0] for value in values)
-            remedy = f"one; set arms.<name>.{name}"
-            need(alike, origin, "a key in which arms do not differ", remedy)
+            need(alike, origin, "a key in which arms do not differ", f"one; set arms.<name>.{name}")
 
 
 def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
     """Return the keys that are ``name``, inside of it or around it."""
-    overlapping = []
-    for other in keys:
-        if f"{name}.".startswith(f"{other}.") or f"{other}.".startswith(f"{name}."):
-            overlapping.append(other)
-    return overlapping
+    return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
 
 
 def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
@@ -213,10 +191,8 @@ def _suffix(point: dict[str, Any]) -> str:
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """Yield the keys of each run: each arm at each point of the grid."""
-    shared = {}
-    for name in ("plugins", "evaluations", "evaluation_options"):
-        if getattr(sweep, name):
-            shared[name] = getattr(sweep, name)
+    names = ("plugins", "evaluations", "evaluation_options")
+    shared = {name: getattr(sweep, name) for name in names if getattr(sweep, name)}
     for point in _points(sweep.grid):
         for arm, keys in sweep.arms.items():
             place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
@@ -233,10 +209,8 @@ def _layer(keys: dict[str, Any]) -> DictConfig:
 
 def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
     """Return the runs that choose an arm's values, by combination and seed."""
-    if not tune.grid:
-        return []
     combinations = []
-    for point in _points(tune.grid):
+    for point in _points(tune.grid) if tune.grid else ():
         keys = {"name": config.name + _suffix(point), "output": f"{config.output}/tuning", **point}
         combinations.append([_with(config, **keys, seed=seed) for seed in tune.seeds])
     return combinations
@@ -282,7 +256,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     tried = {config.name: trials(sweep.tune, config) for config in runs}
     trial_runs = [run for combinations in tried.values() for seeds in combinations for run in seeds]
     check_writable(sweep.output, "output")
-    start = _launcher(sweep, runs, arms, progress, begun)
+    start = _launcher(sweep, [*runs, *arms], progress, begun)
     _check_corpora([*trial_runs, *runs], progress)
     progress_of_runs = _Progress(progress)
 
@@ -304,14 +278,12 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     return Path(sweep.output)
 
 
-def _launcher(
-    sweep: SweepConfig, runs: list[Config], arms: list[Config], progress: bool, begun: float | None
-) -> Callable[..., None]:
+def _launcher(sweep: SweepConfig, runs: list[Config], progress: bool, begun: float | None) -> Callable[..., None]:
     """Return a function (configs, report=...) that trains runs here, in slots, or as jobs."""
     if sweep.launcher == "slurm":
         launch.check_slurm()
         return partial(launch.run_as_jobs, slurm=sweep.slurm, jobs=sweep.jobs, output=sweep.output)
-    for config in [*runs, *arms]:
+    for config in runs:
         check_accelerator(config)
     if sweep.jobs == 1 and sweep.deadline is None:
         return partial(launch.run_here, progress=progress)
@@ -351,7 +323,8 @@ class _Progress:
 
 def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) -> None:
     """Train runs without a record, last those that start from others' weights."""
-    # Every run of the first wave may start at any time, so what a run starts from is in an earlier one.
+    # Every run of the first wave may start at any time, so what a run starts from is in an
+    # earlier one.
     names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
     first = []
     dependent = []

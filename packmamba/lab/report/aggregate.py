@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 
 import pandas as pd
 
+from packmamba.config.load import flatten
+from packmamba.lab.records import of_kind
 from packmamba.lab.report import statistics
 from packmamba.lab.report.statistics import Comparison, Divergence, Estimate, Ruling, difference_by_group, estimate
 
@@ -38,22 +40,6 @@ OPEN_END = 2**31 - 1  # of the last range of positions
 SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
 NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
     trainer.log_every trainer.checkpoint_every trainer.threads""".split()  # alike in compared arms
-
-
-def of_kind(records: Iterable[Record], kind: str) -> list[Record]:
-    """Select records of a kind: training, throughput, evaluation."""
-    return [record for record in records if record["kind"] == kind]
-
-
-def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Map ``{"a": {"b": 1}}`` to ``{"a.b": 1}``, however deep."""
-    flat: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, Mapping):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[f"{prefix}{key}"] = value
-    return flat
 
 
 def natural(text: str) -> list[tuple[int, str]]:
@@ -135,8 +121,10 @@ class Arm:
 
     @property
     def expected(self) -> set[int]:
-        """Seeds of its runs, those that no variant has, and those of the sweep that fits its runs best."""
-        # The fewest runs outside of it; of equal ones the smallest.
+        """Seeds of its runs, those that no variant has, and those of the sweep that fits best.
+
+        That is the plan with the fewest runs outside of it, of equal ones the smallest.
+        """
         misfit = lambda seeds: (len({*self.runs.index}.difference(seeds)), len(seeds))
         plan = min(self.sweep.get("plans", ()), key=misfit, default=())
         return {*self.runs.index, *plan, *self.sweep.get("missing", ())}
@@ -179,7 +167,8 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     if "diverged_at_step" in runs:
         losses = [column for column in runs if column.startswith("val_loss")]
         runs.loc[runs["diverged_at_step"].notna(), losses] = math.nan
-    # Runs of one name that differ in a key, as after a change of the sweep's file, are different arms.
+    # Runs of one name that differ in a key, as after a change of the sweep's file, are
+    # different arms.
     keys = _varied_keys(runs)
     variants = [tuple((key, run[f"config.{key}"]) for key in keys) for _, run in runs.iterrows()]
     runs["variant"] = variants
@@ -219,8 +208,7 @@ def timed_arms(records: Records) -> list[Arm]:
         baselines = {each.baseline.name for each in trained if each.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
         candidates = [peer for peer in peers if peer.name in baselines]
-        for scheme in ("single", *BASELINES):
-            candidates += [peer for peer in peers if peer.scheme == scheme]
+        candidates += [peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme]
         rates = arm.runs["real_tokens_per_second"]
         base = candidates[0]["real_tokens_per_second"].iloc[0] if candidates else math.nan
         timed.append(replace(arm, runs=arm.runs.assign(speedup=rates / base)))
@@ -233,7 +221,8 @@ def arms_with_speeds(records: Records) -> list[Arm]:
     names = {arm.name for arm in arms}
     timed = [each for each in timed_arms(records) if each.name in names]
     arms_of = Counter(each.timing for each in timed)
-    timing = max(arms_of, key=arms_of.__getitem__, default=None)  # of equal counts the first, the latest
+    # Of equal counts the first, which is the latest.
+    timing = max(arms_of, key=arms_of.__getitem__, default=None)
     # Speeds of another timing do not compare.
     timed = [each for each in timed if each.timing == timing]
     for arm in arms:
@@ -278,8 +267,8 @@ class Seeds(NamedTuple):
 def seeds_of(arm: Arm, arms: Arms, metric: str = "val_loss") -> Seeds:
     """Count an arm's seeds, of those that its sweep names or that any arm has."""
     # Seeds that the sweep names, or else that any arm has: an arm that lacks one is incomplete.
-    expected = set(arm.sweep.get("seeds") or {seed for each in arms for seed in each.runs.index})
-    expected |= set(arm.runs.index)
+    of_all = {seed for each in arms for seed in each.runs.index}
+    expected = {*arm.sweep.get("seeds", of_all), *arm.runs.index}
     finite = int(arm[metric].drop(index=list(arm.diverged)).count())
     diverged = len(arm.diverged)
     return Seeds(finite, diverged, len(expected) - finite - diverged)
@@ -295,8 +284,7 @@ def _baseline(arm: Arm, arms: Arms) -> Arm:
     candidates = [peer for peer in peers if peer.label == named]
     # A sweep names arms without the point of its grid.
     candidates += [peer for peer in peers if peer.title == parts_of(named)[0]]
-    for scheme in BASELINES:
-        candidates += [peer for peer in peers if peer.scheme == scheme]
+    candidates += [peer for scheme in BASELINES for peer in peers if peer.scheme == scheme]
     return [*candidates, *peers][0]
 
 
@@ -387,10 +375,7 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
             is_leak=same and arm.leaks and not other.leaks,
         )
     rulings = statistics.rule(comparisons, {"primary": absent}, higher_is_better(metric))
-    return [
-        Contrast(arm, other, same_documents(arm, other), comparison, rulings[arm, other])
-        for (arm, other), comparison in comparisons.items()
-    ]
+    return [Contrast(*pair, same_documents(*pair), comparisons[pair], rulings[pair]) for pair in pairs]
 
 
 def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
@@ -431,10 +416,10 @@ def same_documents(arm: Arm, other: Arm) -> bool:
 
 
 def difference_along(arm: Arm, curve: str, *places: str) -> list[tuple[tuple[int, ...], Any]]:
-    """Return an Estimate of an arm's loss minus its baseline's at each place of a curve that both have.
+    """Estimate an arm's loss minus its baseline's at each place of a curve that both have.
 
-    Places are the ``step`` of ``validation``, or ``start`` and ``end`` of ``loss_by_position``. These
-    are of the document, so a leak shows at the first and a longer memory at the last.
+    Places are the ``step`` of ``validation``, or ``start`` and ``end`` of ``loss_by_position``.
+    These are of the document, so a leak shows at the first and a longer memory at the last.
     """
     curves = [side.points(curve) for side in (arm, arm.baseline)]
     if arm.baseline is arm or any(points.empty for points in curves):

@@ -6,7 +6,7 @@ theirs with the same helpers: ``axes``, ``legend_below``, ``finish``.
 """
 
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +25,8 @@ from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, Arms, Records
 from packmamba.lab.report.tables import table_keys, title
 
-INK, MUTED = "#24292f", "#5c6370"
+INK = "#24292f"
+MUTED = "#5c6370"
 _LEAK = {"linewidth": 1.8, "linestyle": (0, (4, 1.5))}
 # Okabe and Ito's colours, which colour-blind readers can tell apart. Lines that often coincide have
 # different widths, so that each of them is seen.
@@ -106,13 +107,16 @@ def name_above(ax: Axes, labels: Sequence[str]) -> None:
         ax.text(0.01, y - 0.3, label, transform=ax.get_yaxis_transform(), va="center", fontsize=9)
 
 
+Lines = dict[Arm, pd.DataFrame]
+
+
 class _Panel(NamedTuple):
     """Hold arms' lines: tables of mean, low and high over the horizontal axis."""
 
     title: str
     xlabel: str
     ylabel: str
-    lines: Mapping[Arm, pd.DataFrame]
+    lines: Lines
     xscale: str = "linear"
 
 
@@ -141,9 +145,28 @@ def _line_figure(name: str, caption: str, arms: Arms, panels: Sequence[_Panel]) 
     return [finish(fig, name, caption)]
 
 
-def _over_seeds(points: pd.DataFrame, place: Any) -> pd.DataFrame:
-    """Return the loss at each place: mean, least and greatest of the seeds."""
-    return points.astype({"loss": float}).groupby(place)["loss"].agg(mean="mean", low="min", high="max")
+def _along(arms: Arms, curve: str, places: list[str], axis: Callable[[pd.DataFrame], float]) -> tuple[Lines, Lines]:
+    """Return arms' losses at each place of a curve, and their differences from the baselines'.
+
+    A loss is the mean, least and greatest of the seeds, a difference has its interval. ``axis``
+    returns where a place is drawn from its points; at zero, before the first step, it is not: that
+    loss would squeeze the rest.
+    """
+    losses: Lines = {}
+    differences: Lines = {}
+    for arm in arms:
+        points = arm.points(curve)
+        if points.empty:
+            continue
+        by_place = points.astype({"loss": float}).groupby(places)
+        drawn_at = {place: axis(group) for place, group in by_place}
+        line = by_place["loss"].agg(mean="mean", low="min", high="max").set_axis([*drawn_at.values()])
+        losses[arm] = line[line.index > 0]
+        found = aggregate.difference_along(arm, curve, *places)
+        estimates = {drawn_at[place]: estimate for place, estimate in found if drawn_at[place]}
+        if estimates:
+            differences[arm] = pd.DataFrame([*estimates.values()], [*estimates])
+    return losses, differences
 
 
 def training_figures(records: Records) -> list[Figure]:
@@ -160,22 +183,12 @@ def throughput_figures(records: Records) -> list[Figure]:
 
 
 def _learning_curves(arms: Arms) -> list[Figure]:
-    by_tokens, by_time, differences = {}, {}, {}
-    for arm in arms:
-        points = arm.points("validation")
-        if len(points):
-            points = points[points["step"] > 0]  # the loss at step 0 would squeeze the rest
-        if len(points):
-            line = _over_seeds(points, "step")
-            tokens = points.groupby("step")["real_tokens"].mean()
-            by_tokens[arm] = line.set_axis(tokens)
-            # Tokens over the measured speed: the run's own
-            # time has validation and other load in it.
-            by_time[arm] = line.set_axis(tokens / arm["real_tokens_per_second"].mean())
-            found = aggregate.difference_along(arm, "validation", "step")
-            estimates = {tokens[step]: estimate for (step,), estimate in found if step in tokens}
-            if estimates and aggregate.same_documents(arm, arm.baseline):
-                differences[arm] = pd.DataFrame([*estimates.values()], [*estimates])
+    by_tokens, differences = _along(arms, "validation", ["step"], lambda points: points["real_tokens"].mean())
+    # Tokens over the measured speed: the run's own time has validation and other load in it.
+    speeds = {arm: arm["real_tokens_per_second"].mean() for arm in arms}
+    by_time = {arm: line.set_axis(line.index / speeds[arm]) for arm, line in by_tokens.items()}
+    for arm in [arm for arm in differences if not aggregate.same_documents(arm, arm.baseline)]:
+        del differences[arm]
     panels = [_Panel("Against data", "non-padding tokens", "validation loss (nats)", by_tokens)]
     # Runs of their own may have shared a machine: only speeds of one timing compare.
     if all(arm.timing for arm in arms):
@@ -235,16 +248,7 @@ def _speed_bars(bars: Arms) -> list[Figure]:
 
 
 def _loss_by_position(arms: Arms) -> list[Figure]:
-    losses, differences = {}, {}
-    for arm in arms:
-        points = arm.points("loss_by_position")
-        if len(points):
-            line = _over_seeds(points, ["start", "end"])
-            losses[arm] = line.set_axis([_middle(start, end) for start, end in line.index])
-        found = aggregate.difference_along(arm, "loss_by_position", "start", "end")
-        estimates = {_middle(start, end): estimate for (start, end), estimate in found}
-        if estimates:
-            differences[arm] = pd.DataFrame([*estimates.values()], [*estimates])
+    losses, differences = _along(arms, "loss_by_position", ["start", "end"], _middle)
     position = "position in the document (tokens)"
     minus = _minus(arms)
     panels = [
@@ -261,7 +265,8 @@ def _minus(arms: Arms) -> str:
     return "The same, minus " + ("each arm's baseline" if several else aggregate.versus(arms))
 
 
-def _middle(start: float, end: float) -> float:
+def _middle(points: pd.DataFrame) -> float:
     """Return where a range of positions is drawn, counted from 1; the last has no end."""
+    start, end = points[["start", "end"]].iloc[0]
     # The geometric middle, since the axis is logarithmic.
     return ((start + 1) * (end if end < aggregate.OPEN_END else 2 * start)) ** 0.5

@@ -15,10 +15,11 @@ from pathlib import Path
 
 import jinja2
 
+from packmamba.config.load import flatten
 from packmamba.errors import COMMAND, ConfigError
 from packmamba.files import write_whole
 from packmamba.lab.report import tables as library
-from packmamba.lab.report.aggregate import Record, Records, flatten, of_kind
+from packmamba.lab.report.aggregate import Record, Records, of_kind
 from packmamba.lab.report.figures import DPI, Figure, house_style, throughput_figures, training_figures
 from packmamba.lab.report.tables import Finding, Table, write_table
 
@@ -61,17 +62,17 @@ def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds
 
     Raises ConfigError for records of an unknown kind.
     """
-    known = {**KINDS, **(kinds or {})}
+    all_kinds = {**KINDS, **(kinds or {})}
     corpus = itemgetter("corpus_hash")
     sections = []
     # Sorted by corpus alone: within one, records stay in the order in which they came.
     for name, group in itertools.groupby(sorted(records, key=corpus), corpus):
         of_corpus = [*group]
         for record in of_corpus:
-            if record["kind"] not in known:
-                raise ConfigError(f"kind: expected one of {', '.join(known)}, got {record['kind']}")
+            if record["kind"] not in all_kinds:
+                raise ConfigError(f"kind: expected one of {', '.join(all_kinds)}, got {record['kind']}")
         sections.append(Section(name, of_corpus, library.findings(of_corpus)))
-    for name, kind in known.items():
+    for name, kind in all_kinds.items():
         _add_kind(kind, [section for section in sections if of_kind(section.records, name)], figures)
     return sections
 

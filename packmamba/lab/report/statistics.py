@@ -74,11 +74,16 @@ def interval(values: Any) -> Estimate | None:
     n = len(values)
     if n < 2:
         return Estimate(float(values[0]), math.nan, math.nan, n) if n else None
-    mean, error = float(values.mean()), float(values.std(ddof=1)) / math.sqrt(n)
     # Three decimals, as books print t: intervals that were published so stay as they are.
-    half = round(stdtrit(n - 1, 0.975), 3) * error
-    p = 2 * float(stdtr(n - 1, -abs(mean) / error)) if error else float(mean == 0)
-    return Estimate(mean, mean - half, mean + half, n, p)
+    quantile = round(stdtrit(n - 1, 0.975), 3)
+    return _by_student(float(values.mean()), float(values.std(ddof=1)) / math.sqrt(n), quantile, n)
+
+
+def _by_student(mean: float, error: float, quantile: float, seeds: int, groups: int = 1) -> Estimate:
+    """Estimate by Student's t, over seeds or over groups: ``error`` is the mean's standard error."""
+    degrees = max(seeds, groups) - 1
+    p = 2 * float(stdtr(degrees, -abs(mean) / error)) if error else float(mean == 0)
+    return Estimate(mean, mean - quantile * error, mean + quantile * error, seeds, p, groups)
 
 
 def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
@@ -89,7 +94,8 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     distribution, since resampling alone is too narrow with few seeds. p is that of the interval
     of the level at which zero is its end, widened for that level.
     """
-    sums, weights = np.asarray(sums, float), np.asarray(weights, float)
+    sums = np.asarray(sums, float)
+    weights = np.asarray(weights, float)
     seeds, groups = sums.shape
     mean = float(sums.mean(axis=0).sum() / weights.sum()) if seeds and weights.sum() else math.nan
     if seeds < 2 or groups < 2 or math.isnan(mean):
@@ -138,25 +144,25 @@ def estimate(differences: Any, weights: Any = None, draws: int = DRAWS) -> Estim
     """
     if weights is None:
         return interval(differences)
-    sums, weights = np.asarray(differences, float), np.asarray(weights, float)
+    sums = np.asarray(differences, float)
     if not len(sums):
         return None
     if len(weights) < 2:
-        return interval(sums.sum(axis=1) / weights.sum())
+        return interval(sums.sum(axis=1) / np.sum(weights))
     return bootstrap(sums, weights, draws)
 
 
 def over_items(sums: Any, weights: Any) -> Estimate:
     """Return sums over weights, both (groups,), with an interval by the delta method."""
-    sums, weights = np.asarray(sums, float), np.asarray(weights, float)
-    groups, mean = len(sums), float(sums.sum() / weights.sum())
+    sums = np.asarray(sums, float)
+    weights = np.asarray(weights, float)
+    groups = len(sums)
+    mean = float(sums.sum() / weights.sum())
     if groups < FEWEST_GROUPS:
         return Estimate(mean, math.nan, math.nan, 1, math.nan, groups)
     # Delta method: the variance of a ratio of sums, from groups' residuals.
     error = math.sqrt(groups / (groups - 1) * ((sums - mean * weights) ** 2).sum()) / weights.sum()
-    half = stdtrit(groups - 1, 0.975) * error
-    p = 2 * stdtr(groups - 1, -abs(mean) / error) if error else float(mean == 0)
-    return Estimate(mean, mean - half, mean + half, 1, float(p), groups)
+    return _by_student(mean, error, stdtrit(groups - 1, 0.975), 1, groups)
 
 
 def difference_by_group(
@@ -243,8 +249,8 @@ class Divergence(NamedTuple):
         A test that cannot reject needs no adjustment, so that a lost run or two cost none.
         """
         # The most extreme splits of the diverged runs have the least p.
-        fewest, most = max(0, self.total - self.other_runs), min(self.total, self.runs)
-        splits = (_fisher(count, self.runs, self.total - count, self.other_runs) for count in (fewest, most))
+        extremes = (max(0, self.total - self.other_runs), min(self.total, self.runs))
+        splits = (_fisher(count, self.runs, self.total - count, self.other_runs) for count in extremes)
         return min(splits) <= ALPHA
 
     def lost(self, pairs: int) -> str:
@@ -337,67 +343,62 @@ def rule(
     is.
     """
     rulings: dict[Key, Ruling] = {}
-    for family in dict.fromkeys(one.family for one in comparisons.values()):
-        members = {key: one for key, one in comparisons.items() if one.family == family}
+    for family in dict.fromkeys(each.family for each in comparisons.values()):
+        members = {key: each for key, each in comparisons.items() if each.family == family}
         rulings |= _rule_family(members, (absent or {}).get(family, 0))
     caught: dict[Hashable, int] = {}
-    for key, one in comparisons.items():
-        if one.is_leak:
+    for key, each in comparisons.items():
+        if each.is_leak:
             harm = rulings[key].shows_harm(higher_is_better)
-            caught[one.setting] = max(caught.get(one.setting, 0), harm)
-    return {key: rulings[key]._replace(leak_caught=caught.get(one.setting)) for key, one in comparisons.items()}
+            caught[each.setting] = max(caught.get(each.setting, 0), harm)
+    return {key: rulings[key]._replace(leak_caught=caught.get(each.setting)) for key, each in comparisons.items()}
 
 
 def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Ruling]:
     """Adjust both kinds of p over a family, and give each contrast its claim."""
-    estimates, of_difference, of_equivalence = {}, dict[Any, float](), dict[Any, float]()
-    lost = {}
-    for key, one in family.items():
-        estimates[key] = estimate(one.differences, one.weights) or NOTHING
-        lost[key] = one.divergence.lost(estimates[key].seeds)
-        of_difference[key, "mean"] = estimates[key].p
-        if one.divergence.can_differ:
-            # A test that could reject counts in the family, also where it does not reject.
-            of_difference[key, "divergence"] = one.divergence.p
-        if one.margin is not None:
-            p_same = p_of_equivalence(one.differences, one.weights, one.margin)
-            of_equivalence[key] = math.nan if lost[key] else p_same  # counts, claims nothing
+    estimates = {key: estimate(each.differences, each.weights) or NOTHING for key, each in family.items()}
+    lost = {key: each.divergence.lost(estimates[key].seeds) for key, each in family.items()}
     missing: dict[Any, float] = {("absent", place): math.nan for place in range(absent)}
-    p_difference = holm(of_difference | missing)
-    p_equivalence = holm(of_equivalence | missing)
+    of_difference = missing | {(key, "mean"): found.p for key, found in estimates.items()}
+    of_equivalence = dict(missing)
+    for key, each in family.items():
+        if each.divergence.can_differ:
+            # A test that could reject counts in the family, also where it does not reject.
+            of_difference[key, "divergence"] = each.divergence.p
+        if each.margin is not None:
+            p_same = p_of_equivalence(each.differences, each.weights, each.margin)
+            of_equivalence[key] = math.nan if lost[key] else p_same  # counts, claims nothing
+    p_difference = holm(of_difference)
+    p_equivalence = holm(of_equivalence)
     rulings = {}
-    for key, one in family.items():
+    for key, each in family.items():
         found = estimates[key]
         p = p_difference[key, "mean"]
         p_same = p_equivalence.get(key, math.nan)
         # Divergence goes first: losses of an arm whose runs diverge are of survivors.
         if p_difference.get((key, "divergence"), math.nan) <= ALPHA:
-            claim = f"different ({'diverges' if one.divergence.worse else 'the other diverges'})"
+            claim = f"different ({'diverges' if each.divergence.worse else 'the other diverges'})"
         else:
-            margin = None if lost[key] else one.margin
+            margin = None if lost[key] else each.margin
             claim = verdict(found, margin, p, p_same) + lost[key]
-        rulings[key] = Ruling(claim, found, p, p_same, verdict(found, one.margin))
+        rulings[key] = Ruling(claim, found, p, p_same, verdict(found, each.margin))
     return rulings
 
 
-def verdict(
-    found: Estimate | None,
-    margin: float | None,
-    p_difference: float | None = None,
-    p_equivalence: float | None = None,
-) -> str:
+def verdict(found: Estimate | None, margin: float | None, p_difference: float = 0, p_same: float = 0) -> str:
     """Return equivalent, different or open, of a contrast in which no run diverged.
 
-    Each p is adjusted for the family; without it the interval alone decides.
+    Each p is adjusted for the family, ``p_same`` is that of equivalence; without them, so with p of
+    zero, the interval alone decides.
     """
     if found is None or math.isnan(found.low):
         return "open"
     # Checked first: a difference may be shown, and still lie within the margin.
     within = margin is not None and -margin < found.low and found.high < margin
-    if within and (p_equivalence is None or p_equivalence <= ALPHA):
+    if within and p_same <= ALPHA:
         return "equivalent"
     shown = found.low > 0 or found.high < 0
-    return "different" if shown and (p_difference is None or p_difference <= ALPHA) else "open"
+    return "different" if shown and p_difference <= ALPHA else "open"
 
 
 def margin_from_pilot(harm: Estimate) -> float:
@@ -428,7 +429,8 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, 
     the first of them that Holm's adjustment accepts is tested at 5 % over their number. NaN of
     fewer than two pairs.
     """
-    values, rng = np.asarray(pilot, float), np.random.default_rng(0)
+    rng = np.random.default_rng(0)
+    values = np.asarray(pilot, float)
     values = values[~np.isnan(values)] if weights is None else values
     pairs = len(values)
     if pairs < 2:
@@ -441,7 +443,8 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, 
         quantile = stdtrit(seeds - 1, 1 - ALPHA / family / 2)
         half = quantile * drawn.std(axis=1, ddof=1) / math.sqrt(seeds)
         return float((abs(drawn.mean(axis=1)) + half < margin).mean())
-    groups, weights = len(weights), np.asarray(weights, float)
+    weights = np.asarray(weights, float)
+    groups = len(weights)
     centre = values.mean(axis=0)
     centre = (centre - centre.sum() / weights.sum() * weights) * _upper(groups)
     equivalent = 0

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple
@@ -33,7 +33,10 @@ class Cell(NamedTuple):
 
 
 class Column(NamedTuple):
-    """Hold a title, the names of its columns in the CSV, and ``make_table``'s format of its values."""
+    """Hold a title, the names of its columns in the CSV, and the format of its values.
+
+    Formats are ``make_table``'s.
+    """
 
     title: str
     names: tuple[str, ...]
@@ -53,10 +56,9 @@ class Table:
 
     def shown(self) -> Table:
         """Return the table without columns that hold dashes alone."""
-        filled = []
-        for place in range(len(self.columns)):
-            # A column without any value says nothing, as ``verdict`` in a sweep without a margin.
-            filled.append(not self.rows or any(row[place].text != "-" for row in self.rows))
+        # A column without any value says nothing, as ``verdict`` in a sweep without a margin.
+        texts = zip(*([cell.text for cell in row] for row in self.rows))
+        filled = [{*column} != {"-"} for column in texts] or [True] * len(self.columns)
         rows = [[*compress(row, filled)] for row in self.rows]
         return replace(self, columns=[*compress(self.columns, filled)], rows=rows)
 
@@ -89,10 +91,10 @@ def _csv_value(value: Any) -> str:
 
 
 def make_columns(text: str) -> list[Column]:
-    """Make columns of ``title = name name:format | !title of words = name | title and name:format``.
+    """Make columns of ``title = name name:format | title and name:format``.
 
-    ``name[]`` is short for name, name_low and name_high, ``name±`` for name and name_spread, ``~``
-    for a space in a name. Formats are ``make_table``'s.
+    ``!title`` is that of a column of words. ``name[]`` is short for name, name_low and name_high,
+    ``name±`` for name and name_spread, ``~`` for a space in a name. Formats are ``make_table``'s.
     """
     columns = []
     for part in text.split(" | "):
@@ -111,7 +113,8 @@ def make_table(
 ) -> Table:
     """Make a table of rows, which map a column's first name to its value.
 
-    ``columns`` are made by ``make_columns``; each has a format, as ``,.1f x``: Python's, then a unit.
+    ``columns`` are made by ``make_columns``; each has a format, as ``,.1f x``: Python's, then a
+    unit.
     ``%`` is a share, ``GiB`` bytes, ``p`` a p value, ``.4g ± .2g`` a value and the next column's.
     An Estimate is written with its interval, its format is a number of digits. A Series is written
     as mean and standard deviation, a Cell as it is, and words have no format.
@@ -129,7 +132,7 @@ def _cell(values: list[Any], form: str) -> Cell:
     if isinstance(value, Cell):
         return value
     if isinstance(value, pd.Series):
-        return mean_sd(value)
+        return number(value.mean(), plain, unit) if form else mean_sd(value)
     if isinstance(value, Estimate):
         return interval_cell(value, int(plain or 4), len(values))
     # Several values without a format are for the CSV alone.
@@ -138,10 +141,6 @@ def _cell(values: list[Any], form: str) -> Cell:
     if unit.startswith("±"):
         pairs = zip(values, form.split(" ± "))
         return Cell("-" if value is None else " ± ".join(f"{v:{f}}" for v, f in pairs), tuple(values))
-    # Formats that are words, and not Python's.
-    special = {"%": percent, "GiB": gibibytes, "p": p_cell}
-    if form in special:
-        return special[form](value)
     return number(value, plain, unit) if form else word(str(value))
 
 
@@ -150,26 +149,28 @@ def word(text: str) -> Cell:
     return Cell(text, (text,))
 
 
-def number(value: float | None, form: str, unit: str = "") -> Cell:
-    """Format a number, such as ``,.0f``; a dash for none."""
-    return Cell("-" if pd.isna(value) else f"{value:{form}}{unit}", (value,))
+def number(value: Any, form: str, unit: str = "") -> Cell:
+    """Format a number, such as ``,.0f``, or as one of ``SPECIAL``; a dash for none."""
+    if pd.isna(value):
+        return Cell("-", (value,))
+    text = SPECIAL[form](value) if form in SPECIAL else f"{value:{form}}"
+    return Cell(text + unit, (value,))
 
 
-def percent(fraction: Any) -> Cell:
-    """Format a share with three significant digits; the CSV has the fraction."""
-    if pd.isna(fraction):
-        return number(None, "")
+def _percent(fraction: float) -> str:
+    """Write a share with three significant digits; the CSV has the fraction."""
     share = 100 * fraction
     if share in (0, 100):
-        text = f"{share:.0f}"
-    else:
-        text = "< 0.001" if 0 < share < 0.001 else f"{share:#.3g}".rstrip(".")
-    return Cell(f"{text} %", (fraction,))
+        return f"{share:.0f} %"
+    return "< 0.001 %" if 0 < share < 0.001 else f"{share:#.3g}".rstrip(".") + " %"
 
 
-def gibibytes(count: Any) -> Cell:
-    """Format a number of bytes; the CSV has bytes."""
-    return Cell("-" if pd.isna(count) else f"{count / 2**30:.2f} GiB", (count,))
+# Formats that are words, and not Python's.
+SPECIAL: dict[str, Callable[[Any], str]] = {
+    "%": _percent,
+    "GiB": lambda count: f"{count / 2**30:.2f} GiB",
+    "p": lambda p: "< 0.001" if p < 0.001 else f"{p:.3f}",
+}
 
 
 def mean_sd(values: pd.Series) -> Cell:
@@ -211,22 +212,10 @@ def interval_cell(found: Estimate, digits: int = 4, columns: int = 4) -> Cell:
     return Cell(interval_text(found[:3], f"+.{digits}f") + claim, tuple(found[:columns]))
 
 
-def p_cell(p: float | None) -> Cell:
-    """Format a p value with three decimals."""
-    if p is not None and p < 0.001:
-        return Cell("< 0.001", (p,))
-    return number(p, ".3f")
-
-
 def ruled(ruling: Ruling) -> Row:
     """Return a row's values for a contrast that was ruled on: difference, two p, two verdicts."""
-    return {
-        "difference": ruling.estimate,
-        "p_difference": ruling.p_difference,
-        "p_equivalence": ruling.p_equivalence,
-        "verdict": ruling.verdict,
-        "registered": ruling.by_interval,
-    }
+    renamed = {"difference": ruling.estimate, "verdict": ruling.verdict, "registered": ruling.by_interval}
+    return ruling._asdict() | renamed
 
 
 P_COLUMNS = "p of difference, Holm = p_difference:p | p of equivalence, Holm = p_equivalence:p"
@@ -279,12 +268,8 @@ def _metric_values(arm: Arm, columns: Iterable[Column], prefix: str = "") -> Row
     values: Row = {}
     for column in columns:
         metric = column.names[0]
-        if column.form:
-            values[metric] = arm[prefix + metric].mean()
-        elif len(column.names) == 1:
-            values[metric] = arm.says(metric)
-        else:
-            values[metric] = arm[prefix + metric]
+        is_key = column.names == (metric,) and not column.form
+        values[metric] = arm.says(metric) if is_key else arm[prefix + metric]
     return values
 
 
@@ -354,19 +339,18 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
     # For each metric its value and the difference from the baseline; the verdict, which is on the
     # first metric; then what the runs cost.
     columns = make_columns("!arm | seeds")
+    minus = f"minus {aggregate.versus(arms)}"
     for metric in metrics:
-        name = f"{metric}_difference"
-        heading = f"minus {aggregate.versus(arms)}"
-        columns += [_metric_column(metric, arms), _difference_column(heading, name, f"{name}_pairs")]
-    if _is_ruled(arms):
-        columns += make_columns("!verdict")
-    further_columns = [_metric_column(metric, arms) for metric in further]
-    columns += further_columns
+        difference = _difference_column(minus, f"{metric}_difference", f"{metric}_difference_pairs")
+        columns += [_metric_column(metric, arms), difference]
+    columns += make_columns("!verdict") if _is_ruled(arms) else []
+    columns += [_metric_column(metric, arms) for metric in further]
+    measured = [_metric_column(metric, arms) for metric in (*metrics, *further)]
     verdicts = {each.arm: each.verdict for each in contrasts if each.other is each.arm.baseline}
     rows = []
     for arm in arms:
         row: Row = {"arm": arm.label, "seeds": _seeds_cell(arm, arms), "verdict": verdicts.get(arm, "-")}
-        row |= _metric_values(arm, [_metric_column(metric, arms) for metric in metrics] + further_columns)
+        row |= _metric_values(arm, measured)
         row |= {f"{metric}_difference": aggregate.difference(arm, metric) for metric in metrics}
         rows.append(row)
     heading = f"{', '.join(map(title, metrics))} by arm"
@@ -608,17 +592,17 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
     metrics = main_first(list(first.runs.select_dtypes(float)))
     measured = [_metric_column(metric, []) for metric in metrics]
     columns = [*make_columns("!arm | runs:d"), *measured]
-    rows, notes = [], []
+    rows: list[Row] = []
     for model in models:
         rows.append({"arm": model.label, "runs": len(model.runs)} | _metric_values(model, measured))
         found = None if model is first else aggregate.item_difference(model, first, metrics[0])
         if found:
-            rows[-1]["difference"] = found._replace(seeds=found.groups)  # its pairs are groups of items
-            notes = [
-                "Differences are paired by item, with intervals over items (groups of documents), and over seeds."
-            ]
-    if notes:
+            # Its pairs are groups of items.
+            rows[-1]["difference"] = found._replace(seeds=found.groups)
+    notes = []
+    if any("difference" in row for row in rows):
         columns.append(_difference_column(f"minus {first.name}"))
+        notes = ["Differences are paired by item, with intervals over items (groups of documents), and over seeds."]
     return make_table(name, f"Evaluation: {task}", columns, rows, *notes)
 
 
