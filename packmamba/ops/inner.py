@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
@@ -29,82 +28,25 @@ WITHOUT_EFFECT: defaultdict[str, Any] = defaultdict(lambda: lambda arguments: No
 """Kernels of a fake: tensors are allocated, and nothing writes to them."""
 
 
-def mamba_inner(
-    xz: Tensor,
-    conv_weight: Tensor,
-    conv_bias: Tensor | None,
-    x_weight: Tensor,
-    dt_weight: Tensor,
-    A: Tensor,
-    D: Tensor,
-    delta_bias: Tensor,
-    out_weight: Tensor,
-    *,
-    conv_layout: SequenceLayout | None = None,
-    ssm_layout: SequenceLayout | None = None,
-    conv_state: Tensor | None = None,
-    ssm_state: Tensor | None = None,
-    return_state: bool = False,
-    recompute: bool = False,
-    backend: str | None = None,
-) -> tuple[Tensor, tuple[Tensor, Tensor] | None]:
-    """Compute a Mamba block after its first projection.
+class InnerArguments(NamedTuple):
+    """Arguments of ``mamba_inner``.
 
-    ``x, z = xz; x = conv1d_pack(x); delta, B, C = x @ x_weight.T``, then
-    ``ssm_pack(x, delta @ dt_weight.T, A, B, C, D, z) @ out_weight.T``.
-
-    Args:
+    Attributes:
         xz: (B, L, 2 D), the convolution's input and the gate.
         conv_weight, conv_bias: (D, W) and (D,) or None, of the convolution, whose activation is
             SiLU.
         x_weight, dt_weight, out_weight: (R + 2 N, D), (D, R) and (d_model, D), used in xz's dtype;
             gradients of wider ones are not rounded to it by compiled kernels.
         A, D, delta_bias: (D, N), (D,), (D,), as of ``ssm_pack``.
-        conv_layout, ssm_layout: documents of the convolution and of the scan; None: each row is
-            one.
-        conv_state, ssm_state: the operators' initial states, by the documents of their layouts.
-        return_state: also return (final convolution state, final scan state).
+        conv_state, ssm_state: the operators' initial states, by the documents of their layouts;
+            None: zeros.
+        conv_layout, ssm_layout: documents of the convolution and of the scan.
+        return_state: also return final states.
         recompute: in the backward compute the convolution's output and delta again (compiled
             kernels only), and on a GPU y: from states that are rounded at times, so that its bits
             may differ.
-        backend: a name in ``ops.BACKENDS``.
-
-    Returns (B, L, d_model) in xz's dtype, and the final states or None. Raises TypeError or
-    ValueError.
-    """
-    checks.check_activations(xz, "xz")
-    # Arguments by name; ``compiled`` fills in the weights that it casts.
-    arguments = InnerArguments(
-        xz=xz,
-        conv_weight=conv_weight,
-        conv_bias=conv_bias,
-        x_weight=x_weight,
-        dt_weight=dt_weight,
-        out_weight=out_weight,
-        A=A,
-        D=D,
-        delta_bias=delta_bias,
-        conv_state=conv_state,
-        ssm_state=ssm_state,
-        x_used=None,
-        dt_used=None,
-        out_used=None,
-        conv_layout=checks.check_layout(conv_layout, xz, "xz", "conv_layout"),
-        ssm_layout=checks.check_layout(ssm_layout, xz, "xz", "ssm_layout"),
-        return_state=return_state,
-        recompute=recompute,
-    )
-    _check(arguments)
-    mixed, conv_final, ssm_final = choose(backend, xz.device, "mamba_inner")(arguments)
-    return mixed, (conv_final, ssm_final) if return_state else None
-
-
-class InnerArguments(NamedTuple):
-    """Arguments of every implementation, checked.
-
-    ``x_used``, ``dt_used``, ``out_used``: the three weights in xz's dtype where their own is
-    another, made by ``compiled``; else None. They are constants: gradients go to the weights
-    themselves.
+        x_used, dt_used, out_used: the three weights in xz's dtype where their own is another, made
+            by ``compiled``; else None. They are constants: gradients go to the weights themselves.
     """
 
     xz: Tensor
@@ -160,42 +102,31 @@ class InnerSaved(NamedTuple):
     y: Tensor | None
 
 
-def _check(a: InnerArguments) -> None:
-    """Check what ``mamba_inner`` takes beside xz and the layouts. Raises TypeError or ValueError."""
-    xz = a.xz
-    expect(xz.shape[2] % 2 == 0, "xz", "shape (B, L, 2 D)", tuple(xz.shape))
-    channels = xz.shape[2] // 2
-    width = checks.check_columns(a.conv_weight, "conv_weight", channels, 2, 4)
-    rank = checks.check_columns(a.dt_weight, "dt_weight", channels, 1, 2**31)
-    states = checks.check_columns(a.A, "A", channels, 1, 256)
-    checks.check_is_tensor(a.out_weight, "out_weight")
-    # The convolution's parameters and state; the products' weights, which are used in xz's dtype
-    # whatever theirs is; what the scan computes with in the accumulation dtype.
-    checks.check_tensors(
-        xz,
+def mamba_inner(a: InnerArguments, backend: str | None = None) -> InnerOutputs:
+    """Compute a Mamba block after its first projection.
+
+    ``x, z = xz; x = conv1d_pack(x); delta, B, C = x @ x_weight.T``, then
+    ``ssm_pack(x, delta @ dt_weight.T, A, B, C, D, z) @ out_weight.T``, (B, L, d_model) in xz's
+    dtype, with final states, or None for them.
+
+    Parameters are a layer's, which are not checked again; states are a caller's. Raises TypeError
+    or ValueError.
+    """
+    checks.check_activations(a.xz, "xz")
+    channels, width = a.conv_weight.shape
+    check_states(
+        a.xz,
         "xz",
-        (xz.dtype, torch.float32),
-        conv_weight=(a.conv_weight, (channels, width)),
-        conv_bias=(a.conv_bias, (channels,)),
         conv_state=(a.conv_state, (a.conv_layout.num_documents, channels, width - 1)),
+        ssm_state=(a.ssm_state, (a.ssm_layout.num_documents, *a.A.shape)),
     )
-    checks.check_tensors(
-        xz,
-        "xz",
-        checks.ACTIVATION_DTYPES,
-        x_weight=(a.x_weight, (rank + 2 * states, channels)),
-        dt_weight=(a.dt_weight, (channels, rank)),
-        out_weight=(a.out_weight, (*a.out_weight.shape[:1], channels)),
-    )
-    checks.check_tensors(
-        xz,
-        "xz",
-        (checks.accumulation_dtype(xz.dtype),),
-        A=(a.A, (channels, states)),
-        D=(a.D, (channels,)),
-        delta_bias=(a.delta_bias, (channels,)),
-        ssm_state=(a.ssm_state, (a.ssm_layout.num_documents, channels, states)),
-    )
+    return InnerOutputs(*choose(backend, a.xz.device, "mamba_inner")(a))
+
+
+def check_states(like: Tensor, like_name: str, conv_state: Any, ssm_state: Any) -> None:
+    """Check initial states, each with the shape that it should have. Raises TypeError or ValueError."""
+    checks.check_tensors(like, like_name, (like.dtype, torch.float32), conv_state=conv_state)
+    checks.check_tensors(like, like_name, (checks.accumulation_dtype(like.dtype),), ssm_state=ssm_state)
 
 
 def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:

@@ -22,6 +22,7 @@ from packmamba.ops import checks, conv, ssd
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.custom_op import KERNELS, PackedOperator, dense, to_dtype
+from packmamba.ops.inner import check_states
 from packmamba.ops.ssd import SsdArguments
 
 
@@ -134,12 +135,13 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
     x = a.projected
     checks.check_activations(x, "projected")
     channels, width = a.conv_weight.shape
-    of_documents = (a.conv_layout.num_documents, channels, width - 1)
-    checks.check_tensors(x, "projected", (x.dtype, torch.float32), conv_state=(a.conv_state, of_documents))
     _, xBC, delta = a.parts(x)
-    shape = (a.ssm_layout.num_documents, *a.scan(xBC, delta).state_shape[1:])
-    wide = (checks.accumulation_dtype(x.dtype),)
-    checks.check_tensors(x, "projected", wide, ssm_state=(a.ssm_state, shape))
+    check_states(
+        x,
+        "projected",
+        conv_state=(a.conv_state, (a.conv_layout.num_documents, channels, width - 1)),
+        ssm_state=(a.ssm_state, a.scan(xBC, delta).state_shape),
+    )
     return Mamba2Outputs(*choose(backend, x.device, "mamba2_inner")(a))
 
 

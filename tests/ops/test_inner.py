@@ -9,7 +9,7 @@ from operators import AWKWARD, relative_error
 from packmamba import SequenceLayout
 from packmamba.nn import lm
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.ops.inner import mamba_inner
+from packmamba.ops.inner import InnerArguments, mamba_inner
 
 
 def results(model, tokens, states=None, layouts=None, autocast=False):
@@ -41,6 +41,34 @@ def arguments(channels=6, d_state=3, rank=2, width=3, seed=0, layout=LAYOUT, sta
     return tensors, given
 
 
+def inner(tensors, given, conv_layout, ssm_layout, recompute=False, backend=None):
+    """Compute the operator of ``arguments``' tensors and states."""
+    xz, conv_weight, conv_bias, x_weight, dt_weight, A, D, delta_bias, out_weight = tensors
+    return mamba_inner(
+        InnerArguments(
+            xz=xz,
+            conv_weight=conv_weight,
+            conv_bias=conv_bias,
+            x_weight=x_weight,
+            dt_weight=dt_weight,
+            out_weight=out_weight,
+            A=A,
+            D=D,
+            delta_bias=delta_bias,
+            conv_state=given[0],
+            ssm_state=given[1],
+            x_used=None,
+            dt_used=None,
+            out_used=None,
+            conv_layout=conv_layout,
+            ssm_layout=ssm_layout,
+            return_state=True,
+            recompute=recompute,
+        ),
+        backend,
+    )
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
 @pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
@@ -49,14 +77,11 @@ def test_the_fused_operator_is_the_composition_of_the_references(layout, states,
     inputs = [t for t in (*tensors, *given) if t is not None]
     outputs = []
     for backend in ("reference", "cpu"):
-        y, finals = mamba_inner(
-            *tensors, conv_layout=layout, ssm_layout=layout.flow(), conv_state=given[0],
-            ssm_state=None if given[1] is None else given[1][: layout.flow().num_documents], return_state=True,
-            recompute=recompute, backend=backend,
-        )  # fmt: skip
-        total = sum((value * torch.linspace(1, 2, value.numel()).view(value.shape)).sum() for value in (y, *finals))
+        states_of_rows = None if given[1] is None else given[1][: layout.flow().num_documents]
+        block = inner(tensors, (given[0], states_of_rows), layout, layout.flow(), recompute, backend)
+        total = sum((v * torch.linspace(1, 2, v.numel()).view(v.shape)).sum() for v in block)
         found = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
-        outputs.append({f"output {i}": v for i, v in enumerate((y, *finals, *found))})
+        outputs.append({f"output {i}": v for i, v in enumerate((*block, *found))})
     assert_close(outputs[1], outputs[0], 1e-12)
 
 
@@ -156,13 +181,10 @@ def test_on_a_gpu(d_state, recompute):
             leaves = [t.double() for t in narrow]
         leaves = [t.requires_grad_() for t in leaves]
         here = layout.to(device)
-        y, finals = mamba_inner(
-            *leaves[:9], conv_layout=here, ssm_layout=here, conv_state=leaves[9], ssm_state=leaves[10], return_state=True,
-            recompute=recompute, backend=backend,
-        )  # fmt: skip
-        total = sum((v.float() * torch.linspace(1, 2, v.numel()).view(v.shape).to(device)).sum() for v in (y, *finals))
+        block = inner(leaves[:9], leaves[9:], here, here, recompute, backend)
+        total = sum((v.float() * torch.linspace(1, 2, v.numel()).view(v.shape).to(device)).sum() for v in block)
         found = torch.autograd.grad(total, leaves)
-        outputs.append([v.detach().cpu() for v in (y, *finals, *found)])
+        outputs.append([v.detach().cpu() for v in (*block, *found)])
     errors = [relative_error(result, expected.double()) for result, expected in zip(*reversed(outputs))]
     assert max(errors) <= 2e-2, errors  # a chain of bfloat16 operators
 
@@ -175,7 +197,7 @@ def test_gradients_of_wider_weights_are_not_rounded_to_the_activations_dtype():
     def gradients_of(dtype):
         dtypes = [torch.bfloat16] + [dtype if i in projections else torch.float32 for i in range(1, 9)]
         leaves = [t.detach().bfloat16().to("cuda", dtype).requires_grad_() for t, dtype in zip(tensors, dtypes)]
-        y, _ = mamba_inner(*leaves, conv_layout=LAYOUT.to("cuda"), ssm_layout=LAYOUT.to("cuda"))
+        y, *_ = inner(leaves, (None, None), LAYOUT.to("cuda"), LAYOUT.to("cuda"))
         return torch.autograd.grad(y.float().square().sum(), [leaves[i] for i in projections])
 
     for wide, narrow in zip(gradients_of(torch.float32), gradients_of(torch.bfloat16)):

@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.integrations.transformers.boundaries import Packing
-from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.checks import accumulation_dtype, check_layout
+from packmamba.ops.inner import InnerArguments
 
 
 def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
@@ -18,7 +19,8 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     """
     if hasattr(mixer, "dt_bias"):
         return mix2(mixer, hidden, packing, cache)
-    layout, xz = packing.layout, mixer.in_proj(hidden)
+    xz = mixer.in_proj(hidden)
+    layout = check_layout(packing.layout, xz, "hidden")
     wide = accumulation_dtype(xz.dtype)
     # Conv1d holds (D, 1, W), the operator takes (D, W).
     conv = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
@@ -29,11 +31,27 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     inputs = x
     # A wrapped projection (adapter, hook, quantisation) is called; else one operator takes the weights.
     if not (heads or hasattr(mixer, "dt_layernorm")) and all(map(_plain, (mixer.x_proj, mixer.dt_proj, out_proj))):
-        mixed, states = ops.mamba_inner(
-            xz, *conv, mixer.x_proj.weight, mixer.dt_proj.weight, A, D, mixer.dt_proj.bias.to(wide), out_proj.weight,
-            conv_layout=layout, ssm_layout=layout, return_state=keeps,
-        )  # fmt: skip
-        state: Any = None if states is None else states[1]
+        arguments = InnerArguments(
+            xz=xz,
+            conv_weight=conv[0],
+            conv_bias=conv[1],
+            x_weight=mixer.x_proj.weight,
+            dt_weight=mixer.dt_proj.weight,
+            out_weight=out_proj.weight,
+            A=A,
+            D=D,
+            delta_bias=mixer.dt_proj.bias.to(wide),
+            conv_state=None,
+            ssm_state=None,
+            x_used=None,
+            dt_used=None,
+            out_used=None,
+            conv_layout=layout,
+            ssm_layout=layout,
+            return_state=keeps,
+            recompute=False,
+        )
+        mixed, _, state = ops.mamba_inner(arguments)
         mixed = _blank(mixed, packing)
         if out_proj.bias is not None:
             mixed = mixed + out_proj.bias.to(mixed.dtype)

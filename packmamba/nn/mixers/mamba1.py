@@ -16,7 +16,8 @@ from packmamba import ops
 from packmamba.layout import ceil_div
 from packmamba.nn.init import DeltaProjection, Projection
 from packmamba.nn.mixers.mixer import Mixer, State, check_options, is_adapted
-from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.checks import accumulation_dtype, check_layout
+from packmamba.ops.inner import InnerArguments
 
 
 class PackedMamba(Mixer):
@@ -108,28 +109,31 @@ class PackedMamba(Mixer):
         if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
             return self._mix_adapted(projected, conv_layout, ssm_layout, state, return_state)
         conv_state, ssm_state = self.initial_states(state)
-        accumulation = accumulation_dtype(projected.dtype)
-        mixed, final_state = ops.mamba_inner(
-            projected,
+        wide = accumulation_dtype(projected.dtype)
+        arguments = InnerArguments(
+            xz=projected,
             conv_weight=self.conv1d.weight.squeeze(1),
             conv_bias=self.conv1d.bias,
             x_weight=self.x_proj.weight,
             dt_weight=self.dt_proj.weight,
-            A=-torch.exp(self.A_log.to(accumulation)),
-            D=self.D.to(accumulation),
-            delta_bias=self.dt_proj.bias.to(accumulation),
             out_weight=self.out_proj.weight,
-            conv_layout=conv_layout,
-            ssm_layout=ssm_layout,
+            A=-torch.exp(self.A_log.to(wide)),
+            D=self.D.to(wide),
+            delta_bias=self.dt_proj.bias.to(wide),
             conv_state=conv_state,
             ssm_state=ssm_state,
+            x_used=None,
+            dt_used=None,
+            out_used=None,
+            conv_layout=check_layout(conv_layout, projected, "hidden", "conv_layout"),
+            ssm_layout=check_layout(ssm_layout, projected, "hidden", "ssm_layout"),
             return_state=return_state,
             recompute=self.recompute,
-            backend=self.backend,
         )
+        mixed, *final_states = ops.mamba_inner(arguments, self.backend)
         if self.out_proj.bias is not None:
             mixed = mixed + self.out_proj.bias.to(mixed.dtype)
-        return mixed, final_state
+        return mixed, tuple(final_states) if return_state else None
 
     def _mix_adapted(
         self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
