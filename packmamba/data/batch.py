@@ -55,14 +55,8 @@ class PackedBatch:
         return self._map(lambda part: part.pin_memory())
 
     def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
-        return replace(
-            self,
-            tokens=move(self.tokens),
-            targets=move(self.targets),
-            loss_mask=move(self.loss_mask),
-            layout=move(self.layout),
-            source=None if self.source is None else move(self.source),
-        )
+        movable = {name: part for name, part in vars(self).items() if isinstance(part, Tensor | SequenceLayout)}
+        return replace(self, **{name: move(part) for name, part in movable.items()})
 
 
 @dataclass
@@ -126,12 +120,8 @@ def _count_targets(corpus: Documents, pieces: Pieces) -> int:
     if not corpus.has_answers:
         return pieces.num_targets
     # Answers are sparse and known only to the corpus: read the targets.
-    ends_document = pieces.start + pieces.length == pieces.end
-    total = 0
-    for document, start, length, ends in zip(pieces.document, pieces.start, pieces.length, ends_document):
-        _, targets = corpus.read(int(document), int(start), int(length), bool(ends))
-        total += int((targets >= 0).sum())
-    return total
+    targets = (corpus.read(*place)[1] for place in pieces.places())
+    return sum(int((of_piece >= 0).sum()) for of_piece in targets)
 
 
 def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) -> PackedBatch:
@@ -154,11 +144,8 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
         lengths.append(pieces.length.tolist())
         offsets.append(plan.offset[span].tolist())
         documents.append(pieces.document)
-        ends_document = (pieces.start + pieces.length == pieces.end).tolist()
         slot = 0
-        for document, start, length, ends in zip(
-            pieces.document.tolist(), pieces.start.tolist(), lengths[-1], ends_document
-        ):
+        for document, start, length, ends in pieces.places():
             of_piece = slice(slot, slot + length)
             # A target of -1 is none: store a valid id there, and let the mask exclude it.
             tokens[b, of_piece], of_tokens = corpus.read(document, start, length, ends)

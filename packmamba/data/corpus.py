@@ -117,14 +117,14 @@ class Mixture(Documents):
     """
 
     def __init__(self, parts: list[Corpus], names: list[str], weights: list[float]) -> None:
+        # Tokens stay in the parts: ``read`` and ``document`` find them there.
+        super().__init__(tokens=None, lengths=np.concatenate([part.lengths for part in parts]))
         self.parts = parts
         self.group_names = self.source_names = names
         self.weights = weights
         self.split = parts[0].split
         self.vocab_size = max(part.vocab_size for part in parts)
         self.num_tokens = sum(part.num_tokens for part in parts)
-        # Tokens stay in the parts: ``read`` and ``document`` find them there.
-        self.lengths = np.concatenate([part.lengths for part in parts])
         self.num_documents = len(self.lengths)
         counts = [part.num_documents for part in parts]
         self._first = np.cumsum([0, *counts])
@@ -147,13 +147,13 @@ class Mixture(Documents):
 
     def document(self, index: int) -> np.ndarray:
         """Return a document's tokens, by its number over all sources."""
-        part = int(self.groups[index])
+        part = self.groups[index]
         return self.parts[part].document(index - self._first[part])
 
     def read(self, document: int, start: int, length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return a piece's tokens and targets, as ``Documents.read``."""
-        part = int(self.groups[document])
-        return self.parts[part].read(document - int(self._first[part]), start, length, ends)
+        part = self.groups[document]
+        return self.parts[part].read(document - self._first[part], start, length, ends)
 
     def window(self, seed: int, number: int, size: int) -> np.ndarray:
         """Draw the documents of a window of about ``size``: those of each part in the order of its passes."""

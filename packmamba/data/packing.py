@@ -82,10 +82,19 @@ class Pieces:
         return int(self.length.sum())
 
     @property
+    def ends_document(self) -> NDArray[np.bool_]:
+        """Tell of each piece whether nothing that is read of its document follows, (P,)."""
+        return self.start + self.length == self.end
+
+    @property
     def num_targets(self) -> int:
         """Count tokens that have a next token in what is read of their document."""
-        ends_document = self.start + self.length == self.end
-        return self.num_tokens - int(np.count_nonzero(ends_document))
+        return self.num_tokens - int(np.count_nonzero(self.ends_document))
+
+    def places(self) -> Iterator[tuple[int, int, int, bool]]:
+        """Yield what ``Documents.read`` takes of each piece: document, start, length, and whether it ends there."""
+        columns = (self.document, self.start, self.length, self.ends_document)
+        return zip(*(column.tolist() for column in columns))
 
     def take(self, which: slice | Integers) -> Pieces:
         """Select pieces by slice or index."""

@@ -10,8 +10,8 @@ Three ways to make steps (``data.batching``), here with steps of 8 tokens in row
   arranged*. Every strategy reads the same documents in the same step, so that padded and packed
   runs have the same gradient up to rounding. With ``cut_at_steps``, the default, the last document
   is cut and goes on in the next step: step n is tokens n * 8 to (n + 1) * 8, across windows, and
-  ``StepSchedule`` counts tokens. Without, a step ends with a document of its window
-  (``MatchedWindow``), and ``StepSchedule`` counts steps.
+  ``StepSchedule`` counts tokens. Without, a step ends with a document of its window, and
+  ``StepSchedule`` counts steps.
 
       drawn     aaabbbbb|ccddddee|eeeeff..      steps 0, 1, 2
       step 1    padded: cc......  packed: ccddddee
@@ -20,7 +20,7 @@ Three ways to make steps (``data.batching``), here with steps of 8 tokens in row
 
 - ``stream``: the window's documents are *arranged first*; a step is the next rows up to
   ``tokens_per_step`` slots. Rows are full, streams may continue from step to step, but another
-  strategy reads other documents in a step (``StreamWindow``).
+  strategy reads other documents in a step.
 """
 
 from __future__ import annotations
@@ -133,49 +133,26 @@ def _edges_by_slots(widths: Integers, most_slots: int, most_rows: int) -> list[i
     return edges
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Window:
-    """Hold the steps of a window of documents: step i takes ``edges[i]`` to ``edges[i + 1]`` of what it orders."""
+    """Hold a window of documents, and where its steps lie in it.
 
+    Attributes:
+        pieces: of ``matched`` batching the shuffled documents, of which each step arranges its
+            own; of ``stream`` the rows of all of them.
+        edges: step i takes the pieces, or the rows in their order, from ``edges[i]`` to
+            ``edges[i + 1]``.
+        order: of ``stream``, row numbers as they are trained on.
+    """
+
+    pieces: Any  # Pieces or a RowPlan
     edges: list[int]
+    order: Integers | None = None
 
     @property
     def num_steps(self) -> int:
         """Count steps."""
         return len(self.edges) - 1
-
-    def part(self, index: int) -> slice:
-        """Return what a step takes."""
-        return slice(self.edges[index], self.edges[index + 1])
-
-    def step(self, index: int) -> tuple[RowPlan, Integers]:
-        """Return a plan, and the numbers of the step's rows in it."""
-        raise NotImplementedError
-
-
-@dataclass
-class MatchedWindow(Window):
-    """Draw documents first: a step is the next pieces of a shuffled window, arranged by itself."""
-
-    pieces: Pieces
-    data: DataConfig
-
-    def step(self, index: int) -> tuple[RowPlan, Integers]:
-        """Arrange a step's documents; all rows of this plan are the step's."""
-        rows = arrange(self.pieces.take(self.part(index)), self.data)
-        return rows, np.arange(len(rows))
-
-
-@dataclass
-class StreamWindow(Window):
-    """Fill rows first: a step is the next rows of a window that was arranged as a whole."""
-
-    rows: RowPlan
-    order: Integers  # row numbers as they are trained on
-
-    def step(self, index: int) -> tuple[RowPlan, Integers]:
-        """Return the window's plan, and the numbers of the step's rows."""
-        return self.rows, self.order[self.part(index)]
 
 
 @dataclass
@@ -204,8 +181,7 @@ class StepSchedule:
         self.windows_per_epoch = ceil_div(self.corpus.num_documents, WINDOW_DOCUMENTS)
         # First step of each window, or its first token where steps are exact.
         self._firsts = [0]
-        # The last window used, shuffled or planned. Steps come in order, so one is enough.
-        self._shuffled: dict[int, Pieces] = {}
+        # The last window used, by its number. Steps come in order, so one is enough.
         self._planned: dict[int, Window] = {}
 
     def _check_row_length(self) -> None:
@@ -223,15 +199,25 @@ class StepSchedule:
 
     def step(self, step: int) -> StepPlan:
         """Plan optimizer step ``step``, counted from 0 over all epochs."""
-        if self.exact:
-            drawn = self._tokens(step * self.budget, (step + 1) * self.budget)
-            rows = arrange(drawn, self.data)
-            numbers = np.arange(len(rows))
-        else:
-            window = self._locate(step)
-            rows, numbers = self._window(window).step(step - self._firsts[window])
+        rows, numbers = self._rows(step)
         batches = micro_batches(rows, numbers, self.data, self.carry, self.world_size)
         return StepPlan(self.corpus, rows, batches)
+
+    def _rows(self, step: int) -> tuple[RowPlan, Integers]:
+        """Return a plan, and the numbers of the step's rows in it."""
+        if self.exact:
+            drawn = self._tokens(step * self.budget, (step + 1) * self.budget)
+        else:
+            number = self._locate(step)
+            window = self._window(number)
+            index = step - self._firsts[number]
+            part = slice(window.edges[index], window.edges[index + 1])
+            if window.order is not None:
+                return window.pieces, window.order[part]
+            drawn = window.pieces.take(part)
+        # Documents were drawn first: all rows of their plan are the step's.
+        rows = arrange(drawn, self.data)
+        return rows, np.arange(len(rows))
 
     def epoch_steps(self) -> int:
         """Count the steps of the first epoch."""
@@ -258,7 +244,7 @@ class StepSchedule:
             window = self._locate(first)
             begin = self._firsts[window]
             end = self._firsts[window + 1]
-            drawn.append(self._pieces(window).between(first - begin, min(last, end) - begin))
+            drawn.append(self._window(window).pieces.between(first - begin, min(last, end) - begin))
             first = end
         return join(drawn)
 
@@ -291,15 +277,8 @@ class StepSchedule:
         last = min(first + WINDOW_DOCUMENTS, self.corpus.num_documents)
         return np.random.default_rng([self.seed, epoch, part]), np.arange(first, last)
 
-    def _pieces(self, window: int) -> Pieces:
-        """Shuffle a window of a schedule whose steps are exact; the last one is kept."""
-        if window not in self._shuffled:
-            pieces, _ = self._shuffle(window)
-            self._shuffled = {window: pieces}
-        return self._shuffled[window]
-
     def _window(self, window: int) -> Window:
-        """Plan a window of steps that begin with whole documents; the last one is kept."""
+        """Shuffle a window of documents and find its steps; the last one is kept."""
         if window not in self._planned:
             self._planned = {window: self._plan(window)}
         return self._planned[window]
@@ -308,8 +287,7 @@ class StepSchedule:
         pieces, generator = self._shuffle(window)
         if self.data.batching == "stream":
             return _stream_window(arrange(pieces, self.data), self.data, generator)
-        edges = _edges(pieces.length, self.data.tokens_per_step)
-        return MatchedWindow(edges, pieces, self.data)
+        return Window(pieces, _edges(pieces.length, self.data.tokens_per_step))
 
     def _shuffle(self, window: int) -> tuple[Pieces, np.random.Generator]:
         """Shuffle a window's documents, cut to ``cut_documents``."""
@@ -322,7 +300,7 @@ class StepSchedule:
         return pieces, generator
 
 
-def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generator) -> StreamWindow:
+def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generator) -> Window:
     """Order the rows of a window, and cut the order into steps."""
     strategy = STRATEGIES[data.strategy]
     order = np.arange(len(rows))
@@ -341,7 +319,7 @@ def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generat
         # Shuffle rows across the steps of a block; the steps' sizes stay.
         blocks = np.split(order, edges[: -1 : data.shuffle_steps][1:])
         order = np.concatenate([generator.permutation(block) for block in blocks])
-    return StreamWindow(edges, rows, order)
+    return Window(rows, edges, order)
 
 
 def _edges(sizes: Integers, budget: int) -> list[int]:
