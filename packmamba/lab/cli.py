@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import sys
 import textwrap
@@ -203,6 +204,17 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
     print(f"\n{format_table(done)}")
 
 
+def _is_mentioned(name: str, include_path: str | None) -> bool:
+    """Tell if a file of the harness's tasks has a name as a word: reading all is faster than an import."""
+    spec = importlib.util.find_spec("lm_eval")
+    if spec is None:
+        return False
+    word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
+    folders = [Path(str(spec.origin)).parent / "tasks", *([Path(include_path)] if include_path else [])]
+    files = (file for folder in folders for file in folder.rglob("*.y*ml"))
+    return any(word.search(file.read_bytes()) for file in files)
+
+
 def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Callable]:
     """Return a function for each task of lm-evaluation-harness. Raises ConfigError."""
     from packmamba.evaluation.registry import EVALUATIONS, EvalResult
@@ -212,9 +224,10 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
     def require_task(holds: object, name: str) -> None:
         need(holds, "tasks", expected, f"'{name}'{suggest(name, EVALUATIONS)}")
 
+    for name in names:
+        require_task(_is_mentioned(name, config.include_path), name)
     if not names:
         return {}
-    require_task(importlib.util.find_spec("lm_eval"), names[0])
     import lm_eval
     from lm_eval.tasks import TaskManager
 

@@ -155,6 +155,7 @@ def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
     folder = str(tmp_path)
     wrong = {
         ("eval", folder, "tasks=[]"): "tasks: ",
+        ("eval", folder, "tasks=[mqarr]"): "did you mean 'mqar'?",
         ("train", "data.sourse=text"): "unknown key 'data.sourse'",
         ("train", "data.source=texts"): "data.source: ",
         ("train", "trainer.boundary=resett"): "trainer.boundary: ",
@@ -182,7 +183,7 @@ def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "message"), [("mqarr", "did you mean 'mqar'?"), ("arc_eas", "tasks: ")])
 def test_an_unknown_task_is_named_before_weights_are_read(tmp_path, capsys, name, message):
-    """With lm-evaluation-harness, whose tasks are known once it is imported, or without."""
+    """With lm-evaluation-harness, whose files are searched, or without."""
     MambaLM(40, 16, 1).save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
     assert cli.main(["eval", str(tmp_path), f"tasks=[{name}]"]) == 2
