@@ -5,20 +5,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from packmamba.config import ConfigError, need
 from packmamba.data.corpus import Corpus
 from packmamba.data.token_store import evaluation_documents, load_corpora
 from packmamba.evaluation.load import EvalContext, EvalResult
-from packmamba.evaluation.packed_forward import (
-    Pass,
-    TrainingLayoutReader,
-    log_probabilities,
-    predict_documents,
-    read_to_the_end,
-)
+from packmamba.evaluation.packed_forward import Pass, TrainingLayoutReader, predict_documents
 from packmamba.nn import MambaLM
 
 Losses = list[NDArray[np.float64]]
@@ -81,7 +74,6 @@ class Validation(NamedTuple):
 OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
     "positions": {"window": (None, 2), "most": (64, 2)},
     "long_context": {"window": (None, 2), "most": (64, 2), "context": (0, 0), "documents": (1, 1), "groups": (1, 1)},
-    "remembrance": {"length": (None, 4)},
 }
 """Integer options: default (None: the row length) and minimum."""
 SPLIT = "split"  # an option of each: "validation", the default, or "test"
@@ -230,35 +222,8 @@ def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     return texts.result(metrics, "context_gain", curve, items, key="windows", sums=["gain"], items_of=items)
 
 
-def remembrance(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate effective remembrance (arXiv 2507.02782): how much the first t tokens matter after ``length`` tokens.
-
-    It is the total variation between next-token distributions after document[:length] and document[t:length].
-    """
-    texts = validation("remembrance", context, len(model.lm_head.weight))
-    length = texts.options["length"]
-    reach = [i for i, document in enumerate(texts.documents) if len(document) >= length]
-    shares = {"quarter": length // 4, "half": length // 2, "three_quarters": length - length // 4}
-    doublings = [2**i for i in range((length - 1).bit_length())]
-    starts = sorted({0, *shares.values(), *doublings, *(length - t for t in doublings)} - {length})
-
-    def distributions(start: int) -> torch.Tensor:
-        hidden = read_to_the_end(model, [texts.documents[i][start:length] for i in reach], context.max_slots)
-        return torch.cat([log_p.exp() for _, log_p in log_probabilities(model, hidden)])
-
-    # The first start is 0: nothing left out.
-    whole = distributions(starts.pop(0))
-    variations = {t: ((whole - distributions(t)).abs().sum(dim=1) / 2).tolist() for t in starts}
-    means = {t: float(np.mean(values)) for t, values in variations.items()}
-    items = texts.items(reach, variation=list(map(list, zip(*variations.values()))))
-    metrics = {name: means[t] for name, t in shares.items()} | {"documents": len(items)}
-    curve = [{"without": t, "length": length, "variation": value} for t, value in means.items()]
-    return texts.result(metrics, "remembrance", curve, items)
-
-
 EVALUATIONS: dict[str, Callable[[MambaLM, EvalContext], EvalResult]] = {
     "perplexity": perplexity,
     "positions": positions,
     "long_context": long_context,
-    "remembrance": remembrance,
 }

@@ -109,24 +109,9 @@ def mamba_inner(a: InnerArguments, backend: str | None = None) -> InnerOutputs:
     ``ssm_pack(x, delta @ dt_weight.T, A, B, C, D, z) @ out_weight.T``, (B, L, d_model) in xz's
     dtype, with final states, or None for them.
 
-    Parameters are a layer's, which are not checked again; states are a caller's. Raises TypeError
-    or ValueError.
+    Arguments are a layer's, which has checked what its caller brought.
     """
-    checks.check_activations(a.xz, "xz")
-    channels, width = a.conv_weight.shape
-    check_states(
-        a.xz,
-        "xz",
-        conv_state=(a.conv_state, (a.conv_layout.num_documents, channels, width - 1)),
-        ssm_state=(a.ssm_state, (a.ssm_layout.num_documents, *a.A.shape)),
-    )
     return InnerOutputs(*choose(backend, a.xz.device, "mamba_inner")(a))
-
-
-def check_states(like: Tensor, like_name: str, conv_state: Any, ssm_state: Any) -> None:
-    """Check initial states, each with the shape that it should have. Raises TypeError or ValueError."""
-    checks.check_tensors(like, like_name, (like.dtype, torch.float32), conv_state=conv_state)
-    checks.check_tensors(like, like_name, (checks.accumulation_dtype(like.dtype),), ssm_state=ssm_state)
 
 
 def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:

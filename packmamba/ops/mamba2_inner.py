@@ -22,7 +22,6 @@ from packmamba.ops import checks, conv, ssd
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.custom_op import KERNELS, PackedOperator, dense, to_dtype
-from packmamba.ops.inner import check_states
 from packmamba.ops.ssd import SsdArguments
 
 
@@ -129,20 +128,9 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
     ``rms_norm(ssd_pack(x, delta, A, B, C, D) * silu(z)) * norm_weight``, (B, L, D) in projected's
     dtype, with final states, or None for them.
 
-    Parameters are a layer's, which are not checked again; states are a caller's. Raises TypeError
-    or ValueError.
+    Arguments are a layer's, which has checked what its caller brought.
     """
-    x = a.projected
-    checks.check_activations(x, "projected")
-    channels, width = a.conv_weight.shape
-    _, xBC, delta = a.parts(x)
-    check_states(
-        x,
-        "projected",
-        conv_state=(a.conv_state, (a.conv_layout.num_documents, channels, width - 1)),
-        ssm_state=(a.ssm_state, a.scan(xBC, delta).state_shape),
-    )
-    return Mamba2Outputs(*choose(backend, x.device, "mamba2_inner")(a))
+    return Mamba2Outputs(*choose(backend, a.projected.device, "mamba2_inner")(a))
 
 
 def compose(
@@ -161,7 +149,9 @@ def compose(
 def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: float) -> Tensor:
     """Return ``rms_norm(y * silu(z)) * weight`` of (..., D) by groups of channels, in y's dtype.
 
-    Computed in float32 or wider.
+    The gate comes before the norm, as in state-spaces' ``RMSNormGated(norm_before_gate=False)``
+    (mamba_ssm/ops/triton/layernorm_gated.py) and transformers' ``MambaRMSNormGated``. Computed in
+    float32 or wider.
     """
     dtype = checks.accumulation_dtype(y.dtype)
     gated = y.to(dtype) * torch.nn.functional.silu(z.to(dtype))

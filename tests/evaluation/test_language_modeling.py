@@ -1,4 +1,4 @@
-"""Losses, context gains and remembrance of packed evaluation are those of the definition, one document at a time."""
+"""Losses and context gains of packed evaluation are those of the definition, one document at a time."""
 
 import functools
 from dataclasses import replace
@@ -107,19 +107,6 @@ def test_the_test_split_is_read_where_an_option_says_so(model, data):
     for wanted, options in ((data, {"split": "test"}), (tested, {"split": "tests"})):
         with pytest.raises(ConfigError, match=r"^options\.perplexity\.split: "):
             check("perplexity", EvalContext(wanted, options=options), 256)
-
-
-def test_remembrance_is_total_variation(model, data, texts):
-    found = evaluate("remembrance", model, EvalContext(data, None, max_slots=32, options={"length": 12}))
-    long = [document for document in texts if len(document) >= 12]
-    assert found.metrics["documents"] == len(long) == len(found.items)
-    curve = {point["without"]: point["variation"] for point in found.curves["remembrance"]}
-    assert list(curve) == [1, 2, 3, 4, 6, 8, 9, 10, 11]
-    for t in (1, 6, 9):
-        pairs = [(log_probabilities(model, d[:12])[-1], log_probabilities(model, d[t:12])[-1]) for d in long]
-        values = [float((a.exp() - b.exp()).abs().sum() / 2) for a, b in pairs]
-        assert curve[t] == pytest.approx(np.mean(values), abs=1e-10) and 0 < curve[t] < 1
-    assert [found.metrics[key] for key in ("quarter", "half", "three_quarters")] == [curve[3], curve[6], curve[9]]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from torch import nn
 from packmamba import MambaLM, PackedMamba, PackedMamba2
 from packmamba.integrations.mamba_ssm import Mamba
 from packmamba.nn.mixers import MIXERS
-from packmamba.nn.mixers.mamba2 import GatedRMSNorm
 from processes import fork_ranks, statuses
 
 SIZES = {"vocab_size": 37, "d_model": 16, "n_layer": 3}
@@ -28,7 +27,6 @@ CONFIGS = {
 LAYERS = {
     "mamba1": lambda: PackedMamba(16, bias=True),
     "mamba2": lambda: PackedMamba2(16, headdim=8, bias=True),
-    "norm": lambda: GatedRMSNorm(16, 2, 1e-5),
     "mamba_ssm": lambda: Mamba(16, dt_init="constant", dt_scale=0.5, bias=True),
     "mamba_ssm-scaled": lambda: Mamba(16, dt_scale=2.0),
 }

@@ -16,7 +16,7 @@ from packmamba import ops
 from packmamba.layout import ceil_div
 from packmamba.nn.init import DeltaProjection, Projection
 from packmamba.nn.mixers.mixer import Mixer, State, check_options, is_adapted
-from packmamba.ops.checks import accumulation_dtype, check_layout
+from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.inner import InnerArguments
 
 
@@ -108,7 +108,8 @@ class PackedMamba(Mixer):
         """Mix in_proj's output (B, L, 2 D), the convolution's input and then the gate."""
         if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
             return self._mix_adapted(projected, conv_layout, ssm_layout, state, return_state)
-        conv_state, ssm_state = self.initial_states(state)
+        documents = self._check_documents(projected, conv_layout, ssm_layout, state)
+        conv_layout, ssm_layout, conv_state, ssm_state = documents
         wide = accumulation_dtype(projected.dtype)
         arguments = InnerArguments(
             xz=projected,
@@ -125,8 +126,8 @@ class PackedMamba(Mixer):
             x_used=None,
             dt_used=None,
             out_used=None,
-            conv_layout=check_layout(conv_layout, projected, "hidden", "conv_layout"),
-            ssm_layout=check_layout(ssm_layout, projected, "hidden", "ssm_layout"),
+            conv_layout=conv_layout,
+            ssm_layout=ssm_layout,
             return_state=return_state,
             recompute=self.recompute,
         )
@@ -139,9 +140,20 @@ class PackedMamba(Mixer):
         self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
     ) -> tuple[Tensor, Any]:
         """Mix as ``ops.mamba_inner`` does, but call the projections, some of which are adapters."""
-        conv_state, ssm_state = self.initial_states(state)
+        documents = self._check_documents(projected, conv_layout, ssm_layout, state)
+        conv_layout, ssm_layout, conv_state, ssm_state = documents
         x, z = projected.chunk(2, dim=-1)
-        u, conv_state = self._convolve(x, conv_layout, conv_state, return_state)
+        convolved = ops.conv1d_pack(
+            x,
+            self.conv1d.weight.squeeze(1),
+            self.conv1d.bias,
+            activation="silu",
+            layout=conv_layout,
+            initial_state=conv_state,
+            return_final_state=return_state,
+            backend=self.backend,
+        )
+        u, conv_state = convolved if return_state else (convolved, None)
         delta, B, C = self.x_proj(u).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         accumulation = accumulation_dtype(u.dtype)
         scanned = ops.ssm_pack(

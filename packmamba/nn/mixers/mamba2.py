@@ -16,37 +16,8 @@ from packmamba import ops
 from packmamba.errors import expect
 from packmamba.nn.init import Projection, dt_bias_
 from packmamba.nn.mixers.mixer import Mixer, State, check_options
-from packmamba.ops.checks import accumulation_dtype, check_layout
-from packmamba.ops.mamba2_inner import Mamba2Arguments, gated_rms_norm
-
-
-class GatedRMSNorm(nn.Module):
-    """Gate, then normalise by groups of channels, then scale: ``rms_norm(y * silu(z)) * weight``.
-
-    The gate comes before the norm, as in state-spaces' ``RMSNormGated(norm_before_gate=False)``,
-    which Mamba-2 uses (mamba_ssm/ops/triton/layernorm_gated.py), and transformers'
-    ``MambaRMSNormGated``.
-
-    Args:
-        channels: D, of which ``groups`` divide into groups of equal size; each has a root mean
-            square of its own.
-        epsilon: is added to the mean square.
-    """
-
-    def __init__(self, channels: int, groups: int, epsilon: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(channels))
-        self.groups = groups
-        self.epsilon = epsilon
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        """Start as a norm without scaling."""
-        nn.init.ones_(self.weight)
-
-    def forward(self, y: Tensor, z: Tensor) -> Tensor:
-        """Return (..., D) in y's dtype of y and z (..., D), computed in float32 or wider."""
-        return gated_rms_norm(y, z, self.weight, self.groups, self.epsilon)
+from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.mamba2_inner import Mamba2Arguments
 
 
 class PackedMamba2(Mixer):
@@ -122,6 +93,7 @@ class PackedMamba2(Mixer):
         self.nheads = d_inner // headdim
         low, high = map(float, dt_limit)
         self.dt_limit = None if (low, high) == (0.0, math.inf) else (low, high)
+        self.norm_eps = norm_eps
         self.backend = backend
         self.conv_dim = d_inner + 2 * ngroups * d_state  # x, B, C
         self.in_proj = Projection(d_model, d_inner + self.conv_dim + self.nheads, bias=bias)  # z, x, B, C, dt
@@ -133,7 +105,8 @@ class PackedMamba2(Mixer):
         self.D = nn.Parameter(torch.empty(d_inner if D_has_hdim else self.nheads))
         self.state_shape = (self.nheads, headdim, d_state)
         self._reset_own()
-        self.norm = GatedRMSNorm(d_inner, ngroups, norm_eps)
+        # Holds the weight of the gated norm, which ``ops.mamba2_inner`` computes by groups.
+        self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
         self.out_proj = Projection(d_inner, d_model, bias=bias)
         self._mark_parameters()
 
@@ -154,9 +127,8 @@ class PackedMamba2(Mixer):
         self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output (B, L, 2 D + 2 G N + H): z, x, B, C and delta."""
-        conv_state, ssm_state = self.initial_states(state)
-        conv_layout = check_layout(conv_layout, projected, "hidden", "conv_layout")
-        ssm_layout = check_layout(ssm_layout, projected, "hidden", "ssm_layout")
+        documents = self._check_documents(projected, conv_layout, ssm_layout, state)
+        conv_layout, ssm_layout, conv_state, ssm_state = documents
         wide = accumulation_dtype(projected.dtype)
         D = self.D.to(wide)
         arguments = Mamba2Arguments(
@@ -173,7 +145,7 @@ class PackedMamba2(Mixer):
             conv_layout=conv_layout,
             ssm_layout=ssm_layout,
             groups=self.ngroups,
-            epsilon=self.norm.epsilon,
+            epsilon=self.norm_eps,
             delta_limit=self.dt_limit,
             return_state=return_state,
         )

@@ -129,22 +129,6 @@ class Mixer(nn.Module):
         fits = hidden.dtype == dtype or torch.is_autocast_enabled(hidden.device.type)
         expect(fits, "hidden", f"the weights' {dtype}", hidden.dtype, TypeError)
 
-    def _convolve(
-        self, x: Tensor, layout: SequenceLayout | None, state: Tensor | None, return_state: bool
-    ) -> tuple[Tensor, Tensor | None]:
-        """Convolve x (B, L, D) and apply SiLU; return final states (S, D, W - 1) if they are asked for."""
-        convolved = ops.conv1d_pack(
-            x,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            activation="silu",
-            layout=layout,
-            initial_state=state,
-            return_final_state=return_state,
-            backend=self.backend,
-        )
-        return convolved if return_state else (convolved, None)
-
     def start_state(self, documents: int) -> State:
         """Return initial states of so many documents: zeros."""
         weight = self.conv1d.weight
@@ -152,12 +136,23 @@ class Mixer(nn.Module):
         dtype = checks.accumulation_dtype(weight.dtype)
         return conv_state, weight.new_zeros(documents, *self.state_shape, dtype=dtype)
 
-    def initial_states(self, state: Any) -> tuple[Tensor | None, Tensor | None]:
-        """Return a pair of initial states, each None for zero."""
+    def _check_documents(
+        self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: Any
+    ) -> tuple[SequenceLayout, SequenceLayout, Tensor | None, Tensor | None]:
+        """Return layouts, each row a document for None, and a pair of initial states, each None for zero."""
+        conv_layout = checks.check_layout(conv_layout, projected, "hidden", "conv_layout")
+        ssm_layout = checks.check_layout(ssm_layout, projected, "hidden", "ssm_layout")
         pair = (None, None) if state is None else state
         fits = isinstance(pair, (tuple, list)) and len(pair) == 2
         expect(fits, "state", "a pair (conv_state, ssm_state)", type(state).__name__, TypeError)
-        return pair
+        channels, _, width = self.conv1d.weight.shape
+        conv_shape = (conv_layout.num_documents, channels, width - 1)
+        ssm_shape = (ssm_layout.num_documents, *self.state_shape)
+        dtype = projected.dtype
+        checks.check_tensors(projected, "hidden", (dtype, torch.float32), conv_state=(pair[0], conv_shape))
+        wide = checks.accumulation_dtype(dtype)
+        checks.check_tensors(projected, "hidden", (wide,), ssm_state=(pair[1], ssm_shape))
+        return conv_layout, ssm_layout, *pair
 
     @on_whole_parameters
     def reset_parameters(self) -> None:
