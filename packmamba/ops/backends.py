@@ -51,10 +51,7 @@ class Backend:
 BACKENDS = {
     "auto": Backend(),  # the compiled kernels of the tensors' device
     "reference": Backend({name: f"packmamba.ops.reference:{name}" for name in OPERATORS}),
-    "cpu": Backend(
-        COMPILED | {"ssd_pack": "packmamba.ops.ssd:on_cpu", "mamba2_inner": "packmamba.ops.mamba2_inner:on_cpu"},
-        device="cpu",
-    ),
+    "cpu": Backend(COMPILED | {"ssd_pack": "packmamba.ops.ssd:on_cpu"}, device="cpu"),
     "cuda": Backend(COMPILED, device="cuda"),
     "mamba_ssm": Backend(  # of Mamba-1 alone: mamba-ssm's own layer packs Mamba-2
         {name: f"packmamba.ops.mamba_ssm:{name}" for name in OPERATORS if name not in ("ssd_pack", "mamba2_inner")},

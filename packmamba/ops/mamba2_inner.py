@@ -12,7 +12,7 @@ N states, W taps.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, conv, ssd
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import ConvArguments
-from packmamba.ops.custom_op import KERNELS, PackedOperator, dense, to_dtype
+from packmamba.ops.custom_op import KERNELS, Outputs, PackedOperator, dense, to_dtype
 from packmamba.ops.ssd import SsdArguments
 
 
@@ -160,13 +160,10 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: f
     return (normed * weight).to(y.dtype)
 
 
-def on_cpu(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute ``ops.mamba2_inner`` by the CPU's kernels."""
-    return compose(a, conv.compiled, ssd.on_cpu)
-
-
 def compiled(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute ``ops.mamba2_inner`` by a GPU's kernels, which take the convolution's parameters in float32."""
+    """Compute ``ops.mamba2_inner`` by compiled kernels; a GPU's take the convolution's parameters in float32."""
+    if a.projected.device.type == "cpu":
+        return compose(a, conv.compiled, ssd.on_cpu)
     wide = checks.accumulation_dtype(a.projected.dtype)
     normed, conv_final, ssm_final = _operator(
         a._replace(
@@ -182,14 +179,8 @@ def compiled(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return normed, to_dtype(conv_final, state_dtype), ssm_final
 
 
-def _norm_kernels() -> Any:
-    from packmamba.ops import gated_norm_triton  # which imports Triton
-
-    return gated_norm_triton
-
-
 def _forward(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
-    return _walk(a, needs_backward, conv._forward, ssd._forward, _norm_kernels().forward)
+    return _walk(a, needs_backward, conv._forward, ssd._forward, ssd._kernels(a.projected).gated_norm.forward)
 
 
 def _allocate(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
@@ -218,14 +209,15 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
     z, xBC, delta = a.parts(a.projected)
     dz, dxBC, ddelta = a.parts(gradients["dprojected"])
     dnormed = torch.zeros_like(saved.y) if grads.normed is None else grads.normed.contiguous()
-    dy, gradients["dnorm_weight"] = _norm_kernels().backward(
+    dy, gradients["dnorm_weight"] = ssd._kernels(z).gated_norm.backward(
         dnormed, saved.y, z, a.norm_weight, a.groups, a.epsilon, dz
     )
     # Gradients of x, B and C lie side by side, as the convolution wrote them.
     dconvolved = torch.empty_like(saved.convolved)
     dx, dB, dC = a.parts_of_scan(dconvolved)
     scan = a.scan(saved.convolved, delta)
-    found = ssd.scan_backward(scan, dy.view(scan.x.shape), grads.ssm_state, (dx, ddelta, dB, dC))
+    of_scan = Outputs(y=dy.view(scan.x.shape), final_state=grads.ssm_state)
+    found = ssd._backward(scan, ssd.SsdSaved(None), of_scan, (dx, ddelta, dB, dC))
     for name in ("dA", "dD", "ddelta_bias"):
         gradients[name] = found[name]
     gradients["dssm_state"] = found["dinitial_state"]

@@ -219,23 +219,17 @@ def _fake(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, SsdSaved]:
     return Outputs(y=empty_grad_like(a.x), final_state=final_state), SsdSaved(states=None)
 
 
-def _backward(a: SsdArguments, saved: SsdSaved, grads: Outputs) -> dict[str, Tensor | None]:
+def _backward(
+    a: SsdArguments, saved: SsdSaved, grads: Outputs, into: tuple[Tensor, ...] | None = None
+) -> dict[str, Tensor | None]:
+    """Return gradients as ``d<argument>``; into: where some are written, see ``ssd_triton.backward``."""
+    dfinal = grads.final_state if a.return_final_state else None
     # All padding: no kernel has work, and every gradient is zero.
     if a.layout.starts.numel() == 0:
         tensors: Any = a[: compiled.signature.num_gradients]
         gradients = tuple(None if t is None else torch.zeros_like(t) for t in tensors)
-        return dict(zip(compiled.signature.gradients, gradients))
-    return scan_backward(a, grads.y, grads.final_state)
-
-
-def scan_backward(
-    a: SsdArguments, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...] | None = None
-) -> dict[str, Tensor | None]:
-    """Return gradients as ``d<argument>``, of documents that are there.
-
-    dy: (B, L, H, P); None: zero. into: where those of x, delta, B and C are written, see ``ssd_triton.backward``.
-    """
-    gradients = _kernels(a.x).backward(a, dy, dfinal if a.return_final_state else None, into)
+    else:
+        gradients = _kernels(a.x).backward(a, grads.y, dfinal, into)
     return dict(zip(compiled.signature.gradients, gradients))
 
 

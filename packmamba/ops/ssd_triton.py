@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from packmamba.ops import gated_norm_triton as gated_norm  # noqa: F401  ``ops.mamba2_inner`` takes it from here
 from packmamba.ops import ssd_triton_backward as of_backward
 from packmamba.ops import ssd_triton_forward as of_forward
 from packmamba.ops.custom_op import dense

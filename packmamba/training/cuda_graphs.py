@@ -114,10 +114,9 @@ class StaticBatch:
         # Rows are longer here: documents of row b start b times the difference later.
         shift = batch.layout.rows * (layout.shape[1] - row_length)
         num_documents = batch.layout.num_documents
-        layout.starts[num_documents:] = ABSENT
-        layout.starts[:num_documents].copy_(batch.layout.starts + shift)
-        layout.ends[num_documents:] = ABSENT
-        layout.ends[:num_documents].copy_(batch.layout.ends + shift)
+        for places, moved in ((layout.starts, batch.layout.starts + shift), (layout.ends, batch.layout.ends + shift)):
+            places[num_documents:] = ABSENT
+            places[:num_documents].copy_(moved)
         layout.offsets[num_documents:] = 0
         layout.offsets[:num_documents].copy_(batch.layout.offsets)
         self.num_targets.fill_(num_targets)

@@ -106,9 +106,9 @@ class PackedMamba(Mixer):
         self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output (B, L, 2 D), the convolution's input and then the gate."""
-        if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
-            return self._mix_adapted(projected, conv_layout, ssm_layout, state, return_state)
         documents = self._check_documents(projected, conv_layout, ssm_layout, state)
+        if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
+            return self._mix_adapted(projected, *documents, return_state)
         conv_layout, ssm_layout, conv_state, ssm_state = documents
         wide = accumulation_dtype(projected.dtype)
         arguments = InnerArguments(
@@ -137,11 +137,15 @@ class PackedMamba(Mixer):
         return mixed, tuple(final_states) if return_state else None
 
     def _mix_adapted(
-        self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
+        self,
+        projected: Tensor,
+        conv_layout: Any,
+        ssm_layout: Any,
+        conv_state: Any,
+        ssm_state: Any,
+        return_state: bool,
     ) -> tuple[Tensor, Any]:
         """Mix as ``ops.mamba_inner`` does, but call the projections, some of which are adapters."""
-        documents = self._check_documents(projected, conv_layout, ssm_layout, state)
-        conv_layout, ssm_layout, conv_state, ssm_state = documents
         x, z = projected.chunk(2, dim=-1)
         convolved = ops.conv1d_pack(
             x,
