@@ -82,19 +82,15 @@ SPLIT = "split"  # an option of each: "validation", the default, or "test"
 def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     """Return a ``Validation``, None while the vocabulary size is unknown. Raises ConfigError."""
     known, options = OPTIONS.get(name, {}), {}
+    place = f"{context.key}.{name}"
     for option in context.options:
-        need(
-            option in known or option == SPLIT,
-            f"{context.key}.{name}",
-            f"options of {', '.join([*known, SPLIT])}",
-            f"'{option}'",
-        )
+        need(option in (*known, SPLIT), place, f"options of {', '.join([*known, SPLIT])}", f"'{option}'")
     split = context.options.get(SPLIT, "validation")
-    need(split in ("validation", "test"), f"{context.key}.{name}.{SPLIT}", "validation or test", repr(split))
+    need(split in ("validation", "test"), f"{place}.{SPLIT}", "validation or test", repr(split))
     for option, (default, minimum) in known.items():
         value = context.options.get(option, (context.data.row_length or 1024) if default is None else default)
         whole = type(value) is int and value >= minimum
-        need(whole, f"{context.key}.{name}.{option}", f"an integer of at least {minimum}", repr(value))
+        need(whole, f"{place}.{option}", f"an integer of at least {minimum}", repr(value))
         options[option] = value
     if vocab_size is None:
         return None
@@ -102,7 +98,7 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     corpus = corpora.test if split == "test" else corpora.validation
     if corpus is None:
         raise ConfigError(
-            f"{context.key}.{name}.{SPLIT}: expected validation, since the documents have no test "
+            f"{place}.{SPLIT}: expected validation, since the documents have no test "
             "split, got 'test'; set data.test_path or data.test_fraction"
         )
     scores_all = name != "perplexity" and corpus.has_answers and context.data.source != "task"

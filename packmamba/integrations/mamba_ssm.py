@@ -15,7 +15,7 @@ class Mamba(PackedMamba):
     """Replace ``mamba_ssm.modules.mamba_simple.Mamba``, with boundaries and on a CPU too.
 
     Args (others as of PackedMamba):
-        dt_init, dt_scale: delta's projection starts "random" or "constant", at most dt_scale / sqrt(dt_rank).
+        dt_init, dt_scale: "random" and 1, mamba_ssm's defaults, which its published models have.
         layer_idx: which states of ``inference_params`` are this layer's.
         device, dtype: of the parameters; A_log and D are float32.
     """
@@ -39,14 +39,14 @@ class Mamba(PackedMamba):
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        expect(dt_init in ("random", "constant"), "dt_init", "'random' or 'constant'", repr(dt_init))
+        start = (dt_init, dt_scale)
+        expect(start == ("random", 1.0), "dt_init, dt_scale", "'random' and 1.0", start)
         with torch.device(device if device is not None else torch.get_default_device()):
             super().__init__(
                 d_model, d_state, d_conv, expand, dt_rank, dt_min, dt_max, dt_init_floor, bias, conv_bias
             )
         self.expand, self.use_fast_path, self.layer_idx = expand, use_fast_path, layer_idx
         self.activation, self.act = "silu", nn.SiLU()  # some code reads them
-        self.dt_proj.set_weight_start(constant=dt_init == "constant", scale=dt_scale)
         if dtype is not None:  # A_log and D stay float32, as in mamba_ssm
             for part in (self.in_proj, self.conv1d, self.x_proj, self.dt_proj, self.out_proj):
                 part.to(dtype)

@@ -148,17 +148,9 @@ class DeltaProjection(nn.Linear):
     dt: (dt_min, dt_max, dt_init_floor).
     """
 
-    constant = False  # whether the weight starts constant, not uniform
-    scale = 1.0  # of the weight, beside 1 / sqrt(dt_rank)
-
     def __init__(self, dt_rank: int, channels: int, dt: tuple[float, float, float]) -> None:
         self.dt = dt  # nn.Linear draws
         super().__init__(dt_rank, channels)
-
-    def set_weight_start(self, constant: bool, scale: float) -> None:
-        """Start the weight as mamba_ssm's ``dt_init`` and ``dt_scale`` say, now and at each reset."""
-        self.constant, self.scale = constant, scale
-        self._adapt()
 
     @on_whole_parameters
     def reset_parameters(self) -> None:
@@ -167,11 +159,3 @@ class DeltaProjection(nn.Linear):
         bound = self.in_features**-0.5
         nn.init.uniform_(self.weight, -bound, bound)
         dt_bias_(self.bias, *self.dt)
-        self._adapt()
-
-    @torch.no_grad()
-    def _adapt(self) -> None:
-        if self.constant:
-            self.weight.fill_(self.in_features**-0.5 * self.scale)
-        else:
-            self.weight.mul_(self.scale)

@@ -221,10 +221,9 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
     for name in ("dA", "dD", "ddelta_bias"):
         gradients[name] = found[name]
     gradients["dssm_state"] = found["dinitial_state"]
-    of_convolution = conv.conv_inputs(a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, silu=True)
     KERNELS["cuda"]["conv1d_backward"](
         {
-            **of_convolution,
+            **conv.conv_inputs(a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, silu=True),
             "dy": dconvolved,
             "dfinal": dense(grads.conv_state) if a.return_state else None,
             "x": xBC,

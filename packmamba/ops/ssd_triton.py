@@ -198,8 +198,6 @@ def backward(
 
     into: tensors for the gradients of x, delta, B and C, slices of contiguous (B, L, ...); None: they are allocated.
     """
-    if into is None:
-        into = tuple(tensor.new_empty(tensor.shape) for tensor in (a.x, a.delta, a.B, a.C))
     return _run(_backward, a, dy, dfinal, into)
 
 
@@ -215,9 +213,9 @@ def _forward(a: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _backward(
-    a: Any, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...]
+    a: Any, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...] | None
 ) -> tuple[Tensor | None, ...]:
-    dx, ddelta, dB, dC = into
+    dx, ddelta, dB, dC = into or [tensor.new_empty(tensor.shape) for tensor in (a.x, a.delta, a.B, a.C)]
     # Boundaries at documents' edges matter where states come from outside, or gradients do.
     problem = Problem(a, a.initial_state is not None, dfinal is not None)
     plan, groups, sizes = problem.plan, problem.groups, problem.sizes

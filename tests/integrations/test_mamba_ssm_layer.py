@@ -132,10 +132,12 @@ def test_the_constructor_is_theirs():
         "conv_bias", "bias", "use_fast_path", "layer_idx", "device", "dtype",
     ]  # fmt: skip
     assert list(inspect.signature(Ours).parameters) == names
-    layer = Ours(8, dtype=torch.bfloat16, dt_init="constant", dt_scale=3.0, dt_rank=4, device="cpu")
+    layer = Ours(8, dtype=torch.bfloat16, dt_rank=4, device="cpu")
     assert layer.A_log.dtype == layer.D.dtype == torch.float32 and layer.in_proj.weight.dtype == torch.bfloat16
-    assert (layer.dt_proj.weight == 1.5).all() and layer.A_log._no_weight_decay and layer.dt_proj.bias._no_reinit
-    assert Ours(8, dt_scale=3.0, dt_rank=4).dt_proj.weight.abs().max().item() > 0.5
+    assert layer.A_log._no_weight_decay and layer.dt_proj.bias._no_reinit
+    for other in ({"dt_init": "constant"}, {"dt_scale": 3.0}):
+        with pytest.raises(ValueError, match="^dt_init, dt_scale: expected 'random' and 1.0, got "):
+            Ours(8, **other)
     assert Ours(8, device="meta").in_proj.weight.is_meta
     assert layer(torch.randn(1, 5, 8, dtype=torch.bfloat16)).dtype == torch.bfloat16
     assert Ours(8).state_dict().keys() == PackedMamba(8).state_dict().keys()

@@ -27,8 +27,7 @@ CONFIGS = {
 LAYERS = {
     "mamba1": lambda: PackedMamba(16, bias=True),
     "mamba2": lambda: PackedMamba2(16, headdim=8, bias=True),
-    "mamba_ssm": lambda: Mamba(16, dt_init="constant", dt_scale=0.5, bias=True),
-    "mamba_ssm-scaled": lambda: Mamba(16, dt_scale=2.0),
+    "mamba_ssm": lambda: Mamba(16, bias=True),
 }
 
 

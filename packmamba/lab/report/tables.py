@@ -20,7 +20,7 @@ import pandas as pd
 
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, Arms, Contrast, Records
-from packmamba.lab.report.statistics import FEW_SEEDS, Estimate, Ruling, margin_from_pilot, seeds_for
+from packmamba.lab.report.statistics import FEW_SEEDS, Estimate, Ruling, seeds_for
 
 Row = dict[str, Any]
 
@@ -354,7 +354,7 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
         row |= {f"{metric}_difference": aggregate.difference(arm, metric) for metric in metrics}
         rows.append(row)
     heading = f"{', '.join(map(title, metrics))} by arm"
-    return make_table("training", heading, columns, rows, *_notes(arms), *_pilot_notes(arms, contrasts))
+    return make_table("training", heading, columns, rows, *_notes(arms))
 
 
 def _further_keys(arms: Arms) -> list[str]:
@@ -363,21 +363,6 @@ def _further_keys(arms: Arms) -> list[str]:
     costs = ["real_tokens_per_second", "padding_fraction", "speedup", "peak_memory_bytes"]
     evaluations = [f"{name}.{metrics[0]}" for name, metrics in evaluations_of(arms).items()]
     return ["real_tokens", *losses, *costs, *evaluations]
-
-
-def _pilot_notes(arms: Arms, contrasts: Sequence[Contrast]) -> list[str]:
-    """Say which margin a sweep without one gives a later sweep: half of its leak's least harm."""
-    notes = []
-    # The harm of a metric whose higher values are better would have the other sign.
-    is_pilot = not _is_ruled(arms) and not aggregate.higher_is_better(table_keys(arms)[0][0])
-    for contrast in contrasts if is_pilot else ():
-        if contrast.arm.leaks and contrast.same_documents and contrast.ruling.estimate.low > 0:
-            margin = margin_from_pilot(contrast.ruling.estimate)
-            notes.append(
-                f"{contrast.name}: half of the lower end of its interval is {margin:.2g}, a margin "
-                "for a later sweep with other seeds."
-            )
-    return notes
 
 
 def _differences(arms: Arms) -> Table:
