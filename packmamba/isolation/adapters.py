@@ -53,8 +53,8 @@ class CheckedCallable:
         return self.call(tokens, lengths)
 
     def padded(self, rows: Tensor, in_document: Tensor) -> Tensor:
-        """Return the logits (R, W, V) of a document a row, where ``in_document`` (R, W) is true."""
-        raise NotImplementedError
+        """Return the logits (R, W, V) of rows as they are: their documents lie where the call knows."""
+        return self.call(rows)
 
     def alone(self, tokens: Tensor) -> Tensor:
         """Return the logits (1, L, V) of one document, without a boundary argument."""

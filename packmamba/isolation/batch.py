@@ -49,10 +49,11 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, 
     def logits(rows: Tensor) -> Any:
         return logits_in(model(**{**arguments, "input_ids": rows}))
 
-    documents = BatchDocuments(
-        logits, model, batch["input_ids"], number_documents(marks), boundaries=", ".join(names)
-    )
-    return documents.check(remedy="patch the model, or put one document in a row") is not None
+    result = _check(
+        logits, model, batch["input_ids"], number_documents(marks), boundaries=", ".join(names),
+        remedy="patch the model, or put one document in a row",
+    )  # fmt: skip
+    return result is not None
 
 
 def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2**31) -> bool:
@@ -66,10 +67,10 @@ def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2
     def hidden(rows: Tensor) -> Any:
         return boundary.hidden(model, replace(part, tokens=rows))
 
-    documents = BatchDocuments(
-        hidden, model, part.tokens, part.layout.documents, boundaries=f"layout, boundary={boundary.name}"
-    )
-    result = documents.check(remedy="mend the mixer, or put one document in a row")
+    result = _check(
+        hidden, model, part.tokens, part.layout.documents, boundaries=f"layout, boundary={boundary.name}",
+        remedy="mend the mixer, or put one document in a row",
+    )  # fmt: skip
     if result is not None:
         differentiable = result.isolated_backward is not None
         expect(differentiable, "outputs", "a gradient at the embeddings", "none")
@@ -79,35 +80,29 @@ def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2
 def cut_rows(batch: Any, max_slots: int) -> Any:
     """Cut a PackedBatch to whole rows of ``max_slots`` slots in all, first those with neighbours.
 
-    A single row that is longer is cut to ``max_slots`` slots around its first inner boundary.
+    A single row that is longer is cut to ``max_slots`` slots around its first inner boundary. A
+    batch without neighbours, of which nothing is checked, stays whole.
     """
     layout = batch.layout.origin or batch.layout  # on the host
     num_rows, row_length = layout.shape
-    if num_rows * row_length <= max_slots:
+    if num_rows * row_length <= max_slots or not layout.packed:
         return batch
-    # (first, end) of each document by row, counted from the row's start.
-    spans: list[list[tuple[int, int]]] = [[] for _ in range(num_rows)]
-    for row, start, end in zip(*(t.tolist() for t in (layout.rows, layout.starts, layout.ends))):
-        spans[row].append((start - row * row_length, end - row * row_length))
     width = min(row_length, max_slots)
+    # (R,): documents of each row, and the number of its second one.
+    counts = torch.bincount(layout.rows, minlength=num_rows)
+    second = (counts.cumsum(0) - counts + 1).clamp(max=layout.num_documents - 1)
     # False sorts before True: rows with two documents or more come first.
-    rows = sorted(range(num_rows), key=lambda row: len(spans[row]) < 2)[: max_slots // width]
-    firsts, lengths = [], []
-    for row in rows:
-        # Centre the window on the second document's start, as far as the row allows.
-        boundary = spans[row][1][0] if len(spans[row]) > 1 else 0
-        first = min(max(boundary - width // 2, 0), row_length - width)
-        # Documents clipped to the window; those outside become empty and are dropped.
-        inside = [(max(start, first), min(end, first + width)) for start, end in spans[row]]
-        firsts.append(row * row_length + first)
-        lengths.append([end - start for start, end in inside if start < end])
+    rows = (counts < 2).sort(stable=True).indices[: max_slots // width]
+    # Centre the window on the second document's start, as far as the row allows.
+    boundary = torch.where(counts > 1, layout.starts[second] % row_length, 0)[rows]
+    firsts = rows * row_length + (boundary - width // 2).clamp(0, row_length - width)
+    slots = firsts[:, None] + torch.arange(width, device=layout.device)
+    # Documents that lie outside of the window are dropped.
+    part = SequenceLayout.from_seq_idx(layout.documents.flatten()[slots])
     device = batch.tokens.device
-    slots = torch.tensor(firsts, device=device)[:, None] + torch.arange(width, device=device)
     names = ("tokens", "targets", "loss_mask")
     return replace(
-        batch,
-        layout=SequenceLayout.from_lengths(lengths, row_length=width).to(device),
-        **{name: getattr(batch, name).flatten()[slots] for name in names},
+        batch, layout=part.to(device), **{name: getattr(batch, name).flatten()[slots.to(device)] for name in names}
     )
 
 
@@ -131,64 +126,48 @@ def number_documents(arguments: Mapping[str, Any]) -> Tensor:
 
 
 class BatchDocuments(Documents):
-    """Hold the documents of a batch, whose probes change every other document.
-
-    ``tokens`` and ``number`` are (T,); rows (R, W) hold them where ``in_document`` is true.
-    """
-
-    def __init__(
-        self, call: Callable[[Tensor], Any], model: nn.Module, rows: Tensor, number: Tensor, boundaries: str
-    ) -> None:
-        """Take ``call``, rows (R, W) -> outputs (R, W, V), and the slots' document numbers (R, W)."""
-        self.model = CheckedCallable(call, [model], boundaries, vocab_size=0, longest=0)
-        self.way = "as trained"
-        self.in_document = number >= 0
-        # Place of each slot's token among the T tokens; padding repeats an earlier token.
-        self.slots = (self.in_document.flatten().cumsum(0) - 1).clamp(min=0).view(rows.shape)
-        self.tokens = rows[self.in_document]
-        _, self.number, counts = number[self.in_document].unique_consecutive(return_inverse=True, return_counts=True)
-        self.lengths = counts.tolist()
-        self.position = torch.arange(len(self.tokens), device=rows.device)
-        self.position -= (counts.cumsum(0) - counts)[self.number]
-        # Replacements are ids of the batch (and 0 and 1): others might be special, or too large.
-        ids = torch.cat([self.tokens, self.tokens.new_tensor([0, 1])]).unique()
-        place = torch.searchsorted(ids, self.tokens)
-        self.others = ids[(place + len(ids) // 2) % len(ids)]
+    """Hold the documents of a batch, whose probes change every other document."""
 
     def probes(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield changed tokens (T,), and the slots whose outputs must not change.
 
         Documents' second tokens stay, but of pairs: what they read of the first must move them.
         """
-        lengths = torch.tensor(self.lengths, device=self.tokens.device)[self.number]
-        stays = (self.position == 1) & (lengths > 2)
+        counts = torch.tensor(self.lengths, device=self.tokens.device)
+        position = torch.arange(len(self.tokens), device=counts.device) - (counts.cumsum(0) - counts)[self.number]
+        stays = (position == 1) & (counts[self.number] > 2)
         for changed in (self.number % 2 == 0, self.number % 2 == 1):
             yield torch.where(changed & ~stays, self.others, self.tokens), ~changed
 
-    def call(self, tokens: Tensor) -> Tensor:
-        """Compute the logits of the batch with other tokens."""
-        return self.model.call(tokens[0][self.slots])[self.in_document][None]
 
-    def alone(self) -> list[Tensor]:
-        """Compute each document's logits in a row of its own."""
-        # Never compared: ``check`` says alone=False. An error of the model is raised as it is.
-        return []
+def _check(
+    call: Callable[[Tensor], Any], model: nn.Module, rows: Tensor, number: Tensor, boundaries: str, remedy: str
+) -> LeakCheckResult | None:
+    """Check ``call``, rows (R, W) -> outputs (R, W, V), with the slots' document numbers (R, W).
 
-    def check(self, remedy: str) -> LeakCheckResult | None:
-        """Return what was found; None where no row holds two documents. Raises as check_batch."""
-        # As many documents as rows that hold any: no row has two.
-        if len(self.lengths) <= int(self.in_document.any(1).sum()):
-            return None
-        result = LeakCheckResult(self.model.boundaries)
-        with undisturbed(self.model.modules), eager():
-            check_documents(self, result, alone=False)
-        if result.leaks:
-            where = f" from {result.module} on" if result.module else ""
-            what = f"outputs that move by {result.largest:.2g}{where}"
-            what = what if result.largest else "gradients across boundaries"
-            raise LeakError(
-                f"batch: expected isolated documents (by {result.boundaries}), got a leak: {what}; {remedy}"
-            )
-        moved = "a changed token to move those behind it"
-        expect(result.mixes is not False, "outputs", moved, "none that moves: no leak could show")
-        return result
+    Return what was found; None where no row holds two documents. Raises as check_batch.
+    """
+    in_document = number >= 0
+    tokens = rows[in_document]
+    _, numbers, counts = number[in_document].unique_consecutive(return_inverse=True, return_counts=True)
+    # As many documents as rows that hold any: no row has two.
+    if len(counts) <= int(in_document.any(1).sum()):
+        return None
+    # Place of each slot's token among the T tokens; padding repeats an earlier token.
+    slots = (in_document.flatten().cumsum(0) - 1).clamp(min=0).view(rows.shape)
+    # Replacements are ids of the batch (and 0 and 1): others might be special, or too large.
+    ids = torch.cat([tokens, tokens.new_tensor([0, 1])]).unique()
+    others = ids[(torch.searchsorted(ids, tokens) + len(ids) // 2) % len(ids)]
+    checked = CheckedCallable(call, [model], boundaries, vocab_size=0, longest=0)
+    documents = BatchDocuments(checked, "as trained", counts.tolist(), tokens, others, numbers, slots, in_document)
+    result = LeakCheckResult(boundaries)
+    with undisturbed([model]), eager():
+        check_documents(documents, result, alone=False)
+    if result.leaks:
+        where = f" from {result.module} on" if result.module else ""
+        what = f"outputs that move by {result.largest:.2g}{where}"
+        what = what if result.largest else "gradients across boundaries"
+        raise LeakError(f"batch: expected isolated documents (by {boundaries}), got a leak: {what}; {remedy}")
+    moved = "a changed token to move those behind it"
+    expect(result.mixes is not False, "outputs", moved, "none that moves: no leak could show")
+    return result

@@ -149,13 +149,13 @@ def leakcheck(
                 model.vocab_size = probes.logits_of(model.alone, two).shape[-1]
         for row in rows:
             for way in model.inputs:
-                check_documents(Documents(model, way, row), result)
+                check_documents(probes.draw(model, way, row), result)
         # Padding is reported by itself: a model may
         # refuse it, or read it, and still pack correctly.
         for side in model.padding if result.raises is None else ():
             padded = LeakCheckResult(side)
             try:
-                check_documents(Documents(model, side, rows[0]), padded)
+                check_documents(probes.draw(model, side, rows[0]), padded)
             except ValueError:
                 padded.same_as_alone = False
             result.padding[side] = None if padded.raises else padded.ok
@@ -164,7 +164,7 @@ def leakcheck(
             for module in model.modules:
                 module.train()
             for way, row in itertools.product(model.inputs, rows):
-                check_documents(Documents(model, way, row), result, alone=False)
+                check_documents(probes.draw(model, way, row), result, alone=False)
             if result.leaks:
                 result.notes.append("In training mode alone.")
     return result
@@ -180,9 +180,9 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         try:
             base = documents.logits()
         except Exception as error:
-            documents.alone()  # fails too where it is no refusal
             if not model.optional:
                 raise
+            documents.alone()  # fails too where it is no refusal
             result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return
         expect(base.isfinite().any(-1).all(), "logits", "finite numbers", "none at a token")

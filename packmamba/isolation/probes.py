@@ -8,6 +8,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -23,45 +24,27 @@ SEED = 0
 PAD = 4  # slots of padding beside the longest document
 
 
+@dataclass
 class Documents:
-    """Draw tokens of documents and others in their place, and arrange them in a model's rows.
+    """Hold documents, what replaces their tokens, and how they lie in a model's rows.
 
     Rows are packed, or hold one document each, padded on the left or right with neighbours' tokens.
 
     Attributes:
-        way: "packed", "left" or "right", the side of padding.
+        way: "packed"; "left" or "right", the side of padding; or "as trained", a batch's own rows.
         tokens, others: (L,) int64 ids, the documents' and what replaces them.
         number: (L,), each slot's document.
         slots: (R, W), the packed slots of the rows' tokens; ``in_document``: (R, W) bool.
     """
 
-    def __init__(self, model: CheckedCallable, way: str, lengths: Sequence[int]) -> None:
-        device = model.device
-        special = torch.tensor(sorted(model.avoid), dtype=torch.int64)
-        ids = torch.arange(model.vocab_size)
-        ids = ids[~torch.isin(ids, special)].to(device)
-        expect(len(ids) > 1, "vocab_size", "two ids that are not special", len(ids))
-        self.model, self.way, self.lengths = model, way, list(lengths)
-        total = sum(lengths)
-        # Its own generator: the global one stays.
-        drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1))
-        drawn = drawn.to(device)
-        self.tokens = ids[drawn]
-        # Half of the vocabulary on, so that no token is replaced by itself.
-        self.others = ids[(drawn + max(1, len(ids) // 2)) % len(ids)]
-        counts = torch.tensor(self.lengths, device=device)
-        self.number = torch.arange(len(counts), device=device).repeat_interleave(counts)
-        if way == "packed":
-            row_lengths, width = counts.sum()[None, None], total
-        else:
-            # Rows of one document: PAD slots beside the longest, whose tokens are the neighbours'.
-            row_lengths, width = counts[:, None], max(lengths) + PAD
-        ends = row_lengths.cumsum(0)
-        place = torch.arange(width, device=device)
-        # Slot of each place in the rows, by document: padding on the left comes before its tokens.
-        place = place + ends - (width if way == "left" else row_lengths)
-        self.slots = place % total
-        self.in_document = (place >= ends - row_lengths) & (place < ends)
+    model: CheckedCallable
+    way: str
+    lengths: list[int]
+    tokens: Tensor
+    others: Tensor
+    number: Tensor
+    slots: Tensor
+    in_document: Tensor
 
     def in_rows(self, marks: Tensor) -> Tensor:
         """Arrange marks of packed slots (L,) in rows (R, W)."""
@@ -96,6 +79,33 @@ class Documents:
     def alone(self) -> list[Tensor]:
         """Return the logits of each document by itself."""
         return [logits_of(self.model.alone, tokens) for tokens in self.tokens.split(self.lengths)]
+
+
+def draw(model: CheckedCallable, way: str, lengths: Sequence[int]) -> Documents:
+    """Draw tokens of documents and others in their place, and arrange them in a model's rows."""
+    device = model.device
+    special = torch.tensor(sorted(model.avoid), dtype=torch.int64)
+    ids = torch.arange(model.vocab_size)
+    ids = ids[~torch.isin(ids, special)].to(device)
+    expect(len(ids) > 1, "vocab_size", "two ids that are not special", len(ids))
+    total = sum(lengths)
+    # Its own generator: the global one stays.
+    drawn = torch.randint(len(ids), (total,), generator=torch.Generator().manual_seed(1)).to(device)
+    # Half of the vocabulary on, so that no token is replaced by itself.
+    others = ids[(drawn + max(1, len(ids) // 2)) % len(ids)]
+    counts = torch.tensor(lengths, device=device)
+    number = torch.arange(len(counts), device=device).repeat_interleave(counts)
+    if way == "packed":
+        row_lengths, width = counts.sum()[None, None], total
+    else:
+        # Rows of one document: PAD slots beside the longest, whose tokens are the neighbours'.
+        row_lengths, width = counts[:, None], max(lengths) + PAD
+    ends = row_lengths.cumsum(0)
+    place = torch.arange(width, device=device)
+    # Slot of each place in the rows, by document: padding on the left comes before its tokens.
+    place = place + ends - (width if way == "left" else row_lengths)
+    in_document = (place >= ends - row_lengths) & (place < ends)
+    return Documents(model, way, list(lengths), ids[drawn], others, number, place % total, in_document)
 
 
 @contextmanager
