@@ -274,12 +274,12 @@ class SequenceLayout:
 
     @property
     def num_documents(self) -> int:
-        """Return S."""
+        """Return S, the number of documents."""
         return self.starts.numel()
 
     @property
     def num_slots(self) -> int:
-        """Return B * L."""
+        """Return B * L, the number of slots, padding included."""
         return self.shape[0] * self.shape[1]
 
     @property
@@ -289,12 +289,12 @@ class SequenceLayout:
 
     @cached_property
     def lengths(self) -> Tensor:
-        """(S,) int32, number of tokens of each document in this batch."""
+        """Return (S,) int32, number of tokens of each document in this batch."""
         return self.ends - self.starts
 
     @cached_property
     def rows(self) -> Tensor:
-        """(S,) int32, the row of each document."""
+        """Return (S,) int32, the row of each document."""
         return self.starts // self.shape[1]
 
     @cached_property
@@ -305,12 +305,12 @@ class SequenceLayout:
 
     @property
     def continues(self) -> Tensor:
-        """(S,) bool, offsets above 0: the document began in an earlier batch or piece."""
+        """Return (S,) bool, offsets above 0: the document began in an earlier batch or piece."""
         return self.offsets > 0
 
     @cached_property
     def documents(self) -> Tensor:
-        """(B, L) int32, each slot's document, counted over the batch; padding -1."""
+        """Return (B, L) int32, each slot's document, counted over the batch; padding -1."""
         return self.slot_documents()
 
     def slot_documents(self) -> Tensor:
@@ -323,7 +323,7 @@ class SequenceLayout:
 
     @cached_property
     def token_slots(self) -> Tensor:
-        """(num_tokens,) int64, the slots that hold a token, in order."""
+        """Return (num_tokens,) int64, the slots that hold a token, in order."""
         token = torch.arange(self.num_tokens, device=self.device)
         # A token's slot is its number among all tokens plus the padding slots before its document.
         tokens_before_end = self.lengths.cumsum(0)
@@ -332,7 +332,7 @@ class SequenceLayout:
 
     @cached_property
     def seq_idx(self) -> Tensor:
-        """(B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
+        """Return (B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
         first_slots = torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
         # (B,) documents in earlier rows.
         first_document = torch.searchsorted(self.starts, first_slots, out_int32=True)
@@ -340,7 +340,7 @@ class SequenceLayout:
 
     @cached_property
     def position_indices(self) -> Tensor:
-        """(B, L) int32, each slot's position in its document, offsets included; padding -1."""
+        """Return (B, L) int32, each slot's position in its document, offsets included; padding -1."""
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device).view(self.shape)
         # A token's position is its slot minus its document's start, plus the document's offset.
         first_position = _append_zero(self.offsets - self.starts)[self.documents]
@@ -348,7 +348,7 @@ class SequenceLayout:
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """(S + 1,) int32. Raises ValueError if any row is padded."""
+        """Return (S + 1,) int32. Raises ValueError if any row is padded."""
         padded = self.num_slots - self.num_tokens
         expect(not padded, "cu_seqlens", "no padding", f"{padded} padded slots")
         return torch.cat([self.starts, self.ends[-1:]])

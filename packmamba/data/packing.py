@@ -159,10 +159,10 @@ class RowPlan(Pieces):
     Iterate over it for one ``Row`` of ``Piece`` after another.
 
     Attributes:
-        offset: (P,) int64, tokens in earlier rows of what was arranged: above 0 where a row's end
-            cut it (``concat_split``, or overlong ``split``), so that its state may be carried into
-            this row. Cuts before the arrangement, at a step's end or by ``cut_documents``, begin
-            anew at 0.
+        offset: (P,) int64, tokens of the same input piece that lie in earlier rows: above 0 only
+            where a row's end cut it (``concat_split``, or overlong ``split``), so that its state
+            may be carried into this row. A piece that was cut before, at a step's end or by
+            ``cut_documents``, begins at 0.
         row_offsets: (R + 1,) int64; row i is pieces ``row_offsets[i]`` to ``row_offsets[i + 1]``.
         slots: (R,) int64, each row's width, padding included.
     """
@@ -213,10 +213,11 @@ class Strategy:
     """Decide the row of each piece, and say what the decision does to documents.
 
     Attributes:
-        assign: by default a row for each piece. ``(lengths, row_length, buffer) -> rows``: (P,) tokens of pieces that each fit a
-            row, to (P,) row numbers from 0 without gaps. In rows, pieces keep their order. With
-            ``splits_documents`` it is ``(lengths, row_length, streams)`` ->
-            (document, start, length, row), (P,) each.
+        assign: ``(lengths, row_length, buffer) -> rows``. Takes (P,) lengths, each at most
+            row_length; returns (P,) row numbers from 0 without gaps. In a row, pieces keep their
+            order. ``buffer`` is what ``greedy`` reads. With ``splits_documents`` it is
+            ``(lengths, row_length, streams) -> (document, start, length, row)``, (P,) each.
+            Default: a row for each piece.
         keeps_order: rows (of a stream) hold the documents in the order they came in.
         pads: rows have ``row_length`` slots; else as many slots as tokens, and a micro-batch is one
             row.

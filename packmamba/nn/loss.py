@@ -42,7 +42,7 @@ def linear_cross_entropy(
         slots: (T,) int64, places in the flattened B * L slots; all others, where mask must be
             False, are skipped. None: none is skipped.
         compiled: fuse what lies between the matrix products by torch.compile.
-        shares: (B, L), factors of losses in the sum; None: 1.
+        shares: (B, L), weights of losses in the sum; None: 1.
 
     Returns the sum, differentiable in hidden and weight, and losses (B, L) without factor and
     gradient, zero where there is no target; both float32 (float64 beside float64). Raises
@@ -87,7 +87,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=dtype) if differentiable else None
         compute = _compiled_chunk() if compiled else _chunk
         chunk_length = max(1, CHUNK_LOGITS // len(head))
-        # A chunk: logits (t, V), losses (t,), and at once its shares of dx (t, d_model) and dhead.
+        # A chunk: logits (t, V), losses (t,), and at once its dx (t, d_model) and its addend to dhead.
         for first in range(0, len(x), chunk_length):
             part = slice(first, first + chunk_length)
             logits = x.new_empty(len(losses[part]), len(head))

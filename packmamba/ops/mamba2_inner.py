@@ -1,12 +1,12 @@
 """The Mamba-2 block between its projections as one operator: convolution, scan, gated norm.
 
-One operator instead of a composition, because its explicit backward writes each gradient where it
-belongs: those of x, B and C side by side, as the convolution's backward reads them; its gradients,
-the gate's and the step sizes' side by side, as ``in_proj``'s backward does. Autograd would copy
-both (at 1.3B 7 ms of a step of 330), and store what lies inside the norm.
+One operator instead of a composition, because its explicit backward writes dx, dB and dC into one
+buffer, which the convolution's backward reads, and dz, dxBC and ddelta into one buffer, which
+``in_proj``'s backward reads. Autograd would copy both (at 1.3B 7 of 330 ms a step) and save the
+norm's intermediates.
 
-Shapes: B rows, L slots, S documents, D channels, H heads, P channels of a head, G groups of heads,
-N states, W taps.
+Shapes: B rows, L slots, S documents, D d_inner, H heads, P headdim, G ngroups, N d_state, W taps.
+The skip's parameter is called D, too, as in ``ssd_pack``.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Mamba2Arguments(NamedTuple):
     """Arguments of ``mamba2_inner``.
 
     Attributes:
-        projected: (B, L, 2 D + 2 G N + H), finite at padding.
+        projected: in_proj's output (B, L, 2 D + 2 G N + H), finite at padding: the gate z (D), xBC
+            (D + 2 G N) and delta (H).
         conv_weight, conv_bias: (D + 2 G N, W) and (D + 2 G N,) or None, of the convolution, whose
             activation is SiLU.
         A, D, delta_bias, delta_limit: as of ``ssd_pack``; D is (H,) or (H, P).
@@ -38,8 +39,8 @@ class Mamba2Arguments(NamedTuple):
             None: zeros.
         offsets: of ssm_layout; None: zeros.
         conv_layout, ssm_layout: documents of the convolution and of the scan.
-        groups: G, in each of which the norm has a mean square of its own.
-        epsilon: is added to it.
+        groups: G, of B and C, and of the norm, which normalises each group by itself.
+        epsilon: is added to the norm's mean square.
         return_state: also return final states.
     """
 
@@ -67,14 +68,14 @@ class Mamba2Arguments(NamedTuple):
     def parts_of_scan(self, xBC: Tensor) -> tuple[Tensor, ...]:
         """Split xBC, or its gradient, into views: x (B, L, H, P), B and C (B, L, G, N)."""
         channels = len(self.norm_weight)
-        of_groups = (len(self.conv_weight) - channels) // 2
-        x, B, C = xBC.split((channels, of_groups, of_groups), dim=2)
-        by_group = (self.groups, of_groups // self.groups)
+        width_of_B = (len(self.conv_weight) - channels) // 2
+        x, B, C = xBC.split((channels, width_of_B, width_of_B), dim=2)
+        by_group = (self.groups, width_of_B // self.groups)
         heads = len(self.A)
         return x.unflatten(2, (heads, channels // heads)), B.unflatten(2, by_group), C.unflatten(2, by_group)
 
     def convolution(self, xBC: Tensor) -> ConvArguments:
-        """Return the convolution's arguments."""
+        """Return the convolution's arguments; xBC is its input."""
         return ConvArguments(
             x=xBC,
             weight=self.conv_weight,
@@ -124,9 +125,9 @@ class Mamba2Saved(NamedTuple):
 def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Outputs:
     """Compute a Mamba-2 block between its projections.
 
-    ``z, xBC, delta = projected; x, B, C = conv1d_pack(xBC)``, then
-    ``rms_norm(ssd_pack(x, delta, A, B, C, D) * silu(z)) * norm_weight``, (B, L, D) in projected's
-    dtype, with final states, or None for them.
+    ``z, xBC, delta = projected; x, B, C = silu(conv(xBC))``, then, with delta as softplus and limit
+    make it, ``rms_norm(ssd_pack(x, delta, A, B, C, D) * silu(z)) * norm_weight``: (B, L, D) in
+    projected's dtype, with final states, or None for them.
 
     Arguments are a layer's, which has checked what its caller brought.
     """
@@ -167,7 +168,7 @@ def compiled(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     wide = checks.accumulation_dtype(a.projected.dtype)
     normed, conv_final, ssm_final = _operator(
         a._replace(
-            # Of slices of a contiguous tensor all tokens have one stride.
+            # Kernels take one stride for all tokens, which slices of a contiguous tensor have.
             projected=a.projected.contiguous(),
             conv_weight=a.conv_weight.to(wide),
             conv_bias=to_dtype(a.conv_bias, wide),
@@ -180,10 +181,12 @@ def compiled(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
 
 
 def _forward(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
+    """Compute the block by a GPU's kernels."""
     return _walk(a, needs_backward, conv._forward, ssd._forward, ssd._kernels(a.projected).gated_norm.forward)
 
 
-def _allocate(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
+def _fake(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
+    """Allocate what ``_forward`` returns."""
     return _walk(a, needs_backward, conv._allocate, ssd._fake, lambda y, *_: torch.empty_like(y))
 
 
@@ -212,7 +215,8 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
     dy, gradients["dnorm_weight"] = ssd._kernels(z).gated_norm.backward(
         dnormed, saved.y, z, a.norm_weight, a.groups, a.epsilon, dz
     )
-    # Gradients of x, B and C lie side by side, as the convolution wrote them.
+    # Views of one buffer, in xBC's order. The norm gave padding dz = 0, since y is 0 there; the other
+    # kernels write zeros there.
     dconvolved = torch.empty_like(saved.convolved)
     dx, dB, dC = a.parts_of_scan(dconvolved)
     scan = a.scan(saved.convolved, delta)
@@ -242,7 +246,7 @@ _operator: PackedOperator[Mamba2Arguments] = PackedOperator(
     outputs=Mamba2Outputs,
     saved=Mamba2Saved,
     forward=_forward,
-    fake=_allocate,
+    fake=_fake,
     backward=_backward,
     constants=("offsets",),
 )

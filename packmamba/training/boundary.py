@@ -72,7 +72,11 @@ class Boundary:
         return type(self).__name__
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
-        """Return where documents start for convolutions, and for recurrences."""
+        """Return the layouts of convolutions and of recurrences.
+
+        Under ``trainer.cuda_graphs`` the number of documents must not depend on the batch's
+        content: return ``layout`` or ``layout.flow()``, which has one prepared there.
+        """
         return layout, layout
 
     def hidden(self, model: MambaLM, batch: PackedBatch, **states: Any) -> Any:
@@ -457,6 +461,7 @@ def select_states(documents: Tensor, states: States, others: States) -> States:
     return map_states(select, states, others)
 
 
+# Schemes that leak by design are listed in packmamba.lab.report.aggregate.LEAKS, too.
 BOUNDARIES: dict[str, type[Boundary]] = {
     "reset": Reset,
     "leak": Leak,

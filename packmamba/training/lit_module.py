@@ -188,14 +188,18 @@ class PackedLitModule(lightning.LightningModule):
         return self._loss(boundary.hidden(self.model, batch), batch)
 
     def _loss(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        layout, mask, weights = batch.layout, batch.loss_mask, None
+        """Return the sum over targets, not their mean: ``accumulate`` divides by the step's targets."""
+        layout = batch.layout
+        mask = batch.loss_mask
+        weights = None
         # The head is the largest product: padding is left out.
         slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
-        if self.mean_over == "rows":  # whose sum over the number of targets is the mean over rows
-            of_row = mask.sum(1, keepdim=True)
-            rows = (of_row > 0).sum().clamp(min=1)
-            # (B, 1): a row's n targets weigh (targets / rows) / n each.
-            weights = (of_row.sum() / rows / of_row.clamp(min=1)).expand(mask.shape)
+        if self.mean_over == "rows":
+            # (B, 1): of T targets in R rows, each of row i's n_i weighs (T / R) / n_i, so that the
+            # micro-batch's sum is T times the mean of its rows' means.
+            targets_of_row = mask.sum(1, keepdim=True)
+            rows = (targets_of_row > 0).sum().clamp(min=1)
+            weights = (targets_of_row.sum() / rows / targets_of_row.clamp(min=1)).expand(mask.shape)
         head = self.model.lm_head.weight
         return linear_cross_entropy(hidden, head, batch.targets, mask, slots, self.compiled, weights)
 

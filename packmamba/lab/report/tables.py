@@ -221,6 +221,8 @@ def ruled(ruling: Ruling) -> Row:
 P_COLUMNS = "p of difference, Holm = p_difference:p | p of equivalence, Holm = p_equivalence:p"
 
 
+# A new metric: derive it in ``aggregate.training_arms`` or write it to records, name it in TITLES,
+# format it in FORMATS; ``_further_keys`` lists those of the headline.
 TITLES = {
     "val_loss": "validation loss",
     "val_loss_start": "loss, first 32 tokens",
