@@ -72,7 +72,7 @@ class PackedMamba(Mixer):
             dt_rank = ceil_div(d_model, 16)
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "dt_rank": dt_rank}
         dt_range = (dt_min, dt_max, dt_init_floor)
-        check_options(sizes, {"bias": bias, "conv_bias": conv_bias}, d_conv, dt_range, backend)
+        check_options(sizes, {"bias": bias, "conv_bias": conv_bias}, dt_range, backend, d_conv)
         self.d_model = d_model
         self.d_state = d_state
         self.d_conv = d_conv

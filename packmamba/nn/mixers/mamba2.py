@@ -26,19 +26,21 @@ class GatedRMSNorm(nn.Module):
 
     The gate comes before the norm, as in state-spaces' ``RMSNormGated(norm_before_gate=False)``,
     which Mamba-2 uses (mamba_ssm/ops/triton/layernorm_gated.py), and transformers'
-    ``MambaRMSNormGated``.
+    ``MambaRMSNormGated``; or after it, ``rms_norm(y) * weight * silu(z)``, as Mamba-3 uses it.
 
     Args:
         channels: D, of which ``groups`` divide into groups of equal size; each has a root mean
             square of its own.
         epsilon: is added to the mean square.
+        gate_first: whether the gate comes before the norm.
     """
 
-    def __init__(self, channels: int, groups: int, epsilon: float) -> None:
+    def __init__(self, channels: int, groups: int, epsilon: float, gate_first: bool = True) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels))
         self.groups = groups
         self.epsilon = epsilon
+        self.gate_first = gate_first
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -48,10 +50,12 @@ class GatedRMSNorm(nn.Module):
     def forward(self, y: Tensor, z: Tensor) -> Tensor:
         """Return (..., D) in y's dtype of y and z (..., D), computed in float32 or wider."""
         dtype = accumulation_dtype(y.dtype)
-        gated = y.to(dtype) * F.silu(z.to(dtype))
+        gate = F.silu(z.to(dtype))
+        gated = y.to(dtype) * gate if self.gate_first else y.to(dtype)
         by_group = gated.unflatten(-1, (self.groups, -1))
         normed = F.rms_norm(by_group, by_group.shape[-1:], eps=self.epsilon).flatten(-2)
-        return (normed * self.weight).to(y.dtype)
+        scaled = normed * self.weight
+        return (scaled if self.gate_first else scaled * gate).to(y.dtype)
 
 
 class PackedMamba2(Mixer):
@@ -113,7 +117,7 @@ class PackedMamba2(Mixer):
         sizes |= {"headdim": headdim, "ngroups": ngroups}
         flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
         dt_range = (dt_min, dt_max, dt_init_floor)
-        check_options(sizes, flags, d_conv, dt_range, backend)
+        check_options(sizes, flags, dt_range, backend, d_conv)
         expect(backend != "mamba_ssm", "backend", "auto, reference, cpu or cuda for Mamba-2", repr(backend))
         d_inner = expand * d_model
         fits = d_inner % headdim == 0 and d_inner // headdim % ngroups == 0

@@ -1,8 +1,8 @@
-"""Share between both Mambas' mixers: arguments and states, initialisation, names in checkpoints.
+"""Share between the Mambas' mixers: arguments and states, initialisation, names in checkpoints.
 
 A mixer projects tokens (``in_proj``), convolves them, scans them by a recurrence and projects back
 (``out_proj``). The convolution and the recurrence take a layout each, since an experiment may let
-one of them leak.
+one of them leak. Mamba-3 has in the convolution's place that a token reads the one before.
 
 Shapes: B rows, L slots, S documents, D channels of the convolution, N states of a channel, W taps.
 """
@@ -22,16 +22,17 @@ from packmamba.ops import checks
 
 # States of documents, tensors (S, ...): convolutions first, the recurrence last. Of Mamba: the
 # convolution's last inputs (S, D, W-1), oldest first, and the scan's state (S, D, N). Of Mamba-2:
-# (S, H P + 2 G N, W-1) and (S, H, P, N).
+# (S, H P + 2 G N, W-1) and (S, H, P, N). Of Mamba-3: the last token's k (S, H, N) and v (S, H, P), and
+# (S, H, P, N).
 State = tuple[Tensor, ...]
 
 
 def check_options(
-    sizes: dict, flags: dict, d_conv: int, dt_range: tuple[float, float, float], backend: str | None
+    sizes: dict, flags: dict, dt_range: tuple[float, float, float], backend: str | None, d_conv: int = 4
 ) -> None:
     """Check a mixer's options. Raises TypeError or ValueError that names one.
 
-    dt_range: (dt_min, dt_max, dt_init_floor).
+    dt_range: (dt_min, dt_max, dt_init_floor). d_conv: of a mixer with a convolution.
     """
     for name, size in sizes.items():
         checks.check_size(name, size, 256 if name == "d_state" else 2**20)
@@ -45,9 +46,11 @@ def check_options(
 
 
 class Mixer(nn.Module):
-    """Hold what both Mambas share: a convolution and a recurrence between ``in_proj`` and ``out_proj``.
+    """Hold what the Mambas share: a recurrence between ``in_proj`` and ``out_proj``, of two a convolution before it.
 
     Attributes:
+        EXPLICIT: arguments without which a checkpoint's weights may be another model, which it
+            therefore states; by name, what a new model takes.
         HUGGING_FACE: by argument, the key of transformers' configuration and its default.
         NO_WEIGHT_DECAY: names of parameters of several dimensions that do not decay.
         WITHOUT_EFFECT: keys of a checkpoint's ssm_cfg that change nothing. A learned initial state
@@ -55,6 +58,7 @@ class Mixer(nn.Module):
         state_shape: of one document's state in the recurrence.
     """
 
+    EXPLICIT: dict[str, Any] = {}
     HUGGING_FACE: dict[str, tuple[str, Any]]
     NO_WEIGHT_DECAY: tuple[str, ...]
     d_model: int
