@@ -29,7 +29,6 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, round_up
 from packmamba.nn.init import Embedding, Head, Projection, whole_parameters
 from packmamba.nn.mixers import MIXERS, State
-from packmamba.nn.mixers.mixer import is_adapted
 from packmamba.nn.pretrained import find_folder, load_weights, read_pretrained, write_pretrained
 from packmamba.ops.checks import check_flags, check_layout, check_size, is_transforming
 
@@ -259,10 +258,7 @@ class GatedMLP(nn.Module):
 
     def forward(self, normed: Tensor, weight: Tensor) -> Tensor:
         """Return (B, L, d_model) of ``normed`` (B, L, d_model) times ``weight`` (d_model,), the norm's."""
-        if is_adapted(self.fc1):
-            x, gate = self.fc1(normed * weight).chunk(2, dim=-1)
-        else:
-            x, gate = F.linear(normed, self.fc1.weight * weight).chunk(2, dim=-1)
+        x, gate = self.fc1(normed * weight.to(normed.dtype)).chunk(2, dim=-1)
         return self.fc2(x * F.silu(gate))
 
 

@@ -141,7 +141,9 @@ def test_transforms_over_compiled_operators_are_refused_in_a_sentence(make, tran
     x = torch.randn(3, 2, 9, 16)
     call = {"vmap": lambda: vmap(layer)(x), "grad": lambda: grad(loss)(parameters, x[0])}
     call["vmap of grad"] = lambda: vmap(grad(loss), (None, 0))(parameters, x)
-    with pytest.raises(RuntimeError, match="^(mamba_inner|conv1d_pack|ssm_pack): expected .*backend='reference'") as caught:
+    with pytest.raises(
+        RuntimeError, match="^(mamba_inner|conv1d_pack|ssm_pack): expected .*backend='reference'"
+    ) as caught:
         call[transform]()
     assert "\n" not in str(caught.value)
 

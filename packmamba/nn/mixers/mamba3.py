@@ -39,9 +39,9 @@ from packmamba.ops.ssd import elementwise
 
 EPSILON = 1e-5  # of every norm
 PARTS = 2**48
-"""Parts of a turn in which angles are summed."""
-LEAST_STEP = 1e-30
-"""Minimum of a dt, by which the scan's input is divided; decays by it are 1."""
+"""Parts of a turn in which angles are summed; a token's angle may be up to 2**15 turns."""
+LEAST_STEP = 1e-15
+"""Minimum of a dt, by which the scan's input is divided: its square is a float32, and a decay by it is 1."""
 
 
 class PackedMamba3(Mixer):
@@ -203,7 +203,7 @@ class PackedMamba3(Mixer):
             k_before, v_before, h = state
             weight = _at(from_previous, first)[..., None]
             h = h + (weight * v_before)[..., None] * k_before[:, :, None]
-        y, final = ops.ssd_pack(
+        scanned = ops.ssd_pack(
             v * scale[..., None],
             step,
             -torch.ones_like(self.D, dtype=dtype),
@@ -211,15 +211,16 @@ class PackedMamba3(Mixer):
             _rotate(q, cos, sin),
             layout=ssm_layout,
             initial_state=None if state is None else h,
-            return_final_state=True,
+            return_final_state=return_state,
             backend=self.backend,
         )
+        y = scanned[0] if return_state else scanned
         y = y + (self.D - from_next * (k * q).sum(-1))[..., None] * v
         y = y.flatten(-2)
-        y = self.norm(y, z) if self.norm is not None else y * elementwise(F.silu, z)
+        y = y * elementwise(F.silu, z) if self.norm is None else self.norm(y, z)
         if return_state:
             k, v, cos, sin = (_at(tensor, last) for tensor in (k, v, cos, sin))
-            state = (k, v, _rotate(final, cos[:, :, None], -sin[:, :, None]))
+            state = (k, v, _rotate(scanned[1], cos[:, :, None], -sin[:, :, None]))
         return y.to(projected.dtype), state if return_state else None
 
     def _per_head(self, projected: Tensor, norm: nn.RMSNorm, bias: Tensor) -> Tensor:
@@ -269,9 +270,11 @@ def _before(k: Tensor, v: Tensor, first: Tensor, document: Tensor) -> State:
 
 def _next(weight: Tensor, *documents: Tensor) -> Tensor:
     """Return the weight (B, L, H) of each slot's next token, 0 where that is another document's by any (B, L)."""
-    same = [document[:, 1:] == document[:, :-1] for document in documents]
-    following = torch.where(torch.stack(same).all(0)[..., None], weight[:, 1:], 0)
-    return F.pad(following, (0, 0, 0, 1))
+    row_length = weight.shape[1]
+    has_next = torch.arange(row_length, device=weight.device) < row_length - 1
+    for document in documents:
+        has_next = has_next & (document == document.roll(-1, 1))
+    return torch.where(has_next[..., None], weight.roll(-1, 1), 0)
 
 
 def _rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
