@@ -23,12 +23,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, round_up
 from packmamba.nn.init import Embedding, Head, Projection, whole_parameters
 from packmamba.nn.mixers import MIXERS, State
+from packmamba.nn.mixers.mixer import recomputed
 from packmamba.nn.pretrained import find_folder, load_weights, read_pretrained, write_pretrained
 from packmamba.ops.checks import check_flags, check_layout, check_size, is_transforming
 
@@ -304,10 +304,7 @@ class Block(nn.Module):
 
     def _run(self, function: Any, *arguments: Any) -> Any:
         """Call a function, of which ``recompute`` keeps the arguments alone."""
-        # A strict torch.export cannot run checkpoint.
-        if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_exporting():
-            return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-        return function(*arguments)
+        return recomputed(function, *arguments) if self.recompute else function(*arguments)
 
 
 def add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.nn.init import Projection, dt_bias_
-from packmamba.nn.mixers.mixer import Mixer, State, check_options
-from packmamba.ops.checks import accumulation_dtype, is_transforming
+from packmamba.nn.mixers.mixer import Mixer, State, check_options, recomputed
+from packmamba.ops.checks import accumulation_dtype
 
 
 class GatedRMSNorm(nn.Module):
@@ -186,16 +185,8 @@ class PackedMamba2(Mixer):
             backend=self.backend,
         )
         y, ssm_state = scanned if return_state else (scanned, None)
-        mixed = self.out_proj(self._normalise(y.flatten(-2), z))
-        return mixed, (conv_state, ssm_state) if return_state else None
-
-    def _normalise(self, y: Tensor, z: Tensor) -> Tensor:
-        """Gate and normalise y; the backward computes it again, which keeps only y and z."""
-        # torch.func's transforms refuse checkpoint, a strict torch.export cannot run it.
-        plain = is_transforming() or torch.compiler.is_exporting()
-        if torch.is_grad_enabled() and not plain:
-            return checkpoint(self.norm, y, z, use_reentrant=False, preserve_rng_state=False)
-        return self.norm(y, z)
+        y = recomputed(self.norm, y.flatten(-2), z)  # the backward keeps y and z alone
+        return self.out_proj(y), (conv_state, ssm_state) if return_state else None
 
     @classmethod
     def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:

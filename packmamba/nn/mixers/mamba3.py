@@ -26,15 +26,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.nn.init import Projection, dt_bias_
 from packmamba.nn.mixers.mamba2 import GatedRMSNorm
-from packmamba.nn.mixers.mixer import Mixer, State, check_options
-from packmamba.ops.checks import accumulation_dtype, check_layout, is_transforming
+from packmamba.nn.mixers.mixer import Mixer, State, check_options, recomputed
+from packmamba.ops.checks import accumulation_dtype, check_layout
 from packmamba.ops.ssd import elementwise
 
 EPSILON = 1e-5  # of every norm
@@ -152,12 +151,7 @@ class PackedMamba3(Mixer):
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output; conv_layout says whose previous token's k and v a token reads."""
         arguments = (projected, conv_layout, ssm_layout, state, return_state)
-        # torch.func's transforms refuse checkpoint, a strict torch.export cannot run it.
-        plain = is_transforming() or torch.compiler.is_exporting()
-        if self.recompute and torch.is_grad_enabled() and not plain:
-            y, state = checkpoint(self._scan, *arguments, use_reentrant=False, preserve_rng_state=False)
-        else:
-            y, state = self._scan(*arguments)
+        y, state = recomputed(self._scan, *arguments) if self.recompute else self._scan(*arguments)
         return self.out_proj(y), state
 
     def _scan(

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from packmamba import ops
 from packmamba.errors import expect
@@ -196,6 +197,15 @@ class Mixer(nn.Module):
         """Translate this mixer's arguments to transformers' configuration. Raises ValueError."""
         published = {key: options.get(argument, default) for argument, (key, default) in cls.HUGGING_FACE.items()}
         return published | {"hidden_act": "silu"}
+
+
+def recomputed(function: Any, *arguments: Any) -> Any:
+    """Call a function, which the backward computes again from its arguments instead of keeping more."""
+    # torch.func's transforms refuse checkpoint, a strict torch.export cannot run it.
+    plain = checks.is_transforming() or torch.compiler.is_exporting()
+    if plain or not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def is_adapted(projection: nn.Module) -> bool:
