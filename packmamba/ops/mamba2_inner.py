@@ -87,7 +87,7 @@ class Mamba2Arguments(NamedTuple):
         )
 
     def scan(self, convolved: Tensor, delta: Tensor) -> SsdArguments:
-        """Return the scan's arguments."""
+        """Return the scan's arguments; convolved is the convolution's output, delta projected's part."""
         x, B, C = self.parts_of_scan(convolved)
         return SsdArguments(
             x=x,
@@ -129,7 +129,8 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
     make it, ``rms_norm(ssd_pack(x, delta, A, B, C, D) * silu(z)) * norm_weight``: (B, L, D) in
     projected's dtype, with final states, or None for them.
 
-    Arguments are a layer's, which has checked what its caller brought.
+    Arguments are a layer's, which has checked what its caller brought. The backward on a GPU
+    computes the norm again; it keeps the convolution's and the scan's output.
     """
     return Mamba2Outputs(*choose(backend, a.projected.device, "mamba2_inner")(a))
 
@@ -220,11 +221,11 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
     dconvolved = torch.empty_like(saved.convolved)
     dx, dB, dC = a.parts_of_scan(dconvolved)
     scan = a.scan(saved.convolved, delta)
-    of_scan = Outputs(y=dy.view(scan.x.shape), final_state=grads.ssm_state)
-    found = ssd._backward(scan, ssd.SsdSaved(None), of_scan, (dx, ddelta, dB, dC))
+    scan_grads = Outputs(y=dy.view(scan.x.shape), final_state=grads.ssm_state)
+    scan_gradients = ssd._backward(scan, ssd.SsdSaved(None), scan_grads, (dx, ddelta, dB, dC))
     for name in ("dA", "dD", "ddelta_bias"):
-        gradients[name] = found[name]
-    gradients["dssm_state"] = found["dinitial_state"]
+        gradients[name] = scan_gradients[name]
+    gradients["dssm_state"] = scan_gradients["dinitial_state"]
     KERNELS["cuda"]["conv1d_backward"](
         {
             **conv.conv_inputs(a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, silu=True),

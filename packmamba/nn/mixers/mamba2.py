@@ -34,7 +34,7 @@ class PackedMamba2(Mixer):
         dt_limit: (low, high), to which delta is clamped.
         D_has_hdim: the skip D has a weight for each channel, not for each head.
         norm_eps: of the gated norm.
-        recompute: without effect; the backward always computes the norm again.
+        recompute: without effect; on a GPU the backward always computes the norm again.
 
     Raises TypeError or ValueError that names the argument.
     """
