@@ -228,3 +228,22 @@ def test_detaching_the_carried_states_changes_only_the_gradient():
     expected = gradients(summed_loss(whole, tokens, LAYOUT), model)["backbone.layers.0.mixer.A_log"]
     truncated = gradients(summed_loss(cut_up, tokens, LAYOUT), model)["backbone.layers.0.mixer.A_log"]
     assert error(truncated, expected) > 1e-4
+
+
+@pytest.mark.parametrize("layer", [PackedMamba(16), PackedMamba2(16, headdim=8, d_state=8)], ids=["mamba1", "mamba2"])
+def test_a_layer_refuses_states_of_other_shapes_and_dtypes(layer):
+    """Kernels trust the layer: a state of too few documents would be read past its end."""
+    hidden = torch.randn(1, 6, 16)
+    layout = SequenceLayout.from_lengths([[2, 4]], row_length=6)
+    conv_state, ssm_state = layer.start_state(2)
+    wrong = {
+        "conv_state: expected shape": (conv_state[:1], ssm_state),
+        "ssm_state: expected shape": (conv_state, ssm_state[:, :-1]),
+        "conv_state: expected torch.float32": (conv_state.double(), ssm_state),
+        "ssm_state: expected torch.float32": (conv_state, ssm_state.bfloat16()),
+        "state: expected a pair": (conv_state, ssm_state, ssm_state),
+    }
+    layer(hidden, layout, state=(conv_state, ssm_state))
+    for message, state in wrong.items():
+        with pytest.raises((ValueError, TypeError), match=f"^{message}"):
+            layer(hidden, layout, state=state)
