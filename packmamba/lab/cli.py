@@ -13,8 +13,8 @@ import importlib
 import importlib.util
 import json
 import os
-import re
 import shutil
+import subprocess
 import sys
 import textwrap
 import time
@@ -209,10 +209,10 @@ def _is_mentioned(name: str, include_path: str | None) -> bool:
     spec = importlib.util.find_spec("lm_eval")
     if spec is None:
         return False
-    word = re.compile(rb"\b%s\b" % re.escape(name.encode()))
     folders = [Path(str(spec.origin)).parent / "tasks", *([Path(include_path)] if include_path else [])]
-    files = (file for folder in folders for file in folder.rglob("*.y*ml"))
-    return any(word.search(file.read_bytes()) for file in files)
+    # 14,000 files: grep reads them in 0.15 s, Python in 0.6.
+    search = ["grep", "-rqwF", "--include=*.yaml", "--include=*.yml", "-e", name, *folders]
+    return subprocess.run(search).returncode == 0
 
 
 def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Callable]:
