@@ -53,7 +53,7 @@ def ssd_pack(
     Differentiable in every tensor, also through the final state.
 
     Args (others, dtypes and strides as of ``ssm_pack``):
-        x, z, delta: (B, L, H, P), (B, L, H, P), (B, L, H).
+        x, z: (B, L, H, P). delta: (B, L, H), in x's dtype or A's, as is its gradient.
         A, delta_bias: (H,). D: (H,) or (H, P).
         B, C: (B, L, G, N); H is a multiple of G, N at most 256.
         delta_limit: (low, high), to which delta is clamped last; None: no limit.
@@ -74,7 +74,8 @@ def ssd_pack(
         expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
         raise ValueError(f"B: expected shape {expected}, got {tuple(B.shape)}")
     by_group = rows, row_length, *B.shape[2:]
-    checks.check_tensors(x, "x", near, True, delta=(delta, shape[:3]), B=(B, by_group), C=(C, by_group), z=(z, shape))
+    checks.check_tensors(x, "x", near, True, B=(B, by_group), C=(C, by_group), z=(z, shape))
+    checks.check_tensors(x, "x", near + wide, True, delta=(delta, shape[:3]))
     skip = (heads, channels) if isinstance(D, Tensor) and D.dim() == 2 else (heads,)
     checks.check_tensors(
         x, "x", wide, A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)),

@@ -48,6 +48,7 @@ REFUSALS = [
     ("ssd_pack", "x", lambda x: x.flatten(2), ValueError),
     ("ssd_pack", "x", torch.Tensor.int, TypeError),
     ("ssd_pack", "delta", lambda d: d[..., :1], ValueError),
+    ("ssd_pack", "delta", torch.Tensor.double, TypeError),
     ("ssd_pack", "A", lambda A: A[:, None], ValueError),
     ("ssd_pack", "A", torch.Tensor.bfloat16, TypeError),
     ("ssd_pack", "B", lambda B: B[..., 0], ValueError),

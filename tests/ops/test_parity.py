@@ -289,6 +289,22 @@ def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend, begin):
     assert torch.equal(torch.cat([first, second], 1), y) and torch.equal(end, final)
 
 
+@every_backend
+@pytest.mark.parametrize("optional", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_step_sizes_may_be_float32_beside_narrower_activations(backend, dtype, optional):
+    """Of ssd_pack, as Mamba-3 calls it: a decay then keeps bits which the activations' dtype has not."""
+    case = random_case("ssd_pack", AWKWARD["chunk-edges"], dtype, device_of(backend), optional=optional)
+    rounded = case.tensors["delta"]
+    case.tensors["delta"] = rounded.float() * (1 + 1e-3 * torch.rand_like(rounded.float()))
+    results, expected = case.run(backend), case.specification()
+    assert results["grad delta"].dtype == torch.float32
+    for name, value in expected.items():
+        assert relative_error(results[name], value) <= tolerance("ssd_pack", dtype, name.startswith("grad")), name
+    case.tensors["delta"] = rounded
+    assert relative_error(case.run(backend)["final_state"], expected["final_state"]) > 1e-5
+
+
 def test_heads_of_one_channel_may_lie_apart():
     """Of ssd_pack: joined with its head such a channel has another stride."""
     x = torch.randn(2, 6, 4, 2)[..., :1]
