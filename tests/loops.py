@@ -8,13 +8,14 @@ Shapes: B rows, L slots, S documents, D channels, N states, W taps, H heads, P c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packmamba import SequenceLayout
+from packmamba import PackedMamba3, SequenceLayout
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.scan import ScanArguments
@@ -105,6 +106,56 @@ def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
 
     states = a.A.new_zeros(a.state_shape) if a.initial_state is None else a.initial_state
     return _by_token(a.layout, a.x, states, step)
+
+
+def mamba3_loops(mixer: PackedMamba3, hidden: Tensor, layout: SequenceLayout, states: tuple) -> tuple[Tensor, list]:
+    """Mix hidden (B, L, d_model) by Mamba-3's equations (arXiv 2603.15569), token by token; return also final states.
+
+    With complex numbers, one for two coordinates that rotate: a state turns with its keys. ``states``, by document: k (H, N)
+    and v (H, P) of the token before, h (H, P, N), all in the frame of that token, where angles are zero.
+    """
+    H, P, N, G, n = mixer.nheads, mixer.headdim, mixer.d_state, mixer.ngroups, mixer.num_angles
+    weights = [2 * [H * P], 2 * [G * N], 3 * [H], [n]]
+    rows = (hidden.flatten(0, 1) @ mixer.in_proj.weight.T).split(sum(weights, []), 1)
+
+    def turned(x: Tensor, angle: Tensor) -> Tensor:
+        pairs = torch.view_as_complex(x[..., : 2 * n].unflatten(-1, (n, 2)).contiguous())
+        turning = torch.view_as_real(pairs * torch.polar(torch.ones_like(angle), angle)).flatten(-2)
+        return torch.cat([turning, x[..., 2 * n :]], -1)
+
+    def normed(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    mixed = [hidden.new_zeros(H * P)] * layout.num_slots
+    finals = []
+    for k_before, v_before, h, start, end in zip(*states, layout.starts.tolist(), layout.ends.tolist()):
+        theta = hidden.new_zeros(H, n)
+        for t in range(start, end):
+            z, v, B, C, dt, A, trapezoid, angle = (part[t] for part in rows)
+            v = v.view(H, P)
+            dt = F.softplus(dt + mixer.dt_bias)
+            A = F.softplus(A) if mixer.decay == "softplus" else torch.where(A >= 0, 1 + A, 1 / (1 - A))
+            A = -torch.clamp(A, min=mixer.A_floor)
+            theta = (theta + math.pi * torch.tanh(angle) * dt[:, None]) % (2 * math.pi)
+            k, q = (
+                normed(x.view(G, N), norm.weight).repeat_interleave(H // G, 0) + bias[:, 0]
+                for x, norm, bias in ((B, mixer.B_norm, mixer.B_bias), (C, mixer.C_norm, mixer.C_bias))
+            )
+            k, q = turned(k, theta), turned(q, theta)
+            share = torch.sigmoid(trapezoid)
+            alpha = torch.exp(A * dt)
+            beta, gamma = (1 - share) * dt * alpha, share * dt
+            h = alpha[:, None, None] * h
+            h = h + beta[:, None, None] * v_before[..., None] * k_before[:, None]
+            h = h + gamma[:, None, None] * v[..., None] * k[:, None]
+            y = (h * q[:, None]).sum(-1) + mixer.D[:, None] * v
+            if mixer.norm is not None:
+                y = normed(y, mixer.norm.weight.view(H, P))
+            mixed[t] = y.flatten() * F.silu(z)
+            k_before, v_before = k, v
+        finals.append((turned(k_before, -theta), v_before, turned(h, -theta[:, None].expand(H, P, n))))
+    mixed = torch.stack(mixed).view(*layout.shape, H * P)
+    return mixed @ mixer.out_proj.weight.T, [torch.stack(parts) for parts in zip(*finals)]
 
 
 def _gated(y: Tensor, z: Tensor | None, slot: int) -> Tensor:

@@ -14,6 +14,7 @@ CONFIGS = {
     "published": {},
     "everything": {"bias": True, "tie_embeddings": False, "dt_rank": 3, "expand": 3},
     "mamba2": {"mixer": "mamba2", "headdim": 8, "ngroups": 2, "bias": True, "d_conv": 3},
+    "mamba3": {"mixer": "mamba3", "headdim": 4, "ngroups": 2, "rope_fraction": 1.0, "d_intermediate": 24},
     "narrow": {"d_conv": 2, "d_state": 1, "conv_bias": False, "n_layer": 1, "expand": 1},
 }
 EXACT = 1e-13  # float64; orders of sums leave about 2e-15

@@ -236,8 +236,9 @@ def _check_rules(config: Config) -> None:
     _check_keys_in_use(config, strategy, boundary)
     row_length_is_known = data.row_length or not strategy.needs_row_length
     rule(row_length_is_known, "data.row_length", f"an integer with {data.strategy}")
-    has_kernels = config.ops.backend != "mamba_ssm" or config.model.mixer != "mamba2"
-    rule(has_kernels, "ops.backend", "auto, reference, cpu or cuda with model.mixer=mamba2")
+    mixer = config.model.mixer
+    has_kernels = config.ops.backend != "mamba_ssm" or mixer not in ("mamba2", "mamba3")
+    rule(has_kernels, "ops.backend", f"auto, reference, cpu or cuda with model.mixer={mixer}")
     if boundary.continues:
         _check_carry(config, strategy, boundary)
     if config.trainer.strategy == "fsdp2":

@@ -161,7 +161,7 @@ class ModelConfig:
     mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
     mixer_options: dict[str, Any] = key({}, "More arguments of the mixer, such as dt_max.")
     d_state: Optional[int] = key(
-        None, "States per channel.", null="the mixer's default (mamba1: 16, mamba2: 128)", low=1
+        None, "States per channel.", null="the mixer's default (mamba1: 16, mamba2 and mamba3: 128)", low=1
     )
     d_conv: int = key(4, "Taps of the convolution.", low=2, high=4)
     expand: int = key(2, "d_inner = expand * d_model.", low=1)

@@ -8,24 +8,27 @@ rest (``return_hidden``), since the loss of a large vocabulary is computed witho
 A block gets the residual stream both as it is and normalised, and hands on both. So the norm of the
 next block is computed where the addition is, and what the backward needs is saved once: the
 normalised stream and a number a token. The norm's weight is not applied there: it scales the
-columns of the mixer's first projection, d_model numbers instead of B L d_model.
+columns of the mixer's first projection, d_model numbers instead of B L d_model. A gated MLP between
+mixers (``d_intermediate``), which works on tokens, has such a norm of its own.
 
 Shapes: B rows, L slots, S documents.
 """
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from packmamba.errors import expect
-from packmamba.layout import SequenceLayout
-from packmamba.nn.init import Embedding, Head, whole_parameters
+from packmamba.layout import SequenceLayout, round_up
+from packmamba.nn.init import Embedding, Head, Projection, whole_parameters
 from packmamba.nn.mixers import MIXERS, State
+from packmamba.nn.mixers.mixer import recomputed
 from packmamba.nn.pretrained import find_folder, load_weights, read_pretrained, write_pretrained
 from packmamba.ops.checks import check_flags, check_layout, check_size, is_transforming
 
@@ -45,6 +48,8 @@ class MambaLM(nn.Module):
             the convolution's output and delta (as mamba-ssm does; compiled kernels only); "block",
             all but each block's input (activation checkpointing).
         mixer: a name in ``packmamba.nn.mixers.MIXERS``.
+        d_intermediate: channels of a gated MLP behind each mixer, rounded up to a multiple of 128;
+            0: none.
         options: the mixer's; PackedMamba's are d_state, d_conv, expand, dt_rank,
             backend and others.
 
@@ -60,6 +65,7 @@ class MambaLM(nn.Module):
         norm_epsilon: float = 1e-5,
         recompute: str = "none",
         mixer: str = "mamba1",
+        d_intermediate: int = 0,
         **options: Any,
     ) -> None:
         super().__init__()
@@ -67,6 +73,8 @@ class MambaLM(nn.Module):
         expect(mixer in MIXERS, "mixer", f"one of {', '.join(MIXERS)}", repr(mixer))
         for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
             check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
+        if d_intermediate != 0:
+            check_size("d_intermediate", d_intermediate, 2**20)
         check_flags(tie_embeddings=tie_embeddings)
         self.config = {
             "vocab_size": vocab_size,
@@ -75,13 +83,17 @@ class MambaLM(nn.Module):
             "tie_embeddings": tie_embeddings,
             "norm_epsilon": norm_epsilon,
             "mixer": mixer,
+            **({"d_intermediate": d_intermediate} if d_intermediate else {}),
+            **getattr(MIXERS[mixer], "EXPLICIT", {}),
             **options,
         }
         embedding = Embedding(vocab_size, d_model)
         mixers = [MIXERS[mixer](d_model, recompute=recompute == "inner", **options) for _ in range(n_layer)]
-        layers = [Block(mixer, norm_epsilon, recompute == "block") for mixer in mixers]
+        layers = [Block(mixer, norm_epsilon, recompute == "block", d_intermediate) for mixer in mixers]
         for layer in layers:
             layer.mixer.initialise_in_stack(n_layer)
+            if layer.mlp is not None:
+                layer.mlp.fc2.place_in_stack(math.sqrt(n_layer))
         norm = nn.RMSNorm(d_model, eps=norm_epsilon)
         self.backbone: Any = nn.ModuleDict({"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm})
         self.lm_head = Head(d_model, vocab_size, bias=False)
@@ -107,6 +119,9 @@ class MambaLM(nn.Module):
                 layer.mixer.reset_parameters()
                 layer.mixer.initialise_in_stack(len(layers))
             layer.norm.reset_parameters()
+        for layer in (layer for layer in layers if layer.mlp is not None):
+            for part in (layer.norm2, layer.mlp.fc1, layer.mlp.fc2):
+                part.reset_parameters()
         self.backbone.norm_f.reset_parameters()
         self.lm_head.reset_parameters()
 
@@ -119,11 +134,15 @@ class MambaLM(nn.Module):
                 ``revision``.
             overrides: further arguments of MambaLM, such as ``backend``.
 
-        Raises FileNotFoundError; ValueError for another configuration, or naming the first weight
-        that does not fit it.
+        Raises FileNotFoundError; ValueError for another configuration, for one that lacks what the
+        mixer must be told (Mamba-3's ``decay``), or naming the first weight that does not fit it.
         """
         arguments, weights = read_pretrained(find_folder(directory, revision))
-        model = cls(**(arguments | overrides))
+        arguments |= overrides
+        for name in getattr(MIXERS[arguments["mixer"]], "EXPLICIT", {}):
+            expected = f"a value in ssm_cfg of {directory}'s config.json, or from_pretrained(..., {name}=...)"
+            expect(name in arguments, name, expected, "none")
+        model = cls(**arguments)
         load_weights(model, weights, directory)
         return model
 
@@ -225,21 +244,46 @@ class MambaLM(nn.Module):
         return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
 
 
+class GatedMLP(nn.Module):
+    """Compute ``fc2(x * silu(gate))``, x and gate of ``fc1`` (SwiGLU), as state-spaces' GatedMLP.
+
+    channels: of x, rounded up to a multiple of 128.
+    """
+
+    def __init__(self, d_model: int, channels: int) -> None:
+        super().__init__()
+        channels = round_up(channels, 128)
+        self.fc1 = Projection(d_model, 2 * channels, bias=False)
+        self.fc2 = Projection(channels, d_model, bias=False)
+
+    def forward(self, normed: Tensor, weight: Tensor) -> Tensor:
+        """Return (B, L, d_model) of ``normed`` (B, L, d_model) times ``weight`` (d_model,), the norm's."""
+        x, gate = self.fc1(normed * weight.to(normed.dtype)).chunk(2, dim=-1)
+        return self.fc2(x * F.silu(gate))
+
+
 class Block(nn.Module):
     """Compute ``residual + mixer(norm(residual))``, the residual stream in float32 or wider.
+
+    With ``d_intermediate`` also ``residual + mlp(norm2(residual))`` behind it.
 
     Args:
         mixer: a module as ``packmamba.nn.mixers`` describes.
         norm_epsilon: of RMSNorm.
         recompute: the backward computes the whole mixer again from its input (activation
-            checkpointing).
+            checkpointing), and the MLP.
+        d_intermediate: as of MambaLM.
     """
 
-    def __init__(self, mixer: Any, norm_epsilon: float, recompute: bool = False) -> None:
+    def __init__(self, mixer: Any, norm_epsilon: float, recompute: bool = False, d_intermediate: int = 0) -> None:
         super().__init__()
         self.mixer = mixer
         self.norm = nn.RMSNorm(mixer.d_model, eps=norm_epsilon)
         self.recompute = recompute
+        self.mlp: Any = None
+        if d_intermediate:
+            self.norm2 = nn.RMSNorm(mixer.d_model, eps=norm_epsilon)
+            self.mlp = GatedMLP(mixer.d_model, d_intermediate)
 
     def forward(
         self, residual: Tensor, normed: Tensor, *layouts_and_state: Any
@@ -251,14 +295,16 @@ class Block(nn.Module):
                 ``add_norm`` normalises it.
             layouts_and_state: conv_layout, ssm_layout, state, return_state, as of ``Mixer.mix``.
         """
-        arguments = (normed, self.norm.weight, *layouts_and_state)
-        # A strict torch.export cannot run checkpoint.
-        if self.recompute and torch.is_grad_enabled() and not torch.compiler.is_exporting():
-            mixed, state = checkpoint(self.mixer.mix, *arguments, use_reentrant=False, preserve_rng_state=False)
-        else:
-            mixed, state = self.mixer.mix(*arguments)
+        mixed, state = self._run(self.mixer.mix, normed, self.norm.weight, *layouts_and_state)
         residual, normed = add_norm(residual, mixed, self.norm.eps)
+        if self.mlp is not None:
+            mixed = self._run(self.mlp, normed, self.norm2.weight)
+            residual, normed = add_norm(residual, mixed, self.norm2.eps)
         return residual, normed, state
+
+    def _run(self, function: Any, *arguments: Any) -> Any:
+        """Call a function, of which ``recompute`` keeps the arguments alone."""
+        return recomputed(function, *arguments) if self.recompute else function(*arguments)
 
 
 def add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:

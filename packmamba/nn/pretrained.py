@@ -31,6 +31,7 @@ STATE_SPACES = {  # by MambaLM's argument, the key of config.json and its defaul
     "n_layer": ("n_layer", None),
     "tie_embeddings": ("tie_embeddings", True),
     "norm_epsilon": ("norm_epsilon", NORM_EPSILON),
+    "d_intermediate": ("d_intermediate", 0),
 }
 HUGGING_FACE = {  # the same of transformers' configuration
     "vocab_size": ("vocab_size", 50280),
@@ -157,7 +158,9 @@ def write_pretrained(
 def _to_hugging_face(config: dict[str, Any]) -> dict[str, Any]:
     """Translate MambaLM's arguments to transformers' configuration."""
     mixer = MIXERS[config["mixer"]]
-    expect(hasattr(mixer, "to_hugging_face"), "mixer", "one that this format has", repr(config["mixer"]))
+    in_format = "hugging_face" in getattr(mixer, "PUBLISHED", {})
+    expect(in_format, "mixer", "one that this format has", repr(config["mixer"]))
+    expect("d_intermediate" not in config, "d_intermediate", "0 in this format", config.get("d_intermediate"))
     return {
         "model_type": mixer.PUBLISHED["hugging_face"],
         "architectures": [mixer.PUBLISHED["architecture"]],
@@ -173,7 +176,7 @@ def _to_state_spaces(config: dict[str, Any]) -> dict[str, Any]:
     layer = _layer(config["mixer"])
     options = {} if layer == DEFAULT_LAYER else {"layer": layer}
     options |= {key: value for key, value in config.items() if key not in {*STATE_SPACES, *NOT_PUBLISHED}}
-    published = {key: config[argument] for argument, (key, _) in STATE_SPACES.items()}
+    published = {key: config[argument] for argument, (key, _) in STATE_SPACES.items() if argument in config}
     if published["norm_epsilon"] == NORM_EPSILON:
         del published["norm_epsilon"]  # mamba-ssm has no such key
     return published | {
@@ -197,9 +200,8 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
     """Translate state-spaces' configuration to MambaLM's arguments. Raises ValueError."""
     has_sizes = {"d_model", "n_layer"} <= published.keys()
     expect(has_sizes, str(path), "d_model and n_layer, or hidden_size", "neither")
-    for key in ("attn_layer_idx", "d_intermediate"):
-        value = published.get(key)
-        expect(not value, f"{path}: {key}", "none (Mamba blocks only)", repr(value))
+    attention = published.get("attn_layer_idx")
+    expect(not attention, f"{path}: attn_layer_idx", "none (Mamba blocks only)", repr(attention))
     expect(published.get("rms_norm", True), f"{path}: rms_norm", "true", "false")
     options = dict(published.get("ssm_cfg") or {})
     layer = options.pop("layer", DEFAULT_LAYER)
@@ -220,7 +222,8 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
     """Translate transformers' configuration to MambaLM's arguments. Raises ValueError."""
-    mixers = {mixer.PUBLISHED["hugging_face"]: name for name, mixer in MIXERS.items() if hasattr(mixer, "PUBLISHED")}
+    published_as = {name: getattr(mixer, "PUBLISHED", {}).get("hugging_face") for name, mixer in MIXERS.items()}
+    mixers = {model_type: name for name, model_type in published_as.items() if model_type}
     model_type = published.get("model_type")
     expect(model_type in mixers, f"{path}: model_type", " or ".join(mixers), repr(model_type))
     mixer = mixers[model_type]

@@ -18,7 +18,8 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-OPTIONAL = {"bias", "D", "z", "delta_bias", "initial_state", "conv_bias", "conv_state", "ssm_state"}
+OPTIONAL = {"bias", "D", "z", "delta_bias", "initial_state", "conv_bias"}
+OPTIONAL |= {"conv_state", "ssm_state", "k_state", "v_state"}
 """Arguments that may be None."""
 
 

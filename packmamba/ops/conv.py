@@ -137,12 +137,16 @@ def allocate_conv_state(weight: Tensor, layout: SequenceLayout) -> Tensor:
 
 def _backward(a: ConvArguments, saved: Nothing, grads: Outputs) -> dict[str, Tensor | None]:
     gradients = _operator.signature.allocate_gradients(a)
-    arguments = _inputs(a) | gradients
     # No gradient of y: only the final state was used.
-    arguments["dy"] = a.x.new_zeros(a.x.shape) if grads.y is None else unit_stride(grads.y)
-    arguments["dfinal"] = dense(grads.final_state) if a.return_final_state else None
-    KERNELS[a.x.device.type]["conv1d_backward"](arguments)
+    dy = a.x.new_zeros(a.x.shape) if grads.y is None else unit_stride(grads.y)
+    backward_into(a, dy, grads.final_state, **gradients)
     return gradients
+
+
+def backward_into(a: ConvArguments, dy: Tensor, dfinal: Tensor | None, **gradients: Tensor | None) -> None:
+    """Compute gradients into dx, dweight, dbias and dinitial_state; dy has unit channel stride."""
+    dfinal = dense(dfinal) if a.return_final_state else None
+    KERNELS[a.x.device.type]["conv1d_backward"]({**_inputs(a), "dy": dy, "dfinal": dfinal, **gradients})
 
 
 def _inputs(a: ConvArguments) -> dict[str, Any]:

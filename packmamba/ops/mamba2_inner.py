@@ -21,7 +21,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, conv, ssd
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import ConvArguments
-from packmamba.ops.custom_op import KERNELS, Outputs, PackedOperator, dense, to_dtype
+from packmamba.ops.custom_op import Outputs, PackedOperator, to_dtype
 from packmamba.ops.ssd import SsdArguments
 
 
@@ -226,17 +226,14 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
     for name in ("dA", "dD", "ddelta_bias"):
         gradients[name] = scan_gradients[name]
     gradients["dssm_state"] = scan_gradients["dinitial_state"]
-    KERNELS["cuda"]["conv1d_backward"](
-        {
-            **conv.conv_inputs(a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, silu=True),
-            "dy": dconvolved,
-            "dfinal": dense(grads.conv_state) if a.return_state else None,
-            "x": xBC,
-            "dx": dxBC,
-            "dweight": gradients["dconv_weight"],
-            "dbias": gradients["dconv_bias"],
-            "dinitial_state": gradients["dconv_state"],
-        }
+    conv.backward_into(
+        a.convolution(xBC),
+        dy=dconvolved,
+        dfinal=grads.conv_state,
+        dx=dxBC,
+        dweight=gradients["dconv_weight"],
+        dbias=gradients["dconv_bias"],
+        dinitial_state=gradients["dconv_state"],
     )
     return gradients
 

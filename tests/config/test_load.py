@@ -200,7 +200,7 @@ def test_a_run_of_an_older_version_names_its_old_keys(keys, says, tmp_path):
         load_config(path)
 
 
-@pytest.mark.parametrize(("mixer", "default"), [("mamba1", 16), ("mamba2", 128)])
+@pytest.mark.parametrize(("mixer", "default"), [("mamba1", 16), ("mamba2", 128), ("mamba3", 128)])
 def test_states_are_the_mixers_default_unless_they_are_given(mixer, default):
     for states, expected in ((None, default), (16, 16), (8, 8)):
         keys = [f"model.mixer={mixer}", "model.d_model=64", *([] if states is None else [f"model.d_state={states}"])]

@@ -12,6 +12,10 @@ from packmamba.training import PackedLitModule
 MIXERS = {
     "mamba1": ({}, ["in_proj", "x_proj", "dt_proj", "out_proj"]),
     "mamba2": ({"mixer": "mamba2", "d_state": 8, "headdim": 8}, ["in_proj", "out_proj"]),
+    "mamba3": (
+        {"mixer": "mamba3", "d_state": 8, "headdim": 8, "d_intermediate": 8},
+        ["in_proj", "out_proj", "fc1", "fc2"],
+    ),
 }
 pytestmark = pytest.mark.extras
 

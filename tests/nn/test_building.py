@@ -76,7 +76,7 @@ def test_weight_decay_groups_hold_each_parameter_once(config):
     decayed, exempt = (group["params"] for group in model.weight_decay_groups(0.1))
     assert [group["weight_decay"] for group in model.weight_decay_groups(0.1)] == [0.1, 0.0]
     assert sorted(map(id, decayed + exempt)) == sorted(names)
-    mamba_exempts = ("A_log", "D", "bias", "norm.weight", "norm_f.weight")
+    mamba_exempts = ("A_log", "D", "bias", "norm.weight", "norm2.weight", "norm_f.weight")
     assert {names[id(p)] for p in exempt} == {name for name in names.values() if name.endswith(mamba_exempts)}
 
 

@@ -9,13 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from packmamba import MambaLM, PackedMamba, PackedMamba2
+from packmamba import MambaLM, PackedMamba, PackedMamba2, PackedMamba3
 from packmamba.integrations.mamba_ssm import Mamba
 from packmamba.nn.mixers import MIXERS
 from processes import fork_ranks, statuses
 
 SIZES = {"vocab_size": 37, "d_model": 16, "n_layer": 3}
 MAMBA2 = {"mixer": "mamba2", "headdim": 8}
+MAMBA3 = {"mixer": "mamba3", "headdim": 8}
 CONFIGS = {
     "mamba1": {},
     "mamba1-everything": {"tie_embeddings": False, "bias": True, "dt_rank": 3, "expand": 3},
@@ -23,10 +24,13 @@ CONFIGS = {
     "mamba2": MAMBA2,
     "mamba2-everything": MAMBA2 | {"tie_embeddings": False, "bias": True, "ngroups": 2},
     "mamba2-wide": MAMBA2 | {"d_model": 48, "D_has_hdim": True, "A_init_range": (2, 3), "d_state": 8},
+    "mamba3": MAMBA3 | {"d_intermediate": 20},
+    "mamba3-everything": MAMBA3 | {"tie_embeddings": False, "ngroups": 2, "is_outproj_norm": True, "d_state": 8},
 }
 LAYERS = {
     "mamba1": lambda: PackedMamba(16, bias=True),
     "mamba2": lambda: PackedMamba2(16, headdim=8, bias=True),
+    "mamba3": lambda: PackedMamba3(16, headdim=8, is_outproj_norm=True),
     "mamba_ssm": lambda: Mamba(16, bias=True),
 }
 
@@ -74,7 +78,7 @@ def test_an_initialised_model_is_a_fresh_one(config, seed):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-@pytest.mark.parametrize("config", [CONFIGS["mamba1-everything"], MAMBA2], ids=["mamba1", "mamba2"])
+@pytest.mark.parametrize("config", [CONFIGS["mamba1-everything"], MAMBA2, MAMBA3], ids=["mamba1", "mamba2", "mamba3"])
 def test_other_dtypes(config, dtype):
     fresh, _ = seeded(lambda: MambaLM(**SIZES | config).to(dtype), 0)
     model = emptied(lambda: MambaLM(**SIZES | config), lambda module: module.to(dtype))
@@ -164,7 +168,7 @@ def initialise_shards():
 
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for name in ("mamba1", "mamba1-everything", "mamba2"):
+    for name in ("mamba1", "mamba1-everything", "mamba2", "mamba3"):
         config = CONFIGS[name]
         with torch.device("meta"):
             model = MambaLM(**SIZES | config)

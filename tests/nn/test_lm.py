@@ -22,7 +22,7 @@ from models import (
     slots,
     summed_loss,
 )
-from packmamba import PackedMamba, PackedMamba2, SequenceLayout
+from packmamba import PackedMamba, PackedMamba2, PackedMamba3, SequenceLayout
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.scan import ScanArguments
 
@@ -39,7 +39,7 @@ def test_packed_equals_each_document_alone(config, given, layout):
     alone_loss = 0.0
     for s in range(layout.num_documents):
         document = tokens.flatten()[slots(layout, s)][None]
-        start = [(conv[s : s + 1], scan[s : s + 1]) for conv, scan in states] if given else None
+        start = [tuple(part[s : s + 1] for part in state) for state in states] if given else None
         alone, ends = model(document, states=start, return_states=True)
         assert error(logits.flatten(0, 1)[slots(layout, s)], alone[0]) <= EXACT
         for packed, end in zip(flat(finals), flat(ends)):
@@ -54,8 +54,9 @@ def test_packed_equals_each_document_alone(config, given, layout):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
-def test_a_poisoned_document_changes_no_bit_of_another(given, dtype):
-    model, tokens = build(dtype=dtype, tie_embeddings=False), random_tokens()
+@pytest.mark.parametrize("config", [CONFIGS[name] for name in ("published", "mamba3")], ids=["mamba1", "mamba3"])
+def test_a_poisoned_document_changes_no_bit_of_another(config, given, dtype):
+    model, tokens = build(dtype=dtype, tie_embeddings=False, **config), random_tokens()
     states = random_states(model, LAYOUT.num_documents)
 
     def run(tokens, states, weight):
@@ -85,9 +86,9 @@ def test_a_poisoned_document_changes_no_bit_of_another(given, dtype):
                     assert all(torch.equal(result[s], value[s]) for result, value in zip(results, before))
 
 
-@pytest.mark.parametrize("kind", [PackedMamba, PackedMamba2])
+@pytest.mark.parametrize("kind", [PackedMamba, PackedMamba2, PackedMamba3])
 def test_nan_in_padding_reaches_no_gradient_of_a_layer(kind):
-    layer, real = kind(8, **{"headdim": 8} if kind is PackedMamba2 else {}), (LAYOUT.documents >= 0)[..., None]
+    layer, real = kind(8, **{} if kind is PackedMamba else {"headdim": 8}), (LAYOUT.documents >= 0)[..., None]
     hidden, found = torch.randn(*LAYOUT.shape, 8), []
     for filler in (0.0, float("nan"), float("inf")):
         x = torch.where(real, hidden, filler).requires_grad_()
@@ -120,7 +121,7 @@ def run_whole_and_cut(model, tokens, begun, cut, detach=False):
     whole = model(tokens, layout=LAYOUT, states=states, return_states=True)
     first, second = columns(LAYOUT, 0, cut), columns(LAYOUT, cut, LAYOUT.shape[1])
     before, after = (d[d >= 0].unique().long() for d in (LAYOUT.documents[:, :cut], LAYOUT.documents[:, cut:]))
-    states = [(conv[before], scan[before]) for conv, scan in states]
+    states = [tuple(part[before] for part in state) for state in states]
     logits, finals = model(tokens[:, :cut], layout=first, states=states, return_states=True)
     passed = [tuple(state.detach() for state in pair) for pair in finals] if detach else finals
     states = carried(model, first, passed, second)
@@ -157,8 +158,9 @@ VARIANTS = {
 }
 
 
-def test_leaks_in_one_operator_in_both_and_in_none_all_differ():
-    model, tokens = build(), random_tokens()
+@pytest.mark.parametrize("config", [CONFIGS[name] for name in ("published", "mamba3")], ids=["mamba1", "mamba3"])
+def test_leaks_in_one_operator_in_both_and_in_none_all_differ(config):
+    model, tokens = build(**config), random_tokens()
     outputs = [model(tokens, layout=LAYOUT, conv_layout=conv, ssm_layout=ssm) for conv, ssm in VARIANTS.values()]
     assert torch.equal(outputs[0], model(tokens, layout=LAYOUT))
     assert torch.equal(outputs[1], model(tokens, layout=FLOW))
@@ -201,8 +203,9 @@ def test_the_mixer_is_its_operators_each_with_its_own_layout(config, variant):
 
 
 @pytest.mark.parametrize("how", ["autocast", "weights"])
-def test_bfloat16(how):
-    exact, tokens = build(dtype=torch.float32), random_tokens()
+@pytest.mark.parametrize("config", [CONFIGS[name] for name in ("published", "mamba3")], ids=["mamba1", "mamba3"])
+def test_bfloat16(config, how):
+    exact, tokens = build(dtype=torch.float32, **config), random_tokens()
     model = copy.deepcopy(exact)
     model = model if how == "autocast" else model.bfloat16()
     states = random_states(model, LAYOUT.num_documents)
@@ -211,7 +214,7 @@ def test_bfloat16(how):
             logits, finals = model(tokens, layout=LAYOUT, states=given, return_states=True)
             wide_states = given and [tuple(state.float() for state in pair) for pair in given]
             expected = exact(tokens, layout=LAYOUT, states=wide_states)
-            assert logits.dtype == torch.bfloat16 and {scan.dtype for _, scan in finals} == {torch.float32}
+            assert logits.dtype == torch.bfloat16 and {state[-1].dtype for state in finals} == {torch.float32}
             real = LAYOUT.documents >= 0
             assert error(logits[real], expected[real]) < 0.03  # a few roundings of 2**-9 a layer
             model(tokens, layout=LAYOUT, states=finals)
@@ -230,20 +233,20 @@ def test_detaching_the_carried_states_changes_only_the_gradient():
     assert error(truncated, expected) > 1e-4
 
 
-@pytest.mark.parametrize("layer", [PackedMamba(16), PackedMamba2(16, headdim=8, d_state=8)], ids=["mamba1", "mamba2"])
-def test_a_layer_refuses_states_of_other_shapes_and_dtypes(layer):
+@pytest.mark.parametrize("kind", [PackedMamba, PackedMamba2, PackedMamba3])
+def test_a_layer_refuses_states_of_other_shapes_and_dtypes(kind):
     """Kernels trust the layer: a state of too few documents would be read past its end."""
+    layer = kind(16, d_state=8, **{} if kind is PackedMamba else {"headdim": 8})
     hidden = torch.randn(1, 6, 16)
     layout = SequenceLayout.from_lengths([[2, 4]], row_length=6)
-    conv_state, ssm_state = layer.start_state(2)
-    wrong = {
-        "conv_state: expected shape": (conv_state[:1], ssm_state),
-        "ssm_state: expected shape": (conv_state, ssm_state[:, :-1]),
-        "conv_state: expected torch.float32": (conv_state.double(), ssm_state),
-        "ssm_state: expected torch.float32": (conv_state, ssm_state.bfloat16()),
-        "state: expected a pair": (conv_state, ssm_state, ssm_state),
-    }
-    layer(hidden, layout, state=(conv_state, ssm_state))
-    for message, state in wrong.items():
-        with pytest.raises((ValueError, TypeError), match=f"^{message}"):
-            layer(hidden, layout, state=state)
+    states = layer.start_state(2)
+    layer(hidden, layout, state=states)
+    changes = {"shape": [lambda t: t[:1], lambda t: t[..., :-1]], "torch.float32": [torch.Tensor.double]}
+    for i, name in enumerate(layer.state_shapes):
+        for expected, ways in changes.items():
+            for change in ways:
+                wrong = (*states[:i], change(states[i]), *states[i + 1 :])
+                with pytest.raises((ValueError, TypeError), match=f"^{name}: expected {expected}"):
+                    layer(hidden, layout, state=wrong)
+    with pytest.raises(TypeError, match="^state: expected a tuple"):
+        layer(hidden, layout, state=(*states, states[0]))

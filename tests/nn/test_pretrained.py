@@ -189,10 +189,10 @@ def weights(change):
 REFUSALS = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "config.json"),
     "bad JSON": (lambda folder: (folder / "config.json").write_text('{"d_model": 8,'), ValueError, "config.json"),
-    "Mamba-3": (
-        config(ssm_cfg={"layer": "Mamba3"}),
+    "Mamba-4": (
+        config(ssm_cfg={"layer": "Mamba4"}),
         ValueError,
-        "ssm_cfg.layer: expected 'Mamba1' or 'Mamba2'.*, got 'Mamba3'",
+        "ssm_cfg.layer: expected 'Mamba1' or 'Mamba2'.*, got 'Mamba4'",
     ),
     "attention": (config(attn_layer_idx=[1]), ValueError, "attn_layer_idx"),
     "unknown option": (config(ssm_cfg={"headdim": 64}), ValueError, "ssm_cfg: unknown keys headdim"),

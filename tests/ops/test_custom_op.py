@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from operators import AWKWARD, OPERATORS, SPECIFICATIONS, random_case
-from packmamba import PackedMamba, PackedMamba2, SequenceLayout, ops
+from packmamba import PackedMamba, PackedMamba2, PackedMamba3, SequenceLayout, ops
 from packmamba.ops import build
 
 every_operator = pytest.mark.parametrize("operator", OPERATORS)
@@ -53,6 +53,7 @@ def random_layouts(count, rows, row_length):
     [
         pytest.param(PackedMamba, id="mamba1"),
         pytest.param(lambda **sizes: PackedMamba2(**sizes, headdim=8), id="mamba2", marks=pytest.mark.slow),
+        pytest.param(lambda **sizes: PackedMamba3(**sizes, headdim=8), id="mamba3", marks=pytest.mark.slow),
     ],
 )
 def test_one_graph_for_a_hundred_layouts(mixer):

@@ -19,6 +19,7 @@ POOL = [
     "data.strategy=concat_split", f"data.streams={STREAMS}", "data.stagger=true", "data.batching=stream",
     f"data.row_length={LENGTH}", f"data.tokens_per_step={ROWS * LENGTH}", f"data.max_tokens_per_batch={ROWS * LENGTH}",
 ]  # fmt: skip
+MAMBA3 = ["model.mixer=mamba3", "model.mixer_options={headdim: 8}"]
 PLAIN = ["data.strategy=concat_split", "data.streams=3", "data.batching=stream", "data.tokens_per_step=72"]
 
 
@@ -85,7 +86,7 @@ class ByHand:
         if self.scheme in ("reset", "leak"):
             return dict.fromkeys(own, fresh)
         if self.scheme == "carry_scan":
-            return {row: [(zero[0], state[1]) for zero, state in zip(fresh, own[row])] for row in own}
+            return {row: [(*zero[:-1], state[-1]) for zero, state in zip(fresh, own[row])] for row in own}
         if self.scheme == "state_passing":
             if len(alive) < 2:
                 return dict.fromkeys(own, fresh)
@@ -121,8 +122,9 @@ SCHEMES = ["reset", "carry", "carry_scan", "state_passing", "fitted_noise", "sta
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_losses_are_those_of_pieces_computed_by_hand(tmp_path, scheme):
-    data, module = made(tmp_path, *POOL, f"trainer.boundary={scheme}")
+@pytest.mark.parametrize("mixer", [[], MAMBA3], ids=["mamba1", "mamba3"])
+def test_losses_are_those_of_pieces_computed_by_hand(tmp_path, mixer, scheme):
+    data, module = made(tmp_path, *POOL, *mixer, f"trainer.boundary={scheme}")
     lightning.seed_everything(5, verbose=False)
     by_hand, found, other = ByHand(module, scheme), BOUNDARIES[scheme](), 0
     with torch.no_grad():
@@ -154,8 +156,9 @@ def test_carry_refuses_states_of_another_position(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", [name for name, made in BOUNDARIES.items() if made.stateful])
-def test_states_are_detached_and_resumed(tmp_path, scheme):
-    data, module = made(tmp_path, *POOL, f"trainer.boundary={scheme}")
+@pytest.mark.parametrize("mixer", [[], MAMBA3], ids=["mamba1", "mamba3"])
+def test_states_are_detached_and_resumed(tmp_path, mixer, scheme):
+    data, module = made(tmp_path, *POOL, *mixer, f"trainer.boundary={scheme}")
     batches, boundary, fresh = batches_of(data, 14), module.boundary, BOUNDARIES[scheme]()
     for boundary.step, batch in enumerate(batches[:10]):
         module.loss(batch, boundary)[0].backward()

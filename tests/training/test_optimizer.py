@@ -14,7 +14,7 @@ PROJECTIONS = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.we
 
 def model_and_optimizer(mixer, name="muon", **keys):
     torch.manual_seed(0)
-    sizes = {"headdim": 8} if mixer == "mamba2" else {}
+    sizes = {} if mixer == "mamba1" else {"headdim": 8}
     model = MambaLM(vocab_size=30, d_model=16, n_layer=2, mixer=mixer, **sizes)
     return model, make_optimizer(model, OptimizerConfig(name=name, lr=0.01, grad_clip=None, **keys), fused=False)
 
@@ -25,7 +25,7 @@ def give_gradients(model, seed):
         parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
-@pytest.mark.parametrize("mixer", ["mamba1", "mamba2"])
+@pytest.mark.parametrize("mixer", ["mamba1", "mamba2", "mamba3"])
 def test_projections_get_orthogonal_updates_and_all_else_adamw_s(mixer):
     updates = {}
     for name in ("muon", "adamw"):

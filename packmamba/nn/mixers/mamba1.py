@@ -73,7 +73,7 @@ class PackedMamba(Mixer):
             dt_rank = ceil_div(d_model, 16)
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "dt_rank": dt_rank}
         dt_range = (dt_min, dt_max, dt_init_floor)
-        check_options(sizes, {"bias": bias, "conv_bias": conv_bias}, d_conv, dt_range, backend)
+        check_options(sizes, {"bias": bias, "conv_bias": conv_bias}, dt_range, backend, d_conv)
         self.d_model = d_model
         self.d_state = d_state
         self.d_conv = d_conv
@@ -87,15 +87,10 @@ class PackedMamba(Mixer):
         self.dt_proj = DeltaProjection(self.dt_rank, self.d_inner, dt_range)
         self.A_log = nn.Parameter(torch.empty(self.d_inner, d_state))
         self.D = nn.Parameter(torch.empty(self.d_inner))
-        self.state_shape = (self.d_inner, d_state)
+        self.state_shapes = {"conv_state": (self.d_inner, d_conv - 1), "ssm_state": (self.d_inner, d_state)}
         self._reset_own()
         self.out_proj = Projection(self.d_inner, d_model, bias=bias)
         self._mark_parameters()
-
-    def _reset_in_order(self) -> None:
-        for part in (self.in_proj, self.conv1d, self.x_proj, self.dt_proj, self.out_proj):
-            part.reset_parameters()
-        self._reset_own()
 
     @torch.no_grad()
     def _reset_own(self) -> None:
@@ -107,9 +102,9 @@ class PackedMamba(Mixer):
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output (B, L, 2 D), the convolution's input and then the gate."""
         documents = self._check_documents(projected, conv_layout, ssm_layout, state)
-        if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
-            return self._mix_adapted(projected, *documents, return_state)
         conv_layout, ssm_layout, conv_state, ssm_state = documents
+        if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
+            return self._mix_adapted(projected, conv_layout, ssm_layout, conv_state, ssm_state, return_state)
         wide = accumulation_dtype(projected.dtype)
         arguments = InnerArguments(
             xz=projected,

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.errors import expect
-from packmamba.nn.init import Projection, dt_bias_
-from packmamba.nn.mixers.mixer import Mixer, State, check_options
+from packmamba.nn.init import Projection
+from packmamba.nn.mixers.mixer import HeadMixer, State
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.mamba2_inner import Mamba2Arguments
 
 
-class PackedMamba2(Mixer):
+class PackedMamba2(HeadMixer):
     """Compute Mamba-2 (arXiv 2405.21060, figure 6) on packed documents.
 
     Parameters have the names, shapes and initialisation of state-spaces' Mamba2 (rmsnorm,
@@ -74,53 +74,31 @@ class PackedMamba2(Mixer):
         recompute: bool = False,
         backend: str | None = None,
     ) -> None:
-        super().__init__()
-        sizes = {"d_model": d_model, "d_state": d_state, "expand": expand}
-        sizes |= {"headdim": headdim, "ngroups": ngroups}
+        sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "headdim": headdim, "ngroups": ngroups}
         flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
         dt_range = (dt_min, dt_max, dt_init_floor)
-        check_options(sizes, flags, d_conv, dt_range, backend)
-        expect(backend != "mamba_ssm", "backend", "auto, reference, cpu or cuda for Mamba-2", repr(backend))
-        d_inner = expand * d_model
-        fits = d_inner % headdim == 0 and d_inner // headdim % ngroups == 0
-        expect(fits, "headdim", f"a divisor of {d_inner}, with a multiple of {ngroups} heads", headdim)
-        self.d_model = d_model
-        self.d_state = d_state
+        super().__init__(sizes, flags, dt_range, backend, d_conv)
         self.d_conv = d_conv
-        self.d_inner = d_inner
-        self.headdim = headdim
-        self.ngroups = ngroups
-        self.nheads = d_inner // headdim
         low, high = map(float, dt_limit)
         self.dt_limit = None if (low, high) == (0.0, math.inf) else (low, high)
         self.norm_eps = norm_eps
-        self.backend = backend
-        self.conv_dim = d_inner + 2 * ngroups * d_state  # x, B, C
-        self.in_proj = Projection(d_model, d_inner + self.conv_dim + self.nheads, bias=bias)  # z, x, B, C, dt
+        self.conv_dim = self.d_inner + 2 * ngroups * d_state  # x, B, C
+        self.in_proj = Projection(d_model, self.d_inner + self.conv_dim + self.nheads, bias=bias)  # z, x, B, C, dt
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
-        self.dt_range = dt_range
         self.A_init_range = A_init_range
         self.dt_bias = nn.Parameter(torch.empty(self.nheads))
         self.A_log = nn.Parameter(torch.empty(self.nheads))
-        self.D = nn.Parameter(torch.empty(d_inner if D_has_hdim else self.nheads))
-        self.state_shape = (self.nheads, headdim, d_state)
+        self.D = nn.Parameter(torch.empty(self.d_inner if D_has_hdim else self.nheads))
+        self.state_shapes = {"conv_state": (self.conv_dim, d_conv - 1), "ssm_state": (self.nheads, headdim, d_state)}
         self._reset_own()
         # Holds the weight of the gated norm, which ``ops.mamba2_inner`` computes by groups.
-        self.norm = nn.RMSNorm(d_inner, eps=norm_eps)
-        self.out_proj = Projection(d_inner, d_model, bias=bias)
+        self.norm = nn.RMSNorm(self.d_inner, eps=norm_eps)
+        self.out_proj = Projection(self.d_inner, d_model, bias=bias)
         self._mark_parameters()
-
-    def _reset_in_order(self) -> None:
-        self.in_proj.reset_parameters()
-        self.conv1d.reset_parameters()
-        self._reset_own()
-        self.norm.reset_parameters()
-        self.out_proj.reset_parameters()
 
     @torch.no_grad()
     def _reset_own(self) -> None:
         super()._reset_own()
-        dt_bias_(self.dt_bias, *self.dt_range)
         self.A_log.uniform_(*self.A_init_range).log_()
 
     def _mix(

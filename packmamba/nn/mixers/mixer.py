@@ -1,8 +1,8 @@
-"""Share between both Mambas' mixers: arguments and states, initialisation, names in checkpoints.
+"""Share between the Mambas' mixers: arguments and states, initialisation, names in checkpoints.
 
 A mixer projects tokens (``in_proj``), convolves them, scans them by a recurrence and projects back
 (``out_proj``). The convolution and the recurrence take a layout each, since an experiment may let
-one of them leak.
+one of them leak. Mamba-3 has in the convolution's place that a token reads the one before.
 
 Shapes: B rows, L slots, S documents, D channels of the convolution, N states of a channel, W taps.
 """
@@ -13,25 +13,27 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
-from packmamba.nn.init import Projection, on_whole_parameters
+from packmamba.nn.init import Projection, dt_bias_, on_whole_parameters
 from packmamba.ops import checks
 
 # States of documents, tensors (S, ...): convolutions first, the recurrence last. Of Mamba: the
 # convolution's last inputs (S, D, W-1), oldest first, and the scan's state (S, D, N). Of Mamba-2:
-# (S, H P + 2 G N, W-1) and (S, H, P, N).
+# (S, H P + 2 G N, W-1) and (S, H, P, N). Of Mamba-3: the last token's k (S, H, N) and v (S, H, P), and
+# (S, H, P, N).
 State = tuple[Tensor, ...]
 
 
 def check_options(
-    sizes: dict, flags: dict, d_conv: int, dt_range: tuple[float, float, float], backend: str | None
+    sizes: dict, flags: dict, dt_range: tuple[float, float, float], backend: str | None, d_conv: int = 4
 ) -> None:
     """Check a mixer's options. Raises TypeError or ValueError that names one.
 
-    dt_range: (dt_min, dt_max, dt_init_floor).
+    dt_range: (dt_min, dt_max, dt_init_floor). d_conv: of a mixer with a convolution.
     """
     for name, size in sizes.items():
         checks.check_size(name, size, 256 if name == "d_state" else 2**20)
@@ -45,30 +47,29 @@ def check_options(
 
 
 class Mixer(nn.Module):
-    """Hold what both Mambas share: a convolution and a recurrence between ``in_proj`` and ``out_proj``.
+    """Hold what the Mambas share: a recurrence between ``in_proj`` and ``out_proj``, and what comes before it.
 
     Attributes:
+        EXPLICIT (optional): arguments without which a checkpoint's weights may be another model, which
+            it therefore states; by name, what a new model takes.
         HUGGING_FACE: by argument, the key of transformers' configuration and its default.
         NO_WEIGHT_DECAY: names of parameters of several dimensions that do not decay.
         WITHOUT_EFFECT: keys of a checkpoint's ssm_cfg that change nothing. A learned initial state
             of an earlier version is a weight, which no longer has a place.
-        state_shape: of one document's state in the recurrence.
+        state_shapes: of one document's states, by name: ``ssm_state``, the recurrence's, is the last.
     """
 
     HUGGING_FACE: dict[str, tuple[str, Any]]
     NO_WEIGHT_DECAY: tuple[str, ...]
     d_model: int
     in_proj: Projection
-    conv1d: nn.Conv1d
     out_proj: Projection
     backend: str | None
     D: nn.Parameter
-    state_shape: tuple[int, ...]
+    state_shapes: dict[str, tuple[int, ...]]
     # (in_proj's output (B, L, ...), conv_layout, ssm_layout, state, return_state)
     # -> (mixed (B, L, d_model), final states; None unless return_state).
     _mix: Any
-    # () -> None: initialise children and own parameters, in the constructor's order of draws.
-    _reset_in_order: Any
 
     def forward(
         self,
@@ -131,33 +132,35 @@ class Mixer(nn.Module):
 
     def start_state(self, documents: int) -> State:
         """Return initial states of so many documents: zeros."""
-        weight = self.conv1d.weight
-        conv_state = weight.new_zeros(documents, weight.shape[0], weight.shape[2] - 1)
-        dtype = checks.accumulation_dtype(weight.dtype)
-        return conv_state, weight.new_zeros(documents, *self.state_shape, dtype=dtype)
+        weight = self.in_proj.weight
+        wide = checks.accumulation_dtype(weight.dtype)
+        return tuple(
+            weight.new_zeros(documents, *shape, dtype=weight.dtype if name == "conv_state" else wide)
+            for name, shape in self.state_shapes.items()
+        )
 
-    def _check_documents(
-        self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: Any
-    ) -> tuple[SequenceLayout, SequenceLayout, Tensor | None, Tensor | None]:
-        """Return layouts, each row a document for None, and a pair of initial states, each None for zero."""
+    def _check_documents(self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: Any) -> tuple[Any, ...]:
+        """Return two layouts, each row a document for None, and initial states, each None for zero."""
         conv_layout = checks.check_layout(conv_layout, projected, "hidden", "conv_layout")
         ssm_layout = checks.check_layout(ssm_layout, projected, "hidden", "ssm_layout")
-        pair = (None, None) if state is None else state
-        fits = isinstance(pair, (tuple, list)) and len(pair) == 2
-        expect(fits, "state", "a pair (conv_state, ssm_state)", type(state).__name__, TypeError)
-        channels, _, width = self.conv1d.weight.shape
-        conv_shape = (conv_layout.num_documents, channels, width - 1)
-        ssm_shape = (ssm_layout.num_documents, *self.state_shape)
-        dtype = projected.dtype
-        checks.check_tensors(projected, "hidden", (dtype, torch.float32), conv_state=(pair[0], conv_shape))
-        wide = checks.accumulation_dtype(dtype)
-        checks.check_tensors(projected, "hidden", (wide,), ssm_state=(pair[1], ssm_shape))
-        return conv_layout, ssm_layout, *pair
+        states = (None,) * len(self.state_shapes) if state is None else state
+        fits = isinstance(states, (tuple, list)) and len(states) == len(self.state_shapes)
+        expect(fits, "state", f"a tuple ({', '.join(self.state_shapes)})", type(state).__name__, TypeError)
+        wide = checks.accumulation_dtype(projected.dtype)
+        for (name, shape), given in zip(self.state_shapes.items(), states):
+            layout = ssm_layout if name == "ssm_state" else conv_layout
+            dtypes = (projected.dtype, torch.float32) if name == "conv_state" else (wide,)
+            checks.check_tensors(projected, "hidden", dtypes, **{name: (given, (layout.num_documents, *shape))})
+        return conv_layout, ssm_layout, *states
 
     @on_whole_parameters
     def reset_parameters(self) -> None:
         """Initialise all parameters, those of children too, by the draws of the constructor."""
-        self._reset_in_order()
+        parts: list[Any] = [part for part in self.children() if hasattr(part, "reset_parameters")]
+        for part in parts[:-1]:
+            part.reset_parameters()
+        self._reset_own()
+        parts[-1].reset_parameters()  # out_proj, made after the layer's own parameters
         self._mark_parameters()  # ``to_empty`` makes new ones
 
     def initialise_in_stack(self, n_layer: int) -> None:
@@ -187,6 +190,51 @@ class Mixer(nn.Module):
         """Translate this mixer's arguments to transformers' configuration. Raises ValueError."""
         published = {key: options.get(argument, default) for argument, (key, default) in cls.HUGGING_FACE.items()}
         return published | {"hidden_act": "silu"}
+
+
+class HeadMixer(Mixer):
+    """Hold what Mamba-2 and Mamba-3 share: heads of so many channels, whose groups share B and C.
+
+    Args (others as of ``check_options``):
+        sizes: by name: d_model; d_state, N; expand; headdim, P, channels of a head; ngroups, G, which
+            divides the heads.
+
+    Attributes:
+        d_inner, nheads: channels and heads, H.
+        dt_bias: (H,), of step sizes.
+    """
+
+    dt_bias: nn.Parameter
+
+    def __init__(self, sizes: dict, flags: dict, dt_range: tuple, backend: str | None, d_conv: int = 4) -> None:
+        super().__init__()
+        check_options(sizes, flags, dt_range, backend, d_conv)
+        expect(backend != "mamba_ssm", "backend", "auto, reference, cpu or cuda for this mixer", repr(backend))
+        self.d_model = sizes["d_model"]
+        self.d_state = sizes["d_state"]
+        self.headdim = sizes["headdim"]
+        self.ngroups = sizes["ngroups"]
+        self.d_inner = sizes["expand"] * self.d_model
+        self.nheads = self.d_inner // self.headdim
+        fits = self.d_inner % self.headdim == 0 and self.nheads % self.ngroups == 0
+        divides = f"a divisor of {self.d_inner}, with a multiple of {self.ngroups} heads"
+        expect(fits, "headdim", divides, self.headdim)
+        self.dt_range = dt_range
+        self.backend = backend
+
+    @torch.no_grad()
+    def _reset_own(self) -> None:
+        super()._reset_own()
+        dt_bias_(self.dt_bias, *self.dt_range)
+
+
+def recomputed(function: Any, *arguments: Any) -> Any:
+    """Call a function, which the backward computes again from its arguments instead of keeping more."""
+    # torch.func's transforms refuse checkpoint, a strict torch.export cannot run it.
+    plain = checks.is_transforming() or torch.compiler.is_exporting()
+    if plain or not torch.is_grad_enabled():
+        return function(*arguments)
+    return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
 
 def is_adapted(projection: nn.Module) -> bool:
