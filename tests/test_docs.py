@@ -67,7 +67,7 @@ def run(words, folder):
     elif command in ("train", "sweep"):
         arguments += TINY_RUN[2 * (command == "train" and own_source) :]
     if command == "sweep":
-        arguments += ["grid.seed=[0]"] + ["tune.seeds=[100]"] * ("my_tuned_sweep.yaml" in arguments)
+        arguments += ["grid.seed=[0]"]
         arguments += ["throughput_rounds=1"] * ("throughput_rounds=15" in arguments)
     elif command == "bench":
         arguments += ["num_documents=100", "seeds=[0]", "row_lengths=[2048]"]

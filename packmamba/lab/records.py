@@ -122,7 +122,7 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
     runs of its arms were recorded: reports say so, since then they were not fixed beforehand.
     """
     path = Path(folder) / SWEEPS
-    entry: Any = {"baseline": baseline, "tuned": None} | {key: value for key, value in more.items() if value}
+    entry: Any = {"baseline": baseline} | {key: value for key, value in more.items() if value}
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
@@ -142,21 +142,19 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
     """Add to training records their sweep.
 
-    It is its entry with seeds, values tried, and arms and seeds without a record.
+    It is its entry with seeds, and arms and seeds without a record.
     """
     trained = of_kind(records, "training")
     recorded = {record["arm"] for record in trained}
     runs = {(record["arm"], record["seed"]) for record in trained}
     sweeps: dict[str, dict[str, Any]] = {}
     for entry in entries:
-        tuned = entry["tuned"]
         arms = entry.pop("arms")
-        tried = [dict(zip(tuned["keys"], tuned.get("tried", ())))] if tuned else []
         entry["absent"] = [arm for arm in arms if arm not in recorded]
         for arm, seeds in arms.items():
-            # An arm may be in several sweeps of the folder: seeds and tried values add up.
-            before = sweeps.get(arm, {"seeds": [], "tried": [], "plans": []})
-            merged = {"seeds": sorted({*before["seeds"], *seeds}), "tried": before["tried"] + tried}
+            # An arm may be in several sweeps of the folder: seeds add up.
+            before = sweeps.get(arm, {"seeds": [], "plans": []})
+            merged = {"seeds": sorted({*before["seeds"], *seeds})}
             merged["missing"] = [seed for seed in merged["seeds"] if (arm, seed) not in runs]
             sweeps[arm] = entry | merged | {"plans": [*before["plans"], seeds]}
     for record in trained:

@@ -1,18 +1,16 @@
 """Train every run of a grid of arms, keys and seeds.
 
-    file -> check -> corpora -> timing in turns -> trials -> tuned runs -> records
+    file -> check -> corpora -> timing in turns -> runs -> records
 
-A sweep is a file: what all runs share, the arms that are compared, a grid of further values,
-perhaps keys that each arm tunes on seeds of their own. It is checked whole before the first run. A
-run is identified by its configuration, so that the same command skips what has a record and resumes
-the rest; nothing else remembers where a sweep stands.
+A sweep is a file: what all runs share, the arms that are compared, a grid of further values. It is
+checked whole before the first run. A run is identified by its configuration, so that the same
+command skips what has a record and resumes the rest; nothing else remembers where a sweep stands.
 """
 
 import copy
 import itertools
 import os
 import re
-import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -23,7 +21,7 @@ from typing import Any, Optional
 
 from omegaconf import DictConfig, OmegaConf
 
-from packmamba.config import CONFIGURATION, Config, key, need, resolve, to_dict
+from packmamba.config import Config, key, need, resolve
 from packmamba.config.load import ON_GPU, load, parse_override, read_yaml
 from packmamba.config.schema import AUTO
 from packmamba.data.token_store import load_corpora
@@ -41,18 +39,6 @@ class TableConfig:
 
     metrics: list[str] = key([], "Metrics, such as [val_loss, mqar.accuracy]; []: val_loss.")
     columns: Optional[list[str]] = key(None, "Further metrics and keys, such as optimizer.lr; null: the usual ones.")
-
-
-@dataclass
-class TuneConfig:
-    """Say which keys each arm tunes, before the runs that are reported."""
-
-    grid: dict[str, list[Any]] = key(
-        {}, "Keys of which each arm takes its best value, as optimizer.lr: [1e-3, 3e-3]."
-    )
-    seeds: list[int] = key([], "Seeds of the trials, none of grid.seed.")
-    metric: str = key("val_loss", "Metric that decides, in the mean over seeds.")
-    best: str = key("least", "The best value of the metric.", choices=("least", "most"))
 
 
 @dataclass
@@ -74,7 +60,6 @@ class SweepConfig:
     margin: Optional[float] = key(None, "Differences within ± this are equivalent.", above=0)
     primary: list[str] = key([], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'.")
     table: TableConfig = field(default_factory=TableConfig)
-    tune: TuneConfig = field(default_factory=TuneConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
     launcher: str = key("local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm"))
     slurm: dict[str, Any] = key({}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ...")
@@ -87,13 +72,9 @@ class SweepConfig:
         need(anywhere or self.launcher == "local", "launcher", "local with throughput_rounds or deadline", "slurm")
         for arm in self.arms:  # such a name would look like a point of the grid
             need(not re.search(r" \S+=", arm), "arms", "names without ' key='", f"'{arm}'")
-        need(bool(self.tune.grid) == bool(self.tune.seeds), "tune", "both grid and seeds, or neither", "one")
-        shared_seeds = set(self.tune.seeds).intersection(self.grid.get("seed", [0]))
-        need(not shared_seeds, "tune.seeds", "none of grid.seed", ", ".join(map(str, shared_seeds)))
-        for place, grid in {"grid": self.grid, "tune.grid": self.tune.grid}.items():
-            for name, values in grid.items():
-                distinct = values and len(values) == len(set(map(str, values)))
-                need(distinct, f"{place}.{name}", "at least one value and none twice", values)
+        for name, values in self.grid.items():
+            distinct = values and len(values) == len(set(map(str, values)))
+            need(distinct, f"grid.{name}", "at least one value and none twice", values)
 
     def check_contrasts(self, arms: Collection[str]) -> None:
         """Check names of arms in ``baseline`` and ``primary``. Raises ConfigError.
@@ -113,10 +94,8 @@ class SweepConfig:
         """Check names of metrics; an evaluation's are ``<name>.<metric>``. Raises ConfigError."""
         prefixes = tuple(f"{name}." for name in evaluations)
         choices = f"one of {', '.join((*METRICS, *prefixes))}"
-        places = {"table.metrics": self.table.metrics, "tune.metric": [self.tune.metric]}
-        for place, names in places.items():
-            for name in names:
-                need(name in METRICS or name.startswith(prefixes), place, choices, f"'{name}'")
+        for name in self.table.metrics:
+            need(name in METRICS or name.startswith(prefixes), "table.metrics", choices, f"'{name}'")
 
 
 def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepConfig, list[Config]]:
@@ -151,21 +130,17 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
 
 def _grid_as_mapping(override: str) -> str:
     """Rewrite grid.optimizer.lr=[1], whose key has dots, as grid={optimizer.lr: [1]}."""
-    dotted = r"((?:tune\.)?grid)\.([\w.-]+)=(.*)"
-    return re.sub(dotted, r"\1={\2: \3}", override, flags=re.DOTALL)
+    return re.sub(r"grid\.([\w.-]+)=(.*)", r"grid={\1: \2}", override, flags=re.DOTALL)
 
 
 def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
     """Refuse a grid's key that is set elsewhere too, and overrides of keys in which arms differ."""
     arms = {f"arms.{arm}": flatten(keys) for arm, keys in sweep.arms.items()}
     set_elsewhere = arms | overrides
-    for place, grid in {"grid": sweep.grid, "tune.grid": sweep.tune.grid}.items():
-        for name in grid:
-            for origin, keys in set_elsewhere.items():
-                expected = f"a key that {origin} does not set"
-                got = f"one; give {place}.{name}=[...]"
-                need(not _overlapping(name, keys), f"{place}.{name}", expected, got)
-        set_elsewhere["grid"] = sweep.grid
+    for name in sweep.grid:
+        for origin, keys in set_elsewhere.items():
+            expected = f"a key that {origin} does not set"
+            need(not _overlapping(name, keys), f"grid.{name}", expected, f"one; give grid.{name}=[...]")
     for origin, keys in overrides.items():
         for name in keys:
             values = [[arm[place] for place in _overlapping(name, arm)] for arm in arms.values()]
@@ -207,43 +182,6 @@ def _layer(keys: dict[str, Any]) -> DictConfig:
     return layer
 
 
-def trials(tune: TuneConfig, config: Config) -> list[list[Config]]:
-    """Return the runs that choose an arm's values, by combination and seed."""
-    combinations = []
-    for point in _points(tune.grid) if tune.grid else ():
-        keys = {"name": config.name + _suffix(point), "output": f"{config.output}/tuning", **point}
-        combinations.append([_with(config, **keys, seed=seed) for seed in tune.seeds])
-    return combinations
-
-
-def _with(config: Config, **keys: Any) -> Config:
-    """Return a run's configuration with other values."""
-    return resolve(Config, [(to_dict(config), CONFIGURATION), (_layer(keys), "tune.grid")])
-
-
-def tuned(tune: TuneConfig, config: Config, tried: list[list[Config]]) -> Config | None:
-    """Return a run with its arm's best values in the mean over seeds, None while trials run.
-
-    Raises Unfinished if some seed diverged with every combination.
-    """
-    means: dict[int, float] = {}
-    for number, runs in enumerate(tried):
-        records: list[Any] = find_records(runs)
-        if None in records:
-            return None
-        metrics = [record["metrics"] for record in records]
-        if any("diverged_at_step" in run_metrics for run_metrics in metrics):
-            continue  # the mean of the seeds that are left would be that of a selection
-        values: list[Any] = [run_metrics.get(tune.metric) for run_metrics in metrics]
-        choices = f"one of {', '.join(metrics[0])}"
-        need(None not in values, "tune.metric", choices, f"'{tune.metric}': null")
-        means[number] = statistics.fmean(values)
-    if not means:
-        raise Unfinished(f"no {' and '.join(tune.grid)} has a finite {tune.metric} with every seed")
-    choose = min if tune.best == "least" else max
-    return _with(config, **_points(tune.grid)[choose(means, key=means.__getitem__)])
-
-
 def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
     """Time a sweep's arms and train its runs; return the folder of records.
 
@@ -253,28 +191,16 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     """
     runs = configs if sweep.train else []
     arms = configs[: len(sweep.arms)]
-    tried = {config.name: trials(sweep.tune, config) for config in runs}
-    trial_runs = [run for combinations in tried.values() for seeds in combinations for run in seeds]
     check_writable(sweep.output, "output")
     start = _launcher(sweep, [*runs, *arms], progress, begun)
-    _check_corpora([*trial_runs, *runs], progress)
+    _check_corpora(runs, progress)
     progress_of_runs = _Progress(progress)
 
     _time_arms(sweep, arms, progress)
     if sweep.train:
         _write_sweep_entry(sweep, configs)
-    _train(trial_runs, start, progress_of_runs)
-    final = []
-    for config in runs:
-        try:
-            chosen = tuned(sweep.tune, config, tried[config.name]) if sweep.tune.grid else config
-        except Unfinished as error:
-            progress_of_runs(config, launch.Status("failed", str(error)))
-        else:
-            if chosen is not None:
-                final.append(chosen)
-    _train(final, start, progress_of_runs)
-    progress_of_runs.check_finished(total=len(trial_runs) + len(runs))
+    _train(runs, start, progress_of_runs)
+    progress_of_runs.check_finished(total=len(runs))
     return Path(sweep.output)
 
 
@@ -359,8 +285,6 @@ def _write_sweep_entry(sweep: SweepConfig, configs: list[Config]) -> None:
     for config in configs:
         seeds.setdefault(config.name, []).append(config.seed)
     more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
-    if sweep.tune.grid:
-        more["tuned"] = {"keys": [*sweep.tune.grid], "tried": [*sweep.tune.grid.values()], "seeds": sweep.tune.seeds}
     if sweep.table != TableConfig():
         more["table"] = vars(sweep.table)
     write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)

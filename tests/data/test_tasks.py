@@ -78,15 +78,12 @@ def test_a_solver_that_only_reads_finds_every_answer(name):
         assert {int(t): int(value) for t, value in found.items()} == answers
 
 
-@pytest.mark.parametrize(
-    ("name", "expected"), [("fuzzy_recall", "fde3e765"), ("noisy_recall", "e0c72843"), ("parity", "3d8fb87b")]
-)
-def test_examples_are_those_of_committed_records(name, expected):
-    """Where a solver would repeat the task's own loop."""
+def test_examples_of_parity_are_those_of_committed_records():
+    """A solver would repeat the task's own sum."""
     digest = hashlib.sha256()
-    for example in (make(name).example(0, index) for index in range(50)):
+    for example in (make("parity").example(0, index) for index in range(50)):
         digest.update(np.concatenate([example.tokens, example.targets, example.mask]).tobytes())
-    assert digest.hexdigest()[:8] == expected
+    assert digest.hexdigest()[:8] == "3d8fb87b"
 
 
 def test_next_line_s_choices_are_alike_and_none_but_the_right_one_follows():

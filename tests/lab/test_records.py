@@ -61,24 +61,16 @@ def test_many_writers_share_a_file(tmp_path):
 
 
 def test_records_hold_their_sweep(tmp_path):
-    tuned = {"keys": ["optimizer.lr"], "tried": [[0.1, 0.2]], "seeds": [9]}
     write(tmp_path, [training("padded"), training("single")])
-    write_sweep(tmp_path, "one", {"padded": [1, 0], "lost": [0]}, "padded", tuned=tuned)
+    write_sweep(tmp_path, "one", {"padded": [1, 0], "lost": [0]}, "padded")
     write_sweep(tmp_path, "other", {"padded": [2]}, "padded", table={"metrics": ["val_loss"]})
     padded, single = read_records(tmp_path)
     assert "sweep" not in single
-    expected = {
-        "baseline": "padded",
-        "tuned": None,
-        "absent": [],
-        "missing": [1, 2],
-        "plans": [[0, 1], [2]],
-        "seeds": [0, 1, 2],
-    }
-    assert padded["sweep"] == expected | {"tried": [{"optimizer.lr": [0.1, 0.2]}], "table": {"metrics": ["val_loss"]}}
+    expected = {"baseline": "padded", "absent": [], "missing": [1, 2], "plans": [[0, 1], [2]], "seeds": [0, 1, 2]}
+    assert padded["sweep"] == expected | {"table": {"metrics": ["val_loss"]}}
     write_sweep(tmp_path, "other", {"padded": [2]}, "padded", margin=0.1)
     assert read_records(tmp_path)[0]["sweep"]["late"]
-    write_sweep(tmp_path, "one", {"single": [0]}, "padded", tuned=tuned)
+    write_sweep(tmp_path, "one", {"single": [0]}, "padded")
     write_sweep(tmp_path, "new", {"lost": [0]}, "padded", margin=0.1)
     entries = json.loads((tmp_path / "sweep.json").read_text())
     assert [*entries["one"]["arms"]] == ["padded", "single"] and "late" not in entries["one"], "arms left out stay"

@@ -1,23 +1,19 @@
-"""Sweeps: the runs of a grid, what is refused before any run, what is skipped, tuned values, and runs that wait for others."""
+"""Sweeps: the runs of a grid, what is refused before any run, what is skipped, and runs that wait for others."""
 
 import json
 from collections import Counter
-from pathlib import Path
 
 import pytest
 from sweeps import write_sweep
 
 from made_records import training
 from packmamba.config import ConfigError
-from packmamba.errors import Unfinished
 from packmamba.lab import cli
 from packmamba.lab import sweep as sweep_module
 from packmamba.lab.launch import Status
 from packmamba.lab.records import append_record, make_record, read_records
 from packmamba.lab.run_id import record_path, recorded_config, run_id
-from packmamba.lab.sweep import load_sweep, run_sweep, trials, tuned
-
-TUNE = {"grid": {"optimizer.lr": [1e-3, 1e-2]}, "seeds": [100, 101]}
+from packmamba.lab.sweep import load_sweep, run_sweep
 
 
 def done(config, **metrics):
@@ -90,10 +86,6 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"margin": 0}, "margin: expected"),
         ({"baseline": "padde"}, "baseline: expected one of padded, packed or null"),
         ({"table": {"metrics": ["val_los"]}}, "table.metrics: expected one of .*val_loss"),
-        ({"tune": {"grid": {"optimizer.lr": [1]}}}, "tune: expected both grid and seeds"),
-        ({"tune": TUNE | {"seeds": [1]}}, "tune.seeds: expected none of grid.seed, got 1"),
-        ({"tune": TUNE | {"grid": {"data.strategy": ["padded"]}}}, "tune.grid.data.strategy: .* arms.padded"),
-        ({"tune": TUNE | {"metric": "vall_loss"}}, "tune.metric: expected one of .*val_loss"),
     ],
 )  # fmt: skip
 def test_a_wrong_sweep_is_refused(tmp_path, changes, message):
@@ -106,12 +98,11 @@ def test_a_wrong_sweep_is_refused(tmp_path, changes, message):
     [
         ("seed=5", "grid.seed: expected a key that 'seed=5' does not set"),
         ("model={d_state: 8}", "grid.model.d_state: expected"),
-        ("optimizer.lr=1", "tune.grid.optimizer.lr: expected"),
         ("data.strategy=single", "expected a key in which arms do not differ"),
     ],
 )
 def test_what_is_compared_is_not_one_for_all_runs(tmp_path, override, message):
-    path = write_sweep(tmp_path, grid={"seed": [0, 1], "model.d_state": [2, 4]}, tune=TUNE)
+    path = write_sweep(tmp_path, grid={"seed": [0, 1], "model.d_state": [2, 4]})
     with pytest.raises(ConfigError, match=message):
         load_sweep(path, [override])
 
@@ -142,37 +133,6 @@ def test_finished_runs_of_other_documents_are_refused(tmp_path):
         run_sweep(*load_sweep(path), progress=False)
     documents.unlink()
     run_sweep(*load_sweep(path, ["grid.seed=[0]"]), progress=False)
-
-
-@pytest.mark.parametrize("best_is", ["least", "most"])
-def test_an_arm_takes_the_values_that_are_best_in_the_mean_and_never_diverge(tmp_path, best_is):
-    sweep, configs = load_sweep(write_sweep(tmp_path, tune=TUNE | {"best": best_is}))
-    tried = trials(sweep.tune, configs[0])
-    made = [(config.name, config.seed) for runs in tried for config in runs]
-    assert made == [(f"padded lr={lr}", seed) for lr in (0.001, 0.01) for seed in (100, 101)]
-    for config, loss in zip([c for runs in tried for c in runs], (2.0, 3.0, 2.4, 2.5)):
-        done(config, val_loss=loss)
-    assert tuned(sweep.tune, configs[0], tried).optimizer.lr == (1e-2 if best_is == "least" else 1e-3)
-    sweep.tune.metric = "mqar.accuracy"
-    with pytest.raises(ConfigError, match="tune.metric: expected one of .*val_loss"):
-        tuned(sweep.tune, configs[0], tried)
-    other = trials(sweep.tune, configs[1])
-    for config in [c for runs in other for c in runs]:
-        done(config, **{"val_loss": None, "diverged_at_step": 1} if config.seed == 100 else {})
-    sweep.tune.metric = "val_loss"
-    with pytest.raises(Unfinished, match="no optimizer.lr has a finite val_loss"):
-        tuned(sweep.tune, configs[1], other)
-
-
-def test_a_sweep_tunes_on_other_seeds_than_it_reports(tmp_path, pretended):
-    sweep, configs = load_sweep(write_sweep(tmp_path, tune=TUNE), ["arms=[packed]"])
-    run_sweep(sweep, configs, progress=False)
-    assert runs_of(sweep.output) == {("packed", 0): 1, ("packed", 1): 1}
-    assert {record["config"]["optimizer"]["lr"] for record in read_records(sweep.output)} == {1e-3}
-    assert {seed for _, seed in runs_of(Path(sweep.output, "tuning"))} == {100, 101}
-    assert len(pretended) == 6
-    run_sweep(sweep, configs, progress=False)
-    assert len(pretended) == 6
 
 
 @pytest.mark.slow

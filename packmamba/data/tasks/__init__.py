@@ -15,8 +15,6 @@ TASKS: dict[str, type] = {
     "mqar": recall.MultiQueryRecall,
     "selective_copying": recall.SelectiveCopying,
     "induction": recall.Induction,
-    "fuzzy_recall": recall.FuzzyRecall,
-    "noisy_recall": recall.NoisyRecall,
     "passkey": text.Passkey,
     "parity": recall.Parity,
     "next_line": text.NextLine,

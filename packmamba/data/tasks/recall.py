@@ -4,8 +4,6 @@ import numpy as np
 
 from packmamba.data.tasks.base import Example, Span, draw, integer, make_example, span, within
 
-Pairs = list[tuple[list[int], list[int]]]
-
 
 class MultiQueryRecall:
     """Make MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
@@ -58,76 +56,6 @@ class Induction:
         place = int(rng.integers(0, length - 2))
         tokens[[place, length - 1]] = mark
         return make_example(tokens, {length - 1: int(tokens[place + 1])}, load=length - 1 - place)
-
-
-class FuzzyRecall:
-    """Make fuzzy in-context recall (MAD, arXiv 2403.17844): keys and values are motifs of up to three tokens.
-
-    A key seen before asks for its value, and no other has its first token. Half the ids are keys'. Published: vocabulary 16,
-    length 128.
-    """
-
-    KEYS, MOTIF = 8, 3
-
-    def __init__(self, length: Span = (64, 128), vocab_size: int = 16) -> None:
-        self.length, self.vocab_size = (span("length", length, 4 * self.MOTIF), integer("vocab_size", vocab_size, 16))
-        self.chance = 1 / (vocab_size - vocab_size // 2)
-
-    def example(self, seed: int, index: int) -> Example:
-        """Return example ``index`` of a seed: tokens, targets, and the mask of answers."""
-        rng = draw("fuzzy_recall", seed, index)
-        length, half = within(rng, self.length), self.vocab_size // 2
-
-        def motif(low: int, high: int) -> list[int]:
-            return rng.integers(low, high, int(rng.integers(1, self.MOTIF + 1))).tolist()
-
-        # A key's first token is unique, so that it tells the key after one token.
-        firsts = rng.choice(half, self.KEYS, replace=False)
-        # A pair has at most 2 * MOTIF tokens, so the last one ends within the length.
-        pairs = [([int(first), *motif(0, half)[1:]], motif(half, self.vocab_size)) for first in firsts]
-        return _recall(rng, pairs, length - 2 * self.MOTIF)
-
-
-class NoisyRecall:
-    """Make noisy in-context recall (MAD, arXiv 2403.17844): pairs among noise; a key seen before asks for its value.
-
-    A quarter of the ids are keys, a quarter values. Published: vocabulary 32, noise 0.2, length 128.
-    """
-
-    NOISE = 0.2
-
-    def __init__(self, length: Span = (64, 128), vocab_size: int = 32) -> None:
-        self.length, self.vocab_size = (span("length", length, 4), integer("vocab_size", vocab_size, 8))
-        self.keys = vocab_size // 4
-        self.chance = 1 / self.keys
-
-    def example(self, seed: int, index: int) -> Example:
-        """Return example ``index`` of a seed: tokens, targets, and the mask of answers."""
-        rng = draw("noisy_recall", seed, index)
-        length, keys = within(rng, self.length), self.keys
-        pairs = [([key], [value]) for key, value in enumerate(rng.integers(keys, 2 * keys, keys).tolist())]
-        return _recall(rng, pairs, length - 1, self.NOISE, (2 * keys, self.vocab_size))
-
-
-def _recall(
-    rng: np.random.Generator, pairs: Pairs, length: int, noise: float = 0, others: tuple[int, int] = (0, 0)
-) -> Example:
-    tokens: list[int] = []
-    answers: dict[int, int] = {}
-    seen: set[int] = set()
-    while len(tokens) < length:
-        if noise and rng.random() < noise:
-            tokens.append(int(rng.integers(*others)))
-            continue
-        which = int(rng.integers(len(pairs)))
-        key, value = pairs[which]
-        if which in seen:
-            # The last token of the key predicts the value's
-            # first, the value's first its second, ...
-            answers |= {len(tokens) + len(key) - 1 + i: token for i, token in enumerate(value)}
-        tokens += key + value
-        seen.add(which)
-    return make_example(tokens, answers, load=len(seen))
 
 
 class SelectiveCopying:
