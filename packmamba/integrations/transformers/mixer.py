@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.integrations.transformers.boundaries import Packing
+from packmamba.layout import SequenceLayout
 from packmamba.ops.checks import accumulation_dtype, check_layout
 from packmamba.ops.inner import InnerArguments
 
@@ -21,69 +22,98 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         return mix2(mixer, hidden, packing, cache)
     xz = mixer.in_proj(hidden)
     layout = check_layout(packing.layout, xz, "hidden")
-    wide = accumulation_dtype(xz.dtype)
-    # Conv1d holds (D, 1, W), the operator takes (D, W).
-    conv = mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
-    A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)  # in float32 as there
-    heads, out_proj, keeps = hasattr(mixer, "n_mamba_heads"), mixer.out_proj, cache is not None
+    keeps = cache is not None
+    of_zamba = hasattr(mixer, "n_mamba_heads")
     # Zamba's channels of input and gate alternate.
-    x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if heads else xz.chunk(2, dim=-1)
-    inputs = x
+    x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if of_zamba else xz.chunk(2, dim=-1)
     # A wrapped projection (adapter, hook, quantisation) is called; else one operator takes the weights.
-    if not (heads or hasattr(mixer, "dt_layernorm")) and all(map(_plain, (mixer.x_proj, mixer.dt_proj, out_proj))):
-        arguments = InnerArguments(
-            xz=xz,
-            conv_weight=conv[0],
-            conv_bias=conv[1],
-            x_weight=mixer.x_proj.weight,
-            dt_weight=mixer.dt_proj.weight,
-            out_weight=out_proj.weight,
-            A=A,
-            D=D,
-            delta_bias=mixer.dt_proj.bias.to(wide),
-            conv_state=None,
-            ssm_state=None,
-            x_used=None,
-            dt_used=None,
-            out_used=None,
-            conv_layout=layout,
-            ssm_layout=layout,
-            return_state=keeps,
-            recompute=False,
-        )
-        mixed, _, state = ops.mamba_inner(arguments)
+    if not (of_zamba or hasattr(mixer, "dt_layernorm")) and all(
+        map(_plain, (mixer.x_proj, mixer.dt_proj, mixer.out_proj))
+    ):
+        mixed, state = _mix_fused(mixer, xz, layout, keeps)
         mixed = _blank(mixed, packing)
-        if out_proj.bias is not None:
-            mixed = mixed + out_proj.bias.to(mixed.dtype)
+        if mixer.out_proj.bias is not None:
+            mixed = mixed + mixer.out_proj.bias.to(mixed.dtype)
     else:
-        x = ops.conv1d_pack(x, *conv, layout=layout, activation="silu")
-        options: dict[str, Any] = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
-        state = None
-        # Zamba: each of n_mamba_heads has its own projections and scan, of D / heads channels.
-        if heads:
-            outputs = []
-            for h, (u, gate) in enumerate(zip(x.chunk(len(A), -1), z.chunk(len(A), -1))):
-                low, B, C = _split(mixer, F.linear(u, mixer.x_proj_weight[h]))
-                delta, bias = F.linear(low, mixer.dt_proj_weight[h]), mixer.dt_proj_bias[h].to(wide)
-                outputs.append(ops.ssm_pack(u, delta, A[h], B, C, D[h], z=gate, delta_bias=bias, **options))
-            if keeps:
-                state = torch.stack([last for _, last in outputs], 1)
-            y = torch.cat([y for y, _ in outputs] if keeps else outputs, -1)
-        else:
-            low, B, C = _split(mixer, mixer.x_proj(x))
-            if hasattr(mixer, "dt_layernorm"):
-                normed = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
-                low, B, C = (part.to(x.dtype) for part in normed)  # Jamba's norms return float32 under autocast
-            if _plain(mixer.dt_proj):  # the bias is not rounded
-                delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(wide)
-            else:
-                delta, bias = mixer.dt_proj(low), None
-            y = ops.ssm_pack(x, delta, A, B, C, D, z=z, delta_bias=bias, **options)
-            y, state = y if keeps else (y, None)
-        mixed = out_proj(_blank(y, packing))
+        convolved = ops.conv1d_pack(x, *_convolution(mixer), layout=layout, activation="silu")
+        scan = _scan_heads if of_zamba else _scan
+        y, state = scan(mixer, convolved, z, layout, keeps)
+        mixed = mixer.out_proj(_blank(y, packing))
     if keeps:
-        _keep(mixer, cache, packing, inputs, state)
+        _keep(mixer, cache, packing, x, state)
     return mixed
+
+
+def _convolution(mixer: Any) -> tuple[Tensor, Tensor | None]:
+    """Return the convolution's weight, which Conv1d holds as (D, 1, W), as (D, W), and its bias."""
+    return mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias
+
+
+def _recurrence(mixer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return A and D, computed in float32 as transformers does, in the dtype in which activations accumulate."""
+    wide = accumulation_dtype(dtype)
+    return -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)
+
+
+def _mix_fused(mixer: Any, xz: Tensor, layout: SequenceLayout, keeps: bool) -> tuple[Tensor, Tensor | None]:
+    """Compute all but ``in_proj`` and the last bias by one operator; return also final states if ``keeps``."""
+    A, D = _recurrence(mixer, xz.dtype)
+    conv_weight, conv_bias = _convolution(mixer)
+    arguments = InnerArguments(
+        xz=xz,
+        conv_weight=conv_weight,
+        conv_bias=conv_bias,
+        x_weight=mixer.x_proj.weight,
+        dt_weight=mixer.dt_proj.weight,
+        out_weight=mixer.out_proj.weight,
+        A=A,
+        D=D,
+        delta_bias=mixer.dt_proj.bias.to(A.dtype),
+        conv_state=None,
+        ssm_state=None,
+        x_used=None,
+        dt_used=None,
+        out_used=None,
+        conv_layout=layout,
+        ssm_layout=layout,
+        return_state=keeps,
+        recompute=False,
+    )
+    mixed, _, state = ops.mamba_inner(arguments)
+    return mixed, state
+
+
+def _scan(mixer: Any, x: Tensor, z: Tensor, layout: SequenceLayout, keeps: bool) -> tuple[Tensor, Tensor | None]:
+    """Scan convolved x by projections that are called, as Jamba's with norms; return y, final states if ``keeps``."""
+    A, D = _recurrence(mixer, x.dtype)
+    low, B, C = _split(mixer, mixer.x_proj(x))
+    if hasattr(mixer, "dt_layernorm"):
+        normed = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
+        low, B, C = (part.to(x.dtype) for part in normed)  # Jamba's norms return float32 under autocast
+    if _plain(mixer.dt_proj):  # the bias is not rounded
+        delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(A.dtype)
+    else:
+        delta, bias = mixer.dt_proj(low), None
+    options: Any = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
+    y = ops.ssm_pack(x, delta, A, B, C, D, z=z, delta_bias=bias, **options)
+    return y if keeps else (y, None)
+
+
+def _scan_heads(
+    mixer: Any, x: Tensor, z: Tensor, layout: SequenceLayout, keeps: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Scan by Zamba's heads, each with projections and a scan of its own for D / heads channels."""
+    A, D = _recurrence(mixer, x.dtype)
+    options: Any = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
+    outputs = []
+    for head, (u, gate) in enumerate(zip(x.chunk(len(A), -1), z.chunk(len(A), -1))):
+        low, B, C = _split(mixer, F.linear(u, mixer.x_proj_weight[head]))
+        delta = F.linear(low, mixer.dt_proj_weight[head])
+        bias = mixer.dt_proj_bias[head].to(A.dtype)
+        outputs.append(ops.ssm_pack(u, delta, A[head], B, C, D[head], z=gate, delta_bias=bias, **options))
+    if not keeps:
+        return torch.cat(outputs, -1), None
+    return torch.cat([y for y, _ in outputs], -1), torch.stack([last for _, last in outputs], 1)
 
 
 def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
