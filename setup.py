@@ -81,12 +81,7 @@ packages = {f"packmamba.{name.replace('/', '.')}": outside[name.split("/")[0]] f
 setup(
     packages=[*find_packages(include=["packmamba*"]), *packages],
     package_dir={f"packmamba.{name}": name for name in outside},
-    package_data={
-        "packmamba": ["py.typed"],
-        "packmamba.evaluation": ["model_card.md"],
-        "packmamba.lab.report": ["page.html", "house.mplstyle"],
-        **packages,
-    },
+    package_data={"packmamba": ["py.typed"], "packmamba.lab.report": ["page.html", "house.mplstyle"], **packages},
     cmdclass={"build_py": BuildWithKernels, "bdist_wheel": WheelOfPlatform},
     distclass=WithKernels,
 )

@@ -90,11 +90,18 @@ def _runs(arm: Arm, task: str) -> Cell:
     return Cell(str(found), tuple(found))
 
 
+TRIED = {
+    "mqar": (2.0e-3, 6.4e-2),
+    "selective_copying": (1.0e-3, 1.6e-2),
+    "induction": (1.0e-3, 1.6e-2),
+    "contradiction": (2.5e-3, 4.0e-2),
+}
+"""The least and the greatest learning rate of which a task's arms took their best."""
+
+
 def _at_an_end(arm: Arm) -> bool:
     """Return True where the learning rate is the least or greatest that was tried."""
-    tried = [values for each in arm.sweep.get("tried", ()) for values in each.values()]
-    rate = arm.says("optimizer.lr")
-    return any(rate in (min(values), max(values)) for values in tried if rate in values)
+    return arm.says("optimizer.lr") in TRIED[arm.says("data.task")]
 
 
 def _rate(arm: Arm) -> Cell:

@@ -17,17 +17,16 @@ TIMED = (
     *(*steps_of(40), "trainer.accelerator=cpu", "trainer.threads=1", "trainer.cuda_graphs=false"),
 )
 SMALL = (*TIMED, "jobs=1", "grid.seed=[1,2]")
-TUNED = ("tune.grid={optimizer.lr: [5.0e-3]}", "tune.seeds=[100]")
 
 
-def _sweep(name: str, *keys: str, small: tuple[str, ...] = ()) -> Step:
-    return Step(f"{name}.yaml", ("jobs=auto", *keys), small=(*SMALL, *small), gpus=1, small_on_cpu=True)
+def _sweep(name: str, *keys: str) -> Step:
+    return Step(f"{name}.yaml", ("jobs=auto", *keys), small=SMALL, gpus=1, small_on_cpu=True)
 
 
 TAKES = "2.6 hours of runs"
 STEPS = [
-    *(_sweep(task, "arms=[padded,packed-reset,packed-leak]", small=TUNED) for task in TASKS),
-    _sweep("mqar", *MEANS, "tune.grid.optimizer.lr=[4.0e-3,8.0e-3,1.6e-2,3.2e-2,6.4e-2]", small=TUNED),
+    *(_sweep(task, "arms=[padded,packed-reset,packed-leak]") for task in TASKS),
+    _sweep("mqar", *MEANS),
     Step("speed.yaml", small=("throughput_rounds=2", *TIMED), gpus=1, small_on_cpu=True),
     *(_sweep(f"equal-time-{task}") for task in EQUAL_TIME),
 ]

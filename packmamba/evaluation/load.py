@@ -63,22 +63,6 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
     return LoadedModel(model, config, tokenizer, folder, (folder / CONFIGURATION).is_file())
 
 
-def model_card(loaded: LoadedModel, record: dict[str, Any] | None) -> str:
-    """Return what a report says of a model: sizes, parameters, and the run that trained it."""
-    config, data = loaded.config, loaded.config.data
-    rows: dict[str, Any] = {"parameters": f"{sum(parameter.numel() for parameter in loaded.model.parameters()):,}"}
-    rows |= {key: loaded.model.config[key] for key in ("mixer", "n_layer", "d_model")}
-    if loaded.trained:
-        rows["data"] = f"source={data.source}, strategy={data.strategy}, row_length={data.row_length}"
-        rows["training"] = f"boundary={config.trainer.boundary}, lr={config.optimizer.lr}, seed={config.seed}"
-    if record:
-        rows |= {name: record["metrics"].get(name) for name in ("steps", "real_tokens", "val_loss")}
-        rows["hardware"] = ", ".join(record["hardware"]["gpus"]) or record["hardware"]["cpu"]
-    table = "".join(f"| {name} | {value} |\n" for name, value in rows.items() if value is not None)
-    card = Path(__file__).with_name("model_card.md").read_text(encoding="utf-8")
-    return card.format(name=loaded.name, table=table)
-
-
 @dataclass
 class EvalContext:
     """Hold what an evaluation uses besides the model; ``options`` are of key ``key``."""

@@ -118,14 +118,13 @@ def train(words: list[str]) -> None:
 
 def sweep(words: list[str]) -> None:
     """Train every run of a sweep, and report; the same command again continues."""
-    begun = time.monotonic()
     (file,), overrides = split(words, "a YAML file", 1, 1)
     from packmamba.lab.records import has_records
     from packmamba.lab.sweep import load_sweep, run_sweep
 
     config, runs = load_sweep(file, overrides)
     try:
-        run_sweep(config, runs, begun=begun)
+        run_sweep(config, runs)
     finally:  # also of a sweep that stopped: what it has is reported
         if has_records(config.output) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             report([config.output])
@@ -294,12 +293,9 @@ def export(words: list[str]) -> None:
 
 
 def _export(model: Any, path: Path) -> None:
-    """Write weights, tokenizer, chat template and model card."""
+    """Write weights, tokenizer and chat template."""
     from packmamba.data.tokenizer import write_template
-    from packmamba.evaluation.load import model_card
     from packmamba.lab.fit import write_tokenizer_of
-    from packmamba.lab.records import records_of
-    from packmamba.lab.run_id import find_record
 
     try:
         model.model.save_pretrained(path, format="huggingface")
@@ -314,8 +310,6 @@ def _export(model: Any, path: Path) -> None:
         published = json.loads((path / "config.json").read_text())
         for name, content in (("config.json", published | ids), ("generation_config.json", ids)):
             write_whole(path / name, (json.dumps(content, indent=2) + "\n").encode())
-    records = [*records_of(model.folder), find_record(model.config)] if model.trained else [None]
-    write_whole(path / "README.md", model_card(model, records[0]).encode())
 
 
 def leakcheck(words: list[str]) -> int:

@@ -1,14 +1,12 @@
-"""Train a sweep's runs: here, in a process for each device slot, or as SLURM's jobs.
+"""Train a sweep's runs: here, or in a process for each device slot.
 
 A run that fails ends with a status and a sentence; it takes no other with it. A slot is a GPU, or a
 share of the cores, and has one worker process for run after run, since a process that imports
 PyTorch costs seconds. Only a failed run's worker is replaced: what it left on the GPU goes with it.
 """
 
-import importlib.util
 import multiprocessing
 import os
-import shutil
 import signal
 import threading
 import time
@@ -17,19 +15,17 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
 from packmamba.config import Config
-from packmamba.errors import ConfigError, UserError
+from packmamba.errors import UserError
 from packmamba.lab.callbacks import Stopped
 from packmamba.lab.fit import fit
-from packmamba.lab.run_id import LEASE_SECONDS, Locked, RunLock, run_folder
+from packmamba.lab.run_id import Locked, RunLock, run_folder
 
 START_METHOD = "spawn"
-CLUSTER = "slurm"
 STOP_SECONDS = 10.0  # for a step and a checkpoint
 THREADS = 4  # at most, of a run on a GPU or under jobs=auto
 
@@ -45,13 +41,13 @@ BEGINS = Status("begins")
 Report = Callable[..., None]
 
 
-def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False, wait: float = 0.0) -> Status:
-    """Train a run, which ``stop`` may stop after each step; ``wait`` seconds for its lock.
+def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False) -> Status:
+    """Train a run, which ``stop`` may stop after each step.
 
     Raises KeyboardInterrupt where a signal stopped it, and no other exception.
     """
     try:
-        with RunLock(run_folder(config), wait):
+        with RunLock(run_folder(config)):
             metrics = fit(config, progress, lambda _: stop())["metrics"]
     except Locked as error:
         return Status("locked", str(error))
@@ -99,26 +95,24 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     return [Slot(f"CPU {i}", "", threads) for i in range(number)]
 
 
-def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, deadline: float) -> None:
+def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report) -> None:
     """Train runs in order, each in the next free slot.
 
-    They stop ``STOP_SECONDS`` before the deadline, which is of ``time.monotonic``, and where this
-    process gets SIGINT or SIGTERM, with a checkpoint.
+    They stop with a checkpoint where this process gets SIGINT or SIGTERM.
     """
     context = multiprocessing.get_context(START_METHOD)
     queue = deque(configs)
-    last = deadline - STOP_SECONDS
     stop = context.Event()
 
     def work(slot: Slot) -> None:
         pool = None
-        while queue and not stop.is_set() and time.monotonic() < last:
+        while queue and not stop.is_set():
             config = queue.popleft()
             report(config, place=slot.name)
             # Made with the first run, and again after a failed one.
             pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
             try:
-                status = pool.submit(_train_in_worker, config, last).result()
+                status = pool.submit(_train_in_worker, config).result()
             except BrokenProcessPool:
                 status = Status("stopped" if stop.is_set() else "failed", "its process was killed")
             if status.state == "failed":  # a fresh process: what the run holds on the GPU must go
@@ -133,8 +127,7 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
     threads = ThreadPoolExecutor(len(slots))
     running = [threads.submit(work, slot) for slot in slots]
     try:
-        # At most what ``wait`` accepts; the deadline may be infinite.
-        wait(running, min(max(0.0, deadline - time.monotonic()), 1e6))
+        wait(running)
     except KeyboardInterrupt:
         stop.set()
         wait(running, STOP_SECONDS)
@@ -142,7 +135,7 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report, d
     finally:
         signal.signal(signal.SIGTERM, before)
         stop.set()
-        # Workers that have not stopped by now, or were never asked to.
+        # Workers that have not stopped by now.
         for child in multiprocessing.active_children():
             child.kill()
     for future in running:
@@ -157,7 +150,7 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
     global _stop
     _stop = stop
     os.setsid()  # Ctrl-C is the parent's
-    # SLURM sends it to every process of a job; the parent stops runs.
+    # A cluster sends it to every process of a job; the parent stops runs.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
     # A parent that was killed cannot stop its workers, which would hold their GPUs.
@@ -173,7 +166,7 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
         torch.set_num_threads(slot.threads)
 
 
-def _train_in_worker(config: Config, last: float) -> Status:
+def _train_in_worker(config: Config) -> Status:
     """Train a run whose output goes to ``output.txt`` in its folder."""
     folder = run_folder(config)
     folder.mkdir(parents=True, exist_ok=True)
@@ -181,51 +174,4 @@ def _train_in_worker(config: Config, last: float) -> Status:
         # By descriptor, so that what compiled libraries print is in the file, too.
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    return train(config, progress=False, stop=lambda: _stop.is_set() or time.monotonic() > last)
-
-
-class Job:
-    """Train a run as a job; SLURM, out of time, starts it again and it goes on."""
-
-    def __call__(self, config: Config) -> Status:
-        """Train; wait for the lock of the job that was killed."""
-        return train(config, progress=False, wait=1.25 * LEASE_SECONDS)
-
-    def checkpoint(self, config: Config) -> Any:
-        """Return what submitit is to submit again."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self, config)
-
-
-def check_slurm() -> None:
-    """Raise ConfigError without submitit or sbatch."""
-    has_sbatch = CLUSTER != "slurm" or shutil.which("sbatch") is not None
-    if importlib.util.find_spec("submitit") is None or not has_sbatch:
-        raise ConfigError("launcher: slurm needs sbatch, and pip install 'packmamba[slurm]'")
-
-
-def run_as_jobs(configs: list[Config], slurm: dict[str, Any], jobs: int | str, output: str, report: Report) -> None:
-    """Train runs as an array of at most ``jobs`` jobs at a time, and wait for them."""
-    from submitit import AutoExecutor
-
-    # A checkout need not be installed on the cluster's nodes.
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parents[2]}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
-    # Time is in minutes.
-    parameters: dict[str, Any] = {"time": 240, "gpus_per_node": 1, "cpus_per_task": THREADS}
-    parameters |= {"array_parallelism": len(configs) if jobs == "auto" else jobs, **slurm}
-    # How often SLURM may start a job again that ran out of time.
-    executor = AutoExecutor(Path(output).absolute() / "jobs", CLUSTER, slurm_max_num_timeout=1000)
-    try:
-        executor.update_parameters(**{f"slurm_{name}": value for name, value in parameters.items()})
-    except (NameError, ValueError) as error:
-        raise ConfigError(f"slurm: {error}") from None
-    submitted: list[Any] = executor.map_array(Job(), configs)
-    print(f"submitted {len(submitted)} jobs: {submitted[0].job_id} to {submitted[-1].job_id}", flush=True)
-    for config, job in zip(configs, submitted):
-        try:
-            status = job.result()
-        # submitit raises whatever the job raised, or that it was cancelled.
-        except Exception as error:
-            status = Status("failed", str(error).strip().splitlines()[-1])
-        report(config, status, f"job {job.job_id}")
+    return train(config, progress=False, stop=_stop.is_set)

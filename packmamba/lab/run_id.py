@@ -130,9 +130,8 @@ class RunLock:
     Where a process was killed on another machine, its lock is free after ``LEASE_SECONDS``.
     """
 
-    def __init__(self, folder: Path, wait: float = 0.0) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.wait = wait  # seconds
         # One lease for all locks of a folder in this process: reentrant, also across threads.
         shared: Any = {"thread_local": False, "is_singleton": True}
         self._lease = SoftFileLease(folder / ".lock", lease_duration=LEASE_SECONDS, **shared)
@@ -141,7 +140,7 @@ class RunLock:
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with space_for(self.folder / ".lock"):
-                self._lease.acquire(timeout=self.wait)
+                self._lease.acquire(timeout=0)
         except Timeout:
             raise Locked(f"{self.folder} is in use by another process; wait for it, or stop it") from None
         return self

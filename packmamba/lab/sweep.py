@@ -11,7 +11,6 @@ import copy
 import itertools
 import os
 import re
-import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -51,7 +50,7 @@ class SweepConfig:
     common: dict[str, Any] = key({}, "Keys of every run, such as data.row_length: 512.")
     arms: dict[str, dict[str, Any]] = key({}, "Keys of each arm that is compared.", check=("at least one arm", bool))
     grid: dict[str, list[Any]] = key({}, "Values of keys, combined with every arm, such as seed: [0, 1].")
-    evaluations: list[str] = key([], "Run on every model, such as [next_line, passkey].")
+    evaluations: list[str] = key([], "Run on every model, such as [next_line, mqar].")
     evaluation_options: dict[str, Any] = key({}, "Parameters of each evaluation.")
     plugins: list[str] = key([], "Python modules to import first.")
     throughput_rounds: int = key(0, "Time this many interleaved steps of all arms first.", low=0)
@@ -61,15 +60,10 @@ class SweepConfig:
     primary: list[str] = key([], "Contrasts that Holm adjusts: an arm, minus the baseline, or 'arm - other'.")
     table: TableConfig = field(default_factory=TableConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
-    launcher: str = key("local", "Run on this machine, or as jobs of the cluster.", choices=("local", "slurm"))
-    slurm: dict[str, Any] = key({}, "Parameters of submitit's SlurmExecutor: partition, time (minutes), mem, ...")
-    deadline: Optional[float] = key(None, "Seconds until runs stop; the same command resumes them.", above=0)
 
     def check(self) -> None:
         """Check rules between a sweep's own keys. Raises ConfigError."""
         need(self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false")
-        anywhere = not self.throughput_rounds and self.deadline is None
-        need(anywhere or self.launcher == "local", "launcher", "local with throughput_rounds or deadline", "slurm")
         for arm in self.arms:  # such a name would look like a point of the grid
             need(not re.search(r" \S+=", arm), "arms", "names without ' key='", f"'{arm}'")
         for name, values in self.grid.items():
@@ -182,17 +176,16 @@ def _layer(keys: dict[str, Any]) -> DictConfig:
     return layer
 
 
-def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, begun: float | None = None) -> Path:
+def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) -> Path:
     """Time a sweep's arms and train its runs; return the folder of records.
 
-    The same call goes on where the last one stopped: runs with a record are skipped. The deadline
-    counts from ``begun``, of ``time.monotonic``. Raises ConfigError; Unfinished where runs failed
-    or are left.
+    The same call goes on where the last one stopped: runs with a record are skipped. Raises
+    ConfigError; Unfinished where runs failed or are left.
     """
     runs = configs if sweep.train else []
     arms = configs[: len(sweep.arms)]
     check_writable(sweep.output, "output")
-    start = _launcher(sweep, [*runs, *arms], progress, begun)
+    start = _launcher(sweep, [*runs, *arms], progress)
     _check_corpora(runs, progress)
     progress_of_runs = _Progress(progress)
 
@@ -204,19 +197,15 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True, 
     return Path(sweep.output)
 
 
-def _launcher(sweep: SweepConfig, runs: list[Config], progress: bool, begun: float | None) -> Callable[..., None]:
-    """Return a function (configs, report=...) that trains runs here, in slots, or as jobs."""
-    if sweep.launcher == "slurm":
-        launch.check_slurm()
-        return partial(launch.run_as_jobs, slurm=sweep.slurm, jobs=sweep.jobs, output=sweep.output)
+def _launcher(sweep: SweepConfig, runs: list[Config], progress: bool) -> Callable[..., None]:
+    """Return a function (configs, report=...) that trains runs here, or in slots."""
     for config in runs:
         check_accelerator(config)
-    if sweep.jobs == 1 and sweep.deadline is None:
+    if sweep.jobs == 1:
         return partial(launch.run_here, progress=progress)
     on_gpu = any(config.trainer.accelerator in ON_GPU for config in runs)
-    deadline = (begun or time.monotonic()) + (sweep.deadline or float("inf"))
     slots = launch.device_slots(sweep.jobs, on_gpu)
-    return partial(launch.run_in_slots, slots=slots, deadline=deadline)
+    return partial(launch.run_in_slots, slots=slots)
 
 
 class _Progress:

@@ -6,6 +6,7 @@ import re
 import numpy as np
 import pytest
 
+import experiments.tasks.passkey  # noqa: F401  # adds its task
 from packmamba.data.tasks import TASKS
 
 DOCUMENTS = [

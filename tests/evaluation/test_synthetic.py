@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-import experiments.tasks.contradiction  # noqa: F401  # adds its task
+import experiments.tasks.contradiction  # adds its task
+import experiments.tasks.passkey  # noqa: F401
 from packmamba import MambaLM
 from packmamba.config import DataConfig, TrainerConfig
 from packmamba.data.packing import plan_rows

@@ -374,10 +374,10 @@ def test_gradients_of_packed_and_padded_along_a_run(tmp_path, monkeypatch):
 
 
 def test_tasks_of_untrained_models(tmp_path):
-    keys = ["questions=[]", "untrained=[mqar,passkey]", "examples=10", "seeds=[0]"]
+    keys = ["questions=[]", "untrained=[mqar,next_line]", "examples=10", "seeds=[0]"]
     tasks.run(load_bench("tasks/answers", keys).config, tmp_path / "records.jsonl", progress=False)
     found = {record["arm"]: record["metrics"] for record in read_records(tmp_path)}
-    assert found.keys() == {"mqar", "passkey"} and all(0 <= m["accuracy"] <= 1 for m in found.values())
+    assert found.keys() == {"mqar", "next_line"} and all(0 <= m["accuracy"] <= 1 for m in found.values())
     assert len(tables("tasks", read_records(tmp_path))["untrained"].rows) == 2
 
 

@@ -77,7 +77,6 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"grid": {"seed": [0, 1, 0]}}, "grid.seed"),
         ({"train": False}, "train: expected true without throughput_rounds"),
         ({"jobs": 0}, "jobs: expected auto or an integer"),
-        ({"launcher": "slurm", "deadline": 5}, "launcher: expected local"),
         ({"primary": ["a - lost"]}, "primary: expected"),
         ({"primary": ["packed - packed"]}, "primary: expected"),
         ({"primary": [["packed"]]}, "primary: expected"),

@@ -15,7 +15,6 @@ TASKS: dict[str, type] = {
     "mqar": recall.MultiQueryRecall,
     "selective_copying": recall.SelectiveCopying,
     "induction": recall.Induction,
-    "passkey": text.Passkey,
     "parity": recall.Parity,
     "next_line": text.NextLine,
 }
