@@ -24,6 +24,8 @@ from packmamba.data.corpus import Corpus
 from packmamba.data.sources.packages import UNITS, content_hash, functions_of, read_manifest
 from packmamba.data.sources.source import share_of
 from packmamba.data.token_store import load_corpora
+from packmamba.errors import UserError
+from packmamba.files import space_for, write_whole
 
 SIMILARITY = 0.5
 LARGEST_SHARE = 0.25  # of the validation split that one package may have, so that none is most of it
@@ -87,7 +89,7 @@ def make_manifest(path: Path, names: Sequence[str] = (), fraction: float = 0.1, 
 
 def write_manifest(path: Path, lines: Iterable[Mapping[str, Any]]) -> None:
     text = "".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines)
-    path.write_bytes(gzip.compress(text.encode(), 9, mtime=0))
+    write_whole(path, gzip.compress(text.encode(), 9, mtime=0))
 
 
 def installed(names: Sequence[str] = ()) -> list[Package]:
@@ -223,7 +225,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.tokenizer_size is not None:
         files = load_corpora(replace(data, unit="files")).train
         train_tokenizer(files, options.tokenizer_size, options.output / "tokenizer.json")
-    (options.output / "card.json").write_text(json.dumps(card, indent=1) + "\n")
+    write_whole(options.output / "card.json", f"{json.dumps(card, indent=1)}\n".encode())
     for unit, one in card["units"].items():
         counts = (f"{split}: {one[split]['documents']} documents" for split in ("train", "validation"))
         print(unit, one["corpus_hash"], *counts)
@@ -231,8 +233,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def run(main: Callable[[], None]) -> None:
     try:
-        main()
-    except ConfigError as error:
+        with space_for("--output"):
+            main()
+    except UserError as error:
         sys.exit(str(error))
 
 

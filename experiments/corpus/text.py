@@ -32,6 +32,7 @@ from packmamba.data.corpus import Corpus
 from packmamba.data.packing import plan_rows
 from packmamba.data.sources.packages import content_hash
 from packmamba.data.token_store import load_corpora
+from packmamba.files import write_whole
 
 SPLITS = ("train", "validation", "test")
 HELD_OUT = 0.05  # of each family's bytes: validation, and as many for test
@@ -410,7 +411,7 @@ def make_sample(output: Path, path: Path) -> None:
             if (needed := sum(map(len, groups[part]))) <= size:
                 rows += groups[part]
                 size -= needed
-    path.write_bytes(gzip.compress("".join(rows).encode(), 9, mtime=0))
+    write_whole(path, gzip.compress("".join(rows).encode(), 9, mtime=0))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -431,7 +432,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         corpora = load_corpora(config)
         card[name] = {"corpus_hash": corpora.corpus_hash, "vocab_size": corpora.train.vocab_size}
         card[name] |= {corpus.split: describe(corpus) for corpus in corpora[:2]}
-    (options.output / "text-card.json").write_text(json.dumps(card, indent=1) + "\n")
+    write_whole(options.output / "text-card.json", f"{json.dumps(card, indent=1)}\n".encode())
     make_sample(options.output, options.output / "text-sample.jsonl.gz")
 
 

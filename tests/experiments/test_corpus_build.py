@@ -1,5 +1,6 @@
 """The corpus of installed packages: near-copies, the split, the manifest, and that other files are refused."""
 
+import errno
 import importlib
 import json
 import re
@@ -31,6 +32,14 @@ def jaccard(a, b):
 
 def words(rng, count):
     return [f"word_{i}" for i in rng.integers(0, 500, count)]
+
+
+def test_a_full_disk_is_one_sentence():
+    def full():
+        raise OSError(errno.ENOSPC, "No space left on device", "my/corpus/card.json")
+
+    with pytest.raises(SystemExit, match=r"^my/corpus/card.json: expected space to write, got 'No space left"):
+        build.run(full)
 
 
 def test_clusters_are_those_of_all_pairs():
