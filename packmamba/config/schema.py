@@ -95,9 +95,7 @@ class DataConfig:
     path: Optional[str] = key(None, "Folder, file or pattern; dataset (huggingface); prefix (megatron).")
     sources: list[Any] = key([], "A mixture instead: [{source: text, path: a, weight: 3}, ...], by weight in tokens.")
     unit: Optional[str] = key(None, "Documents of packages.", null="files", choices=("files", "functions", "mixture"))
-    text_key: str = key(
-        "text", "Field or column of the document (jsonl, parquet, huggingface); without it prompts are read."
-    )
+    text_key: str = key("text", "Field or column of the document; where it is missing, prompts are read.")
     loss_on: str = key("completion", "Of prompts: answers, or all tokens.", choices=("completion", "all"))
     chat_template: Optional[str] = key(None, "Template of messages: chatml, or a Jinja file.", null="the tokenizer's")
     subset: Optional[str] = key(None, "Configuration of the dataset (huggingface).")
@@ -115,9 +113,7 @@ class DataConfig:
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
     num_proc: Optional[int] = key(None, "Threads that tokenize.", null="a core each, at most 16", low=1)
-    batching: str = key(
-        "matched", "Arrange a step's documents, or fill rows (stream).", choices=("matched", "stream")
-    )
+    batching: str = key("matched", "Arrange each step's documents; or fill rows.", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
     row_length: Optional[int] = key(1024, "Tokens of a row.", null="the longest (single, padded)", low=1)
     overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
@@ -152,17 +148,13 @@ class DataConfig:
 class ModelConfig:
     """Describe the language model (the section ``model``)."""
 
-    pretrained: Optional[str] = key(
-        None, "Checkpoint to go on from: a folder or Hub name; it decides the model's other keys."
-    )
+    pretrained: Optional[str] = key(None, "Folder or Hub name of a checkpoint, which decides the keys below.")
     vocab_size: Optional[int] = key(None, "Rows of the embedding.", null="the corpus's vocabulary", low=1)
     d_model: int = key(128, "Width of the residual stream.", low=1)
     n_layer: int = key(2, "Blocks.", low=1)
     mixer: str = key("mamba1", "Sequence mixer of a block.", choices=MIXERS)
     mixer_options: dict[str, Any] = key({}, "More arguments of the mixer, such as dt_max.")
-    d_state: Optional[int] = key(
-        None, "States per channel.", null="the mixer's default (mamba1: 16, mamba2 and mamba3: 128)", low=1
-    )
+    d_state: Optional[int] = key(None, "States per channel.", null="16 of mamba1, 128 of the others", low=1)
     d_conv: int = key(4, "Taps of the convolution.", low=2, high=4)
     expand: int = key(2, "d_inner = expand * d_model.", low=1)
     dt_rank: Any = key("auto", "Rank of delta; auto: ceil(d_model / 16).", check=AUTO)
@@ -202,11 +194,7 @@ class TrainerConfig:
 
     boundary: str = key("reset", "Boundary scheme.", choices=BOUNDARIES)
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme.")
-    mean_over: str = key(
-        "targets",
-        "Mean of a step's loss; rows: of row means, micro-batch by micro-batch.",
-        choices=("targets", "rows"),
-    )
+    mean_over: str = key("targets", "Mean of a step's loss; rows: of its rows' means.", choices=("targets", "rows"))
     max_steps: int = key(200, "Optimizer steps.", low=1)
     validate_every: int = key(50, "Steps between validations.", low=1)
     evaluate_every: Optional[int] = key(None, "Steps between evaluations.", null="at the end", low=1)
@@ -214,9 +202,7 @@ class TrainerConfig:
     log_every: int = key(10, "Steps between logged points.", low=1)
     loggers: list[Any] = key(["csv", "tensorboard"], f"{LOGGERS[0]}.", check=LOGGERS)
     callbacks: list[Any] = key([], "Class paths, or {class_path: ..., init_args: {...}}.")
-    leakcheck_every: Optional[int] = key(
-        0, "Steps between leakchecks of packed steps; 0: one alone.", null="none", low=0
-    )
+    leakcheck_every: Optional[int] = key(0, "Steps between leakchecks; 0: only the first.", null="none", low=0)
     precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
     accelerator: str = key("auto", "Lightning's.", choices=("auto", "cpu", "gpu", "cuda", "mps", "tpu"))
     devices: int = key(1, "Devices of each machine.", low=1)
