@@ -236,9 +236,8 @@ def _check_rules(config: Config) -> None:
     _check_keys_in_use(config, strategy, boundary)
     row_length_is_known = data.row_length or not strategy.needs_row_length
     rule(row_length_is_known, "data.row_length", f"an integer with {data.strategy}")
-    mixer = config.model.mixer
-    has_kernels = config.ops.backend != "mamba_ssm" or mixer not in ("mamba2", "mamba3")
-    rule(has_kernels, "ops.backend", f"auto, reference, cpu or cuda with model.mixer={mixer}")
+    has_kernels = config.ops.backend != "mamba_ssm" or config.model.mixer not in ("mamba2", "mamba3")
+    rule(has_kernels, "ops.backend", f"auto, reference, cpu or cuda with model.mixer={config.model.mixer}")
     if boundary.continues:
         _check_carry(config, strategy, boundary)
     if config.trainer.strategy == "fsdp2":

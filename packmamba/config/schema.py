@@ -113,7 +113,7 @@ class DataConfig:
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
     num_proc: Optional[int] = key(None, "Threads that tokenize.", null="a core each, at most 16", low=1)
-    batching: str = key("matched", "Arrange each step's documents; or fill rows.", choices=("matched", "stream"))
+    batching: str = key("matched", "Arrange a step's documents, or stream into rows.", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
     row_length: Optional[int] = key(1024, "Tokens of a row.", null="the longest (single, padded)", low=1)
     overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
@@ -148,7 +148,7 @@ class DataConfig:
 class ModelConfig:
     """Describe the language model (the section ``model``)."""
 
-    pretrained: Optional[str] = key(None, "Folder or Hub name of a checkpoint, which decides the keys below.")
+    pretrained: Optional[str] = key(None, "Checkpoint: a folder or Hub name; it decides the model's other keys.")
     vocab_size: Optional[int] = key(None, "Rows of the embedding.", null="the corpus's vocabulary", low=1)
     d_model: int = key(128, "Width of the residual stream.", low=1)
     n_layer: int = key(2, "Blocks.", low=1)
@@ -194,7 +194,7 @@ class TrainerConfig:
 
     boundary: str = key("reset", "Boundary scheme.", choices=BOUNDARIES)
     boundary_options: dict[str, Any] = key({}, "Arguments of the boundary scheme.")
-    mean_over: str = key("targets", "Mean of a step's loss; rows: of its rows' means.", choices=("targets", "rows"))
+    mean_over: str = key("targets", "Of a step's loss; rows: row means by micro-batch.", choices=("targets", "rows"))
     max_steps: int = key(200, "Optimizer steps.", low=1)
     validate_every: int = key(50, "Steps between validations.", low=1)
     evaluate_every: Optional[int] = key(None, "Steps between evaluations.", null="at the end", low=1)

@@ -28,7 +28,7 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, round_up
 from packmamba.nn.init import Embedding, Head, Projection, whole_parameters
 from packmamba.nn.mixers import MIXERS, State
-from packmamba.nn.mixers.mixer import recomputed
+from packmamba.nn.mixers.mixer import call
 from packmamba.nn.pretrained import find_folder, load_weights, read_pretrained, write_pretrained
 from packmamba.ops.checks import check_flags, check_layout, check_size, is_transforming
 
@@ -295,16 +295,13 @@ class Block(nn.Module):
                 ``add_norm`` normalises it.
             layouts_and_state: conv_layout, ssm_layout, state, return_state, as of ``Mixer.mix``.
         """
-        mixed, state = self._run(self.mixer.mix, normed, self.norm.weight, *layouts_and_state)
+        arguments = (normed, self.norm.weight, *layouts_and_state)
+        mixed, state = call(self.mixer.mix, *arguments, recompute=self.recompute)
         residual, normed = add_norm(residual, mixed, self.norm.eps)
         if self.mlp is not None:
-            mixed = self._run(self.mlp, normed, self.norm2.weight)
+            mixed = call(self.mlp, normed, self.norm2.weight, recompute=self.recompute)
             residual, normed = add_norm(residual, mixed, self.norm2.eps)
         return residual, normed, state
-
-    def _run(self, function: Any, *arguments: Any) -> Any:
-        """Call a function, of which ``recompute`` keeps the arguments alone."""
-        return recomputed(function, *arguments) if self.recompute else function(*arguments)
 
 
 def add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:

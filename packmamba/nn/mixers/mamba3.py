@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.nn.init import Projection
-from packmamba.nn.mixers.mixer import HeadMixer, State, recomputed
+from packmamba.nn.mixers.mixer import HeadMixer, State, call
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.ssd import elementwise
 
@@ -126,7 +126,7 @@ class PackedMamba3(HeadMixer):
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output; conv_layout says whose previous token's k and v a token reads."""
         arguments = (projected, conv_layout, ssm_layout, state, return_state)
-        y, state = recomputed(self._scan, *arguments) if self.recompute else self._scan(*arguments)
+        y, state = call(self._scan, *arguments, recompute=self.recompute)
         return self.out_proj(y), state
 
     def _scan(
@@ -149,17 +149,13 @@ class PackedMamba3(HeadMixer):
         k = self._per_head(B, self.B_norm, self.B_bias)
         q = self._per_head(C, self.C_norm, self.C_bias)
         dt = elementwise(F.softplus, dt + self.dt_bias)
-        if self.decay == "softplus":
-            rate = elementwise(F.softplus, rate)
-        else:
-            rate = F.relu(rate) + 1 / (1 - rate.clamp(max=0))
-        step = (rate.clamp(min=self.A_floor) * dt).clamp(min=LEAST_STEP)
-        share = elementwise(torch.sigmoid, trapezoid)
+        step = (self._rate(rate) * dt).clamp(min=LEAST_STEP)
         turns = elementwise(torch.tanh, angle)[:, :, None] * (dt / 2)[..., None]
         theta = self._sum_turns(turns, ssm_layout, document, first)
         cos = elementwise(torch.cos, theta)
         sin = elementwise(torch.sin, theta)
 
+        share = elementwise(torch.sigmoid, trapezoid)
         from_previous = (1 - share) * dt
         from_next = _next(from_previous, document, conv_document)
         # Tokens of the scan are v times this; it multiplies them by the step, which is the decay's.
@@ -192,6 +188,14 @@ class PackedMamba3(HeadMixer):
         k, v, cos, sin = (_at(tensor, last) for tensor in (k, v, cos, sin))
         return y, (k, v, _rotate(scanned[1], cos[:, :, None], -sin[:, :, None]))
 
+    def _rate(self, projected: Tensor) -> Tensor:
+        """Return a (B, L, H), the rate of decay, from its projection."""
+        if self.decay == "softplus":
+            rate = elementwise(F.softplus, projected)
+        else:
+            rate = F.relu(projected) + 1 / (1 - projected.clamp(max=0))
+        return rate.clamp(min=self.A_floor)
+
     def _per_head(self, projected: Tensor, norm: nn.RMSNorm, bias: Tensor) -> Tensor:
         """Normalise B or C (B, L, G N), and give each head its group's, plus its bias: (B, L, H, N)."""
         by_group = F.rms_norm(projected.unflatten(-1, (self.ngroups, -1)), (self.d_state,), eps=norm.eps)
@@ -215,8 +219,8 @@ class PackedMamba3(HeadMixer):
         radians = (2 * math.pi * turns).flatten(-2)
         ones = torch.ones_like(radians)
         A = torch.zeros_like(radians[0, 0, :, None])
-        one = ones[..., :1]
-        summed = ops.ssm_pack(radians, ones, A, one, one, layout=layout, backend=self.backend).view(turns.shape)
+        B = C = ones[..., :1]
+        summed = ops.ssm_pack(radians, ones, A, B, C, layout=layout, backend=self.backend).view(turns.shape)
         return theta + (summed - summed.detach())
 
 

@@ -228,11 +228,11 @@ class HeadMixer(Mixer):
         dt_bias_(self.dt_bias, *self.dt_range)
 
 
-def recomputed(function: Any, *arguments: Any) -> Any:
-    """Call a function, which the backward computes again from its arguments instead of keeping more."""
+def call(function: Any, *arguments: Any, recompute: bool) -> Any:
+    """Call a function; with ``recompute`` the backward computes it again and keeps its arguments alone."""
     # torch.func's transforms refuse checkpoint, a strict torch.export cannot run it.
     plain = checks.is_transforming() or torch.compiler.is_exporting()
-    if plain or not torch.is_grad_enabled():
+    if plain or not recompute or not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
 
