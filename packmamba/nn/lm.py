@@ -73,8 +73,7 @@ class MambaLM(nn.Module):
         expect(mixer in MIXERS, "mixer", f"one of {', '.join(MIXERS)}", repr(mixer))
         for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
             check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
-        if d_intermediate != 0:
-            check_size("d_intermediate", d_intermediate, 2**20)
+        check_size("d_intermediate", 1 if d_intermediate == 0 else d_intermediate, 2**20)
         check_flags(tie_embeddings=tie_embeddings)
         self.config = {
             "vocab_size": vocab_size,
@@ -90,10 +89,12 @@ class MambaLM(nn.Module):
         embedding = Embedding(vocab_size, d_model)
         mixers = [MIXERS[mixer](d_model, recompute=recompute == "inner", **options) for _ in range(n_layer)]
         layers = [Block(mixer, norm_epsilon, recompute == "block", d_intermediate) for mixer in mixers]
+        # Additions to the residual stream, by which state-spaces scales the last projections.
+        self.num_residuals = n_layer * (2 if d_intermediate else 1)
         for layer in layers:
-            layer.mixer.initialise_in_stack(n_layer)
+            layer.mixer.initialise_in_stack(self.num_residuals)
             if layer.mlp is not None:
-                layer.mlp.fc2.place_in_stack(math.sqrt(n_layer))
+                layer.mlp.fc2.place_in_stack(math.sqrt(self.num_residuals))
         norm = nn.RMSNorm(d_model, eps=norm_epsilon)
         self.backbone: Any = nn.ModuleDict({"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm})
         self.lm_head = Head(d_model, vocab_size, bias=False)
@@ -117,7 +118,7 @@ class MambaLM(nn.Module):
         for layer in layers:
             with whole_parameters(layer.mixer):  # a plugin's knows of no shards
                 layer.mixer.reset_parameters()
-                layer.mixer.initialise_in_stack(len(layers))
+                layer.mixer.initialise_in_stack(self.num_residuals)
             layer.norm.reset_parameters()
         for layer in (layer for layer in layers if layer.mlp is not None):
             for part in (layer.norm2, layer.mlp.fc1, layer.mlp.fc2):

@@ -278,6 +278,44 @@ def test_an_mlp_is_one_by_hand():
         assert error(model(tokens, layout=LAYOUT)[real], expected[real]) < 1e-12
 
 
+def test_the_last_projections_are_scaled_by_the_additions_to_the_stream():
+    """As state-spaces' _init_weights does: with an MLP a block adds twice."""
+    for d_intermediate, additions in ((0, 3), (64, 6)):
+        torch.manual_seed(0)
+        model = MambaLM(37, 64, 3, mixer="mamba3", headdim=8, d_intermediate=d_intermediate)
+        for fresh in (False, True):
+            if fresh:
+                model.init_weights()
+            for layer in model.backbone.layers:
+                parts = [layer.mixer.out_proj] + ([layer.mlp.fc2] if d_intermediate else [])
+                for part in parts:
+                    # Kaiming's uniform, whose standard deviation is 1 / sqrt(3 fan_in).
+                    expected = (3 * part.weight.shape[1] * additions) ** -0.5
+                    assert part.weight.std().item() == pytest.approx(expected, rel=0.03)
+
+
+def bytes_kept(model):
+    """Count what a forward pass keeps for the backward, parameters aside."""
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+    storages = {}
+
+    def keep(tensor):
+        if tensor.data_ptr() not in parameters:
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        model(torch.zeros(1, 512, dtype=torch.int64))
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("recompute", "most"), [("block", 0.3), ("inner", 0.5)])
+def test_recomputing_keeps_less_for_the_backward(recompute, most):
+    sizes = {"mixer": "mamba3", "headdim": 8, "d_state": 8}
+    less, all_kept = (bytes_kept(MambaLM(37, 16, 4, recompute=way, **sizes)) for way in (recompute, "none"))
+    assert less < most * all_kept
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [

@@ -163,10 +163,10 @@ class Mixer(nn.Module):
         parts[-1].reset_parameters()  # out_proj, made after the layer's own parameters
         self._mark_parameters()  # ``to_empty`` makes new ones
 
-    def initialise_in_stack(self, n_layer: int) -> None:
-        """Zero biases and divide the last projection by sqrt(n_layer) (Mamba follows GPT-2)."""
+    def initialise_in_stack(self, num_residuals: int) -> None:
+        """Zero biases and divide the last projection by sqrt(num_residuals) (Mamba follows GPT-2)."""
         self.in_proj.place_in_stack()
-        self.out_proj.place_in_stack(math.sqrt(n_layer))
+        self.out_proj.place_in_stack(math.sqrt(num_residuals))
 
     @torch.no_grad()
     def _reset_own(self) -> None:
