@@ -129,11 +129,9 @@ def _model_size(name: str, origin: str) -> DictConfig:
 def _unknown_key(key: str, origin: str, declared: type) -> ConfigError:
     """Explain an unknown key.
 
-    By its new name, what replaces it, its other section or the nearest name.
+    By what replaces it, its other section or the nearest name.
     """
-    if key in schema.RENAMED_KEYS:
-        hint = f"; rename it to {schema.RENAMED_KEYS[key]}"
-    elif key in schema.REMOVED_KEYS:
+    if key in schema.REMOVED_KEYS:
         hint = f"; an older version's key: {schema.REMOVED_KEYS[key][1]}"
     elif origin.endswith(CONFIGURATION):
         hint = "; an older version's key: remove it"
@@ -218,8 +216,7 @@ def _check(name: str, value: Any, choices: Any = (), check: Any = None, null: st
 def _check_choice(name: str, value: Any, choices: Any) -> None:
     if value in choices:
         return
-    renamed = schema.RENAMED_VALUES.get(name.rpartition(".")[2], {}).get(value)
-    hint = f"; write {renamed}" if renamed else suggest(value, choices).partition("; known")[0]
+    hint = suggest(value, choices).partition("; known")[0]
     names = ", ".join(map(str, choices))
     raise ConfigError(f"{name}: expected one of {names}, got {shown(value)}{hint}")
 

@@ -25,32 +25,12 @@ LOGGERS = (
 TWO_RATES = ("two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
 
 
-# Keys of earlier versions, and today's; a configuration with one is told the new name.
-RENAMED_KEYS = {
-    "data.mode": "data.batching",
-    "data.slots_per_batch": "data.max_tokens_per_batch",
-    "experiment": "output",
-    "only": "arms=[...] and grid.seed=[...]",
-}
 _AVERAGE = "write trainer.callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging]"
 # Keys of earlier versions that nothing replaces: their default, and what to do instead.
 REMOVED_KEYS: dict[str, tuple[Any, str]] = {
     "trainer.average_snapshots": (1, _AVERAGE),
     "trainer.average_share": (0.1, _AVERAGE),
     "model.learned_initial_state": (False, "remove it"),
-}
-# Values of earlier versions by their key, and today's; a configuration with one is told the new
-# name.
-RENAMED_VALUES: dict[str, dict[str, str]] = {
-    "strategy": {
-        "in_order": "next_fit",
-        "best_fit": "best_fit_decreasing",
-        "histogram": "spfhp",
-        "split": "concat_split",
-    },
-    "overlong": {"pieces": "split"},
-    "boundary": {"foreign": "state_passing", "noise": "fitted_noise", "foreign_heads": "state_passing_within_row"},
-    "precision": {"bf16": "bf16-mixed", "16": "16-mixed", "32": "32-true"},
 }
 
 

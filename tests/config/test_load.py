@@ -67,8 +67,6 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
         ("lr=3", "'lr' .*did you mean 'optimizer.lr'"),
         ("trainr.max_steps=3", "'trainr' .*did you mean 'trainer'"),
         ("data.row_lenght=3", "'data.row_lenght' .*did you mean 'data.row_length'"),
-        ("experiment=runs/mine", "'experiment' .*rename it to output"),
-        ("data.slots_per_batch=9", "'data.slots_per_batch' .*rename it to data.max_tokens_per_batch"),
         ("trainer.average_snapshots=5", r"'trainer.average_snapshots' .*write trainer.callbacks=\[lightning"),
         ("model.learned_initial_state=true", "'model.learned_initial_state' .*older version's key: remove it"),
         ("max_steps", "expected key=value"),
@@ -132,15 +130,13 @@ def test_valid(overrides):
         ("optimizer.final_lr_fraction=1.5", "optimizer.final_lr_fraction: expected at least 0 and at most 1"),
         ("trainer.deterministic=maybe", "trainer.deterministic: expected true or false"),
         ("trainer.loggers=csv", "trainer.loggers: expected a list"),
-        ("trainer.precision=bf16", "trainer.precision: .*write bf16-mixed"),
+        ("trainer.precision=bf16", "trainer.precision: .*bf16-mixed"),
         ("model.dt_rank=some", "model.dt_rank: expected auto or an integer"),
         ("model.mixer_options.d_stat=3", "'model.mixer_options.d_stat'"),
         ("data=3", "data: expected keys and values"),
         ("data.task_options=[3]", "data: expected keys and values"),
         ("data.strategy=greedly", "data.strategy: .*did you mean 'greedy'"),
-        ("data.strategy=best_fit", "data.strategy: .*write best_fit_decreasing"),
-        ("data.overlong=pieces", "data.overlong: .*write split"),
-        ("trainer.boundary=noise", "trainer.boundary: .*write fitted_noise"),
+        ("data.strategy=best_fit", "data.strategy: .*best_fit_decreasing"),
         ("data.streams=2", "data.streams: expected 1, unless data.strategy=concat_split"),
         ("data.row_length=null", "data.row_length: expected an integer"),
         ("data.stagger=true", "data.stagger: "),
@@ -189,14 +185,10 @@ def test_a_configuration_built_in_code_is_checked():
         validate(config)
 
 
-@pytest.mark.parametrize(
-    ("keys", "says"),
-    [("streaming: 1", "'data.streaming' .*: remove it$"), ("mode: x", "'data.mode' .* to data.batching$")],
-)
-def test_a_run_of_an_older_version_names_its_old_keys(keys, says, tmp_path):
+def test_a_run_of_an_older_version_names_its_old_keys(tmp_path):
     path = tmp_path / "configuration.yaml"
-    path.write_text(f"data: {{{keys}}}\n")
-    with pytest.raises(ConfigError, match=f"^unknown key {says}"):
+    path.write_text("data: {streaming: 1}\n")
+    with pytest.raises(ConfigError, match="^unknown key 'data.streaming' .*: remove it$"):
         load_config(path)
 
 
