@@ -28,6 +28,9 @@ HERE = [name for name, arm in GPU_ARMS.items() if not arm.per_token]
 COPY = "copy"  # takes a turn with the arms: the rate of copying
 
 Metrics = dict[str, float | None]
+# ||a - b|| / ||b|| against float64, by the activations' dtype: of outputs, of gradients, and of outputs of the peers, which
+# round more often.
+TOLERANCES = {"bfloat16": (2e-3, 5e-3, 1e-2), "float16": (5e-4, 2e-3, 1e-2), "float32": (1e-5, 5e-5, 1e-4)}
 
 
 @dataclass
@@ -35,6 +38,7 @@ class Config:
     experiment: str = key("operators", "The question, which the records name.")
     arms: list[str] = key(HERE, "Arms of arms.GPU_ARMS.", choices=HERE, check=("at least one arm", bool))
     shapes: list[str] = key(["16384,4096,documents-2k"], "tokens,channels,documents: a distribution, one, or a length.")
+    dtype: str = key("bfloat16", "Type of the activations: bfloat16, float16 or float32.", choices=TOLERANCES)
     layouts: int = key(20, "Rows that a time is a mean over; of documents of a fixed length, one, five times.", low=1)
     rounds: int = key(5, "How often each arm is timed, in turns.", low=1)
     slow_rounds: int = key(3, "How often mamba-ssm document by document and padded is, within the first rounds.", low=1)
@@ -58,7 +62,7 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
             print(f"{tokens} x {channels}, {documents} ({seconds:.0f} s): ms {totals}", flush=True)
         for arm, metrics in results.items():
             config = GPU_ARMS[arm].fields() | {"tokens": tokens, "channels": channels, "documents": documents}
-            config |= {"states": STATES, "dtype": "bfloat16", "layouts": len(rows), "rounds": c.rounds}
+            config |= {"states": STATES, "dtype": c.dtype, "layouts": len(rows), "rounds": c.rounds}
             config |= {"mean_documents": sum(map(len, rows)) / len(rows)}
             corpus = f"random tensors, documents as configured, seed {c.seed}"
             record = make_record("gpu_operators", c.experiment, arm, config, c.seed, corpus, metrics, seconds)
@@ -89,7 +93,7 @@ def draw_rows(documents: str, tokens: int, layouts: int, seed: int) -> list[list
 
 
 def _measure(c: Config, tokens: int, channels: int, documents: str, rows: list[list[int]]) -> dict[str, Metrics]:
-    shape = (tokens, channels, documents, rows, c.seed)
+    shape = (tokens, channels, documents, rows, c.seed, c.dtype)
     arms = {name: GPU_ARMS[name] for name in c.arms if tokens <= c.slow_tokens or not GPU_ARMS[name].slow}
     here = Prepared(*shape, arms)
     scans = [name for name in here.arms if arms[name].operator == "scan"]
@@ -131,8 +135,6 @@ def _statistics(phase: str, values: Sequence[float] | None = None) -> Metrics:
 COPY_BYTES = 2**31
 CHECKED_CHANNELS = 16
 PAD_TO = 2048  # padded documents are at least as long as their distribution's longest, where that is at most this
-# ||a - b|| / ||b|| against float64: ours, outputs and gradients; the peers', which round more often, outputs.
-TOLERANCES, PEERS_TOLERANCE = (2e-3, 5e-3), 1e-2
 
 Errors = dict[str, tuple[float, float | None]]
 
@@ -141,17 +143,24 @@ class Prepared:
     """Make and check the arms of one shape; leave out peers that are not installed. RuntimeError if one is wrong."""
 
     def __init__(
-        self, tokens: int, channels: int, documents: str, rows: list[list[int]], seed: int, arms: Mapping[str, GpuArm]
+        self,
+        tokens: int,
+        channels: int,
+        documents: str,
+        rows: list[list[int]],
+        seed: int,
+        dtype: str,
+        arms: Mapping[str, GpuArm],
     ) -> None:
         self.layouts = [SequenceLayout.from_lengths([row], row_length=tokens).to("cuda") for row in rows]
         some = torch.linspace(0, channels - 1, CHECKED_CHANNELS, device="cuda").long()
-        inputs = Inputs.random(tokens, channels, seed, "cuda")
+        inputs = Inputs.random(tokens, channels, seed, "cuda", getattr(torch, dtype))
         distribution = LENGTH_DISTRIBUTIONS.get(documents)
         pad_to = distribution.longest if distribution and distribution.longest <= PAD_TO else 0
         self.arms, references = gpu_implementations.build(arms, inputs, some, pad_to)
         # What the allocator hands out next is this, so that an element that is not written fails the check.
         torch.full((8 * tokens * channels,), torch.nan, device="cuda")
-        self.errors = check(self.arms, references, self.layouts[0], some)
+        self.errors = check(self.arms, references, self.layouts[0], some, TOLERANCES[dtype])
         self._waits = {name: launch_cycles(lambda: arm.phases(self.layouts[0])) for name, arm in self.arms.items()}  # noqa: B023
 
     def seconds(self, name: str) -> list[float]:
@@ -219,7 +228,11 @@ def clock_hz() -> float:
 
 
 def check(
-    arms: Mapping[str, Implementation], references: dict[str, Reference], layout: SequenceLayout, some: torch.Tensor
+    arms: Mapping[str, Implementation],
+    references: dict[str, Reference],
+    layout: SequenceLayout,
+    some: torch.Tensor,
+    tolerances: tuple[float, float, float],
 ) -> Errors:
     """(output error, gradient error) of every arm that can be held against float64. RuntimeError if one is wrong."""
     expected: dict[str, torch.Tensor] = {}
@@ -232,14 +245,14 @@ def check(
             found = prepared.errors(some)
             gradients = {what: error for what, error in found.items() if what.startswith("grad")}
             outputs = {what: error for what, error in found.items() if what not in gradients}
-            limits = TOLERANCES
+            limits = tolerances[:2]
         else:
             if arm.expects not in expected:
                 expected[arm.expects] = references[arm.expects](layout)
             with torch.no_grad():
                 y = arm.output(arm.forward(prepared), prepared).index_select(2, some)
             error = gpu_implementations.relative_error(y, expected[arm.expects])
-            outputs, gradients, limits = {"output": error}, {}, (PEERS_TOLERANCE, 0)
+            outputs, gradients, limits = {"output": error}, {}, (tolerances[2], 0)
         for kind, limit in zip((outputs, gradients), limits):
             for what, error in kind.items():
                 if not error <= limit:

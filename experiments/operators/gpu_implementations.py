@@ -92,10 +92,10 @@ class Inputs:
     dy: Tensor  # (1, T, D)
 
     @classmethod
-    def random(cls, tokens: int, channels: int, seed: int, device: str) -> Inputs:
+    def random(cls, tokens: int, channels: int, seed: int, device: str, activations: torch.dtype) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
 
-        def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        def normal(*shape: int, dtype: torch.dtype = activations) -> Tensor:
             return torch.randn(*shape, device=device, generator=generator).to(dtype)
 
         u, z = normal(1, tokens, 2 * channels).chunk(2, dim=-1)

@@ -28,8 +28,10 @@ SSD, PROJECTIONS = GPU_ARMS["mamba2-ssd"], GPU_ARMS["projections"]
 # special-function units (16 a clock), the rest as polynomials; or u, delta, z read and y, kept states written. Backward:
 # instruction slots (128 a clock) a state: 18 multiply-adds, 2 exponentials, 1.5 exchanges; or 14 bytes, u, delta, z, dy and
 # three gradients. The convolution: bytes alone.
+# In other dtypes bytes grow with an element's.
 EXPONENTIALS, FORWARD_BYTES = 0.75, 10
 BACKWARD_SLOTS, BACKWARD_BYTES = 21.5, 14
+ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 CONV_BYTES = (4, 6)
 
 
@@ -43,11 +45,13 @@ Arms = Mapping[GpuArm, Record]
 Shapes = Mapping[Shape, Arms]
 
 
-def by_shape(records: Sequence[Record]) -> dict[Shape, dict[GpuArm, Record]]:
+def by_shape(records: Sequence[Record], dtype: str = "bfloat16") -> dict[Shape, dict[GpuArm, Record]]:
     """Arms of each shape, which were timed in turns; of equal ones the latest."""
     groups: dict[Shape, dict[GpuArm, Record]] = {}
     for record in sorted(records_of(records, "gpu_operators"), key=lambda record: record["time"]):
         config = record["config"]
+        if config["dtype"] != dtype:
+            continue
         shape = Shape(config["tokens"], config["channels"], config["documents"])
         groups.setdefault(shape, {})[GpuArm.of(record)] = record
 
@@ -73,7 +77,7 @@ def scan_limit(record: Record) -> tuple[float, float]:
     config, metrics = record["config"], record["metrics"]
     elements = config["tokens"] * config["channels"]
     cycles = metrics["multiprocessors"] * metrics["clock_hz"] / (elements * config["states"])
-    moved = elements / metrics["copy_bytes_per_second"]
+    moved = elements * ELEMENT_BYTES[config["dtype"]] / ELEMENT_BYTES["bfloat16"] / metrics["copy_bytes_per_second"]
     forward = max(EXPONENTIALS / (16 * cycles), FORWARD_BYTES * moved)
     return forward, max(BACKWARD_SLOTS / (128 * cycles), BACKWARD_BYTES * moved)
 
@@ -86,13 +90,19 @@ def copy_shares(record: Record) -> tuple[float, float]:
 
 
 def gpu_operators_tables(records: Sequence[Record]) -> list[Table]:
-    found = by_shape(records)
+    """Make the tables of each dtype; names of all but bfloat16's end with it."""
+    return [table for dtype in ELEMENT_BYTES if (found := by_shape(records, dtype)) for table in _tables(found, dtype)]
+
+
+def _tables(found: Shapes, dtype: str) -> list[Table]:
     first = next(iter(next(iter(found.values())).values()))
-    tables = [_scan(found), _conv(found), _bottleneck(found), _times(found)]
+    tables = [table for table in (_scan(found), _conv(found), _bottleneck(found), _times(found)) if table.rows]
     layouts = max(record["config"]["layouts"] for arms in found.values() for record in arms.values())
     for table in tables:
+        if dtype != "bfloat16":
+            table.name += f"-{dtype}"
         table.notes.append(
-            f"{', '.join(first['hardware']['gpus'])}; bfloat16, {first['config']['states']} states; medians of "
+            f"{', '.join(first['hardware']['gpus'])}; {dtype}, {first['config']['states']} states; medians of "
             f"{first['config']['rounds']} rounds in turns, each a mean over {layouts} rows of different documents."
         )
     return tables

@@ -2,6 +2,7 @@
 
 from experiments.reproduce import Headline, Step
 
+SMALL_SHAPES = "shapes=['16384,4096,documents-2k']"
 PEERS = ("mamba_ssm", "causal_conv1d")
 STEPS = [
     Step(
@@ -10,7 +11,8 @@ STEPS = [
         packages=("transformers",),
     ),
     Step("training_step.yaml", small=("throughput_rounds=3",)),
-    Step("gpu_operators.yaml", small=("shapes=['16384,4096,documents-2k']",), gpus=1, gpu_gib=20, packages=PEERS),
+    Step("gpu_operators.yaml", small=(SMALL_SHAPES,), gpus=1, gpu_gib=20, packages=PEERS),
+    Step("gpu_float32.yaml", small=(SMALL_SHAPES,), gpus=1, gpu_gib=20, packages=PEERS),
 ]
 
 

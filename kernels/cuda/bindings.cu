@@ -188,7 +188,7 @@ ScanParams scan_params(const Tensor& u, const Tensor& delta, const Tensor& A, co
   return params;
 }
 
-// Whether the tensor-core kernels take it; a schedule that cuts is only ever made for those.
+// Whether the tensor-core kernels take it.
 bool tuned(const ScanParams& params) {
   return params.dtype == Dtype::bfloat16 && params.states == 16 && params.channels % 2 == 0 &&
          even(params.u) && even(params.delta) && even(params.z) && even(params.B) && even(params.C);

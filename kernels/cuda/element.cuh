@@ -33,8 +33,8 @@ __device__ __forceinline__ const T* element_at(const View& view, int slot, int r
          element;
 }
 template <class T>
-__device__ __forceinline__ float later(const T* first, const View& view, int token) {
-  return to_float(*(const T*)((const char*)first + (uint64_t)(uint32_t)token * view.token_bytes));
+__device__ __forceinline__ T later(const T* first, const View& view, int token) {
+  return *(const T*)((const char*)first + (uint64_t)(uint32_t)token * view.token_bytes);
 }
 
 // Calls body(a value of the element type).

@@ -30,8 +30,10 @@ struct View {
   uint32_t token_bytes;  // from a slot to the next, below 2^31
 };
 
-constexpr int CONV_TILE = 64;   // slots between places where the convolution finds its document
-constexpr int SAVE_EVERY = 32;  // tokens between saved states, counted from a document's start
+constexpr int CONV_TILE = 64;  // slots between places where the convolution finds its document
+// Tokens between saved states, counted from a document's start.
+constexpr int SAVE_EVERY = 32;        // in bfloat16, by scan16
+constexpr int SAVE_EVERY_FLOAT = 64;  // in float32, by scan_any: as many bytes
 
 // How a batch is made into work.
 //
@@ -45,7 +47,7 @@ struct Plan {
   int rows;        // B
   int row_length;  // L
   int cut_above;   // tokens
-  int cut_length;  // tokens, a multiple of SAVE_EVERY; INT_MAX where no document reaches a multiple
+  int cut_length;  // tokens, a multiple of SAVE_EVERY_FLOAT; INT_MAX: no document reaches a multiple
   int window;      // slots
 
   __host__ __device__ int64_t slots() const { return (int64_t)rows * row_length; }

@@ -95,8 +95,8 @@ __global__ void __launch_bounds__(THREADS)
     const int offset = offsets && document < documents ? offsets[document] : 0;
     const int past = offset % plan.cut_length;
     // To the first multiple of cut_length, or, where no token that saves a state lies there, to the
-    // next one that does.
-    const int first_length = plan.cut_length - past / SAVE_EVERY * SAVE_EVERY;
+    // next one that does, in either scan.
+    const int first_length = plan.cut_length - past / SAVE_EVERY_FLOAT * SAVE_EVERY_FLOAT;
     const int rest = length - first_length;
     const int pieces = rest > 0 ? 1 + (rest + plan.cut_length - 1) / plan.cut_length : length > 0;
     const bool cut = length > plan.cut_above && pieces > 1;

@@ -172,8 +172,8 @@ def conv_inputs(
 def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:
     """Launch a kernel with the schedule that the scan will have; the convolution itself cuts nothing."""
     x = arguments["x"]
-    # Whether the scan will cut is not known here: assume 16 states, Mamba-1's usual number.
-    launch(name, direction, arguments, like=x, cuts=scans_by_tensor_cores(x, states=16))
+    # Which scan comes is not known here: assume 16 states, Mamba-1's usual number.
+    launch(name, direction, arguments, like=x, tensor_cores=scans_by_tensor_cores(x, states=16))
 
 
 declare("conv1d_forward", cuda=functools.partial(_launch, "conv1d_forward", "forward"))

@@ -6,10 +6,10 @@ whatever the number of layers. It is made again where it might not hold: for ano
 work might come before a schedule is there), after a write to the layout, and in each capture of a
 CUDA graph, whose layout is filled again before each replay.
 
-It also decides where long documents are cut. Cuts lie at multiples of ``SEGMENT`` from a document's
-token 0, whatever the batch, so that a document's bits do not depend on its neighbours; the batch
-decides only whether the segments of a document are walked in turn by one work item, or at once by
-several.
+It also decides where long documents are cut. Cuts lie at multiples of ``SEGMENT`` or
+``FLOAT_SEGMENT`` from a document's token 0, whatever the batch, so that a document's bits do not
+depend on its neighbours. The float32 scan always walks the segments of a document at once; for the
+tensor-core scan the batch decides whether one work item walks them in turn, or several at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from packmamba.layout import Schedules, ceil_div
 from packmamba.ops.build import kernel
 
 SEGMENT = 1024
-"""Tokens from a document's token 0 between the places where the scan combines states.
+"""Tokens from a document's token 0 between the places where the tensor-core scan combines states.
 
 kernels/cuda/params.h has the mechanism.
 """
+FLOAT_SEGMENT = 256
+"""The same for the float32 scan (kernels/cuda/scan_any.cu), whose warps take longer for a token."""
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}
-"""Longer documents than this share of a scheduler's tokens are walked in segments at once.
+"""Of the tensor-core scan: longer documents than this share of a scheduler's tokens are walked in segments at once.
 
 That scans them twice, which pays where they would hold the others up.
 """
@@ -81,28 +83,33 @@ class KernelSchedule:
         self.arguments = {"schedule": memory, **plan._asdict()}
 
 
-def plan(slots: int, longest: int, channels: int, cuts: bool, device: torch.device, direction: str) -> CutPlan:
+def plan(
+    slots: int, longest: int, channels: int, tensor_cores: bool, device: torch.device, direction: str
+) -> CutPlan:
     """Plan the work of a batch.
 
     Args:
         slots: B * L.
         longest: tokens of the longest document, its offset included; ``NEVER`` if unknown.
         channels: D, of the scan that will be launched.
-        cuts: whether its kernels can cut documents.
+        tensor_cores: whether it is the tensor-core scan.
         direction: of ``CUT_SHARE``.
     """
     window = max(MIN_WINDOW, slots // WINDOWS)
-    # No document reaches a multiple of SEGMENT: kernels without combinations are faster.
-    if not cuts or longest < SEGMENT:
+    segment = SEGMENT if tensor_cores else FLOAT_SEGMENT
+    # No document reaches a multiple of it: kernels without combinations are faster.
+    if longest < segment:
         return CutPlan(cut_above=NEVER, cut_length=NEVER, window=window)
+    if not tensor_cores:
+        return CutPlan(cut_above=segment, cut_length=segment, window=window)
     # Tokens that each scheduler gets, of one warp's channels: a document much shorter than that
     # holds no other up.
     share = slots * ceil_div(channels, WARP_CHANNELS) // _schedulers(device)
-    cut_above = max(SEGMENT, int(share * CUT_SHARE[direction]))
+    cut_above = max(segment, int(share * CUT_SHARE[direction]))
     # The grid has room for 65535 segments walked at once.
-    if longest <= cut_above or slots > SEGMENT << 15:
+    if longest <= cut_above or slots > segment << 15:
         cut_above = NEVER
-    return CutPlan(cut_above=cut_above, cut_length=SEGMENT, window=window)
+    return CutPlan(cut_above=cut_above, cut_length=segment, window=window)
 
 
 def schedule(
@@ -111,7 +118,7 @@ def schedule(
     rows: int,
     row_length: int,
     channels: int,
-    cuts: bool,
+    tensor_cores: bool,
     direction: str,
     stream: int | None = None,
 ) -> KernelSchedule:
@@ -126,12 +133,12 @@ def schedule(
         stream = torch._C._cuda_getCurrentRawStream(starts.get_device())
     # The address of ``starts`` is not needed: the schedules are an attribute of it.
     made_of = (ends.data_ptr(), *versions(starts, ends))
-    key = (direction, rows, row_length, channels, cuts, stream)
+    key = (direction, rows, row_length, channels, tensor_cores, stream)
     cached = schedules.get(key)
     if cached is not None and cached.made_of == made_of:
         return cached
     longest = NEVER if schedules.get("longest") is None else schedules["longest"]
-    cut_plan = plan(rows * row_length, longest, channels, cuts, starts.device, direction)
+    cut_plan = plan(rows * row_length, longest, channels, tensor_cores, starts.device, direction)
     # The length of the longest document is the host's knowledge; unknown, it may be any.
     # Shared by both directions and all widths whose plans are equal.
     cached = schedules.setdefault((cut_plan, rows, row_length, stream), KernelSchedule())
@@ -176,7 +183,7 @@ def one_capture() -> Iterator[None]:
 
 
 def scans_by_tensor_cores(u: Tensor, states: int) -> bool:
-    """Return whether the tensor-core scan takes activations (B, L, D); it may cut long documents."""
+    """Return whether the tensor-core scan takes activations (B, L, D)."""
     return states == 16 and u.dtype == torch.bfloat16 and u.shape[2] % 2 == 0
 
 
@@ -186,24 +193,26 @@ def check_has_kernels(u: Tensor) -> None:
         raise TypeError("float64 activations have no CUDA kernels; expected bfloat16, float16 or float32")
 
 
-def launch(name: str, direction: str, arguments: dict[str, Any], like: Tensor, cuts: bool) -> None:
+def launch(name: str, direction: str, arguments: dict[str, Any], like: Tensor, tensor_cores: bool) -> None:
     """Launch a kernel with the batch's schedule, on the current stream of the device that ``like`` lies on.
 
     Args:
         arguments: by name, as in kernels/cuda/bindings.cu, but for the schedule's and the stream.
         like: its activations, (B, L, D), whose documents ``starts`` and ``ends`` are.
-        cuts: whether long documents may be cut.
+        tensor_cores: whether the tensor-core scan takes the batch, whose schedule it has.
     """
     check_has_kernels(like)
     device = like.get_device()
     # Kernels are launched on the current device, which a tensor's need not be.
     if device != current_device():
         with torch.cuda.device(device):
-            launch(name, direction, arguments, like, cuts)
+            launch(name, direction, arguments, like, tensor_cores)
         return
     rows, row_length, channels = like.shape
     stream = torch._C._cuda_getCurrentRawStream(device)
-    work = schedule(arguments["starts"], arguments["ends"], rows, row_length, channels, cuts, direction, stream)
+    work = schedule(
+        arguments["starts"], arguments["ends"], rows, row_length, channels, tensor_cores, direction, stream
+    )
     kernel("cuda", name)({**arguments, **work.arguments, "stream": stream})
 
 

@@ -221,24 +221,24 @@ def scan_inputs(
 
 
 def _cuda_forward(arguments: dict[str, Any]) -> None:
-    """Launch the forward; where documents may be cut, refuse a GPU on which the backward would not fit."""
+    """Launch the forward; on tensor cores, refuse a GPU on which the backward would not fit."""
     u = arguments["u"]
-    cuts = _may_cut(arguments)
+    tensor_cores = _by_tensor_cores(arguments)
     # The backward of these kernels needs more shared
     # memory than the forward: refuse before it runs.
-    if cuts and arguments["saved"] is not None:
+    if tensor_cores and arguments["saved"] is not None:
         _check_backward_fits(u.device)
-    launch("ssm_forward", "forward", arguments, like=u, cuts=cuts)
+    launch("ssm_forward", "forward", arguments, like=u, tensor_cores=tensor_cores)
 
 
 def _cuda_backward(arguments: dict[str, Any]) -> None:
     """Launch the backward; with a gate it also writes the forward's output to ``y``, if that is there."""
     arguments.setdefault("y", None)
-    cuts = _may_cut(arguments)
-    # Loads in pairs need what ``_may_cut`` asks of the activations; dy comes from autograd.
-    if cuts and not _is_even(arguments["dy"]):
+    tensor_cores = _by_tensor_cores(arguments)
+    # Loads in pairs need what ``_by_tensor_cores`` asks of the activations; dy comes from autograd.
+    if tensor_cores and not _is_even(arguments["dy"]):
         arguments["dy"] = arguments["dy"].contiguous()
-    launch("ssm_backward", "backward", arguments, like=arguments["u"], cuts=cuts)
+    launch("ssm_backward", "backward", arguments, like=arguments["u"], tensor_cores=tensor_cores)
 
 
 @functools.cache
@@ -262,8 +262,8 @@ def _is_even(tensor: Tensor) -> bool:
     return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
 
 
-def _may_cut(arguments: dict[str, Any]) -> bool:
-    """Return whether the tensor-core kernels take these arguments; they alone cut documents."""
+def _by_tensor_cores(arguments: dict[str, Any]) -> bool:
+    """Return whether the tensor-core kernels take these arguments."""
     activations = [arguments[name] for name in ("u", "delta", "B", "C", "z")]
     return scans_by_tensor_cores(arguments["u"], arguments["A"].shape[1]) and all(
         tensor is None or _is_even(tensor) for tensor in activations

@@ -106,14 +106,14 @@ def test_operators_of_a_gpu_against_float64():
     """Run the GPU's bench as far as a CPU can, with stand-ins for the peers' kernels."""
     torch.manual_seed(0)  # of the initial states: three channels' rounding may pass the limit by chance
     layout, some = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100), torch.tensor([0, 7, 63])
-    inputs = gpu_implementations.Inputs.random(100, 128, 0, "cpu")
+    inputs = gpu_implementations.Inputs.random(100, 128, 0, "cpu", torch.bfloat16)
     names = ("scan", "scan-states", "ssd", "conv1d", "projections")
     made, references = gpu_implementations.build({name: GPU_ARMS[name] for name in names}, inputs, some, 48)
     peer = types.SimpleNamespace(fwd=peer_forward, bwd=lambda *arguments: (arguments[8],))
     for packing_ in ("unpacked", "by-document", "padded"):
         made[f"mamba-ssm-{packing_}"] = gpu_implementations.mamba(peer, packing_, inputs, 48)
     made["causal-conv1d"] = gpu_implementations.causal_conv(convolve, inputs)
-    errors = gpu.check(made, references, layout, some)
+    errors = gpu.check(made, references, layout, some, gpu.TOLERANCES["bfloat16"])
     assert errors.keys() == made.keys() - {"projections"} and all(0 < output < 1e-2 for output, _ in errors.values())
     counts = {"scan": 8, "scan-states": 9, "ssd": 5, "conv1d": 3, "projections": 8, "causal-conv1d": 3}
     for name, count in counts.items():
@@ -124,7 +124,7 @@ def test_operators_of_a_gpu_against_float64():
         arm.forward, None, arm.prepare, lambda *a: arm.output(*a) * 1.02, arm.expects
     )
     with pytest.raises(RuntimeError, match="x: output is off"):
-        gpu.check({"x": wrong}, references, layout, some)
+        gpu.check({"x": wrong}, references, layout, some, gpu.TOLERANCES["bfloat16"])
     rows = gpu.draw_rows("documents-2k", 5000, 20, 0)
     assert len(rows) == 20 and all(sum(row) == 5000 for row in rows) and rows[0] != rows[1]
     assert gpu.draw_rows("300", 700, 20, 0) == [[300, 300, 100]]

@@ -43,6 +43,7 @@ def assert_parity(case, dtype):
 @pytest.fixture
 def cut_early(monkeypatch):
     monkeypatch.setattr(cuda, "SEGMENT", 64)
+    monkeypatch.setattr(cuda, "FLOAT_SEGMENT", 64)
     monkeypatch.setattr(cuda, "CUT_SHARE", {"forward": 0.0, "backward": 0.0})
 
 
@@ -61,6 +62,15 @@ def test_cut_documents(layout, states, cut_early):
         plan = cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"), direction)
         assert plan.cut_length < layout.shape[1] or layout is not LONG
     assert_parity(case, torch.bfloat16)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+@pytest.mark.parametrize("d_state", [16, 40])
+@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
+@pytest.mark.parametrize("layout", [*TUNED.values(), LONG], ids=[*TUNED.keys(), "long"])
+def test_cut_documents_of_any_dtype(layout, states, d_state, dtype, cut_early):
+    case = random_case("ssm_pack", layout, dtype, "cuda", channels=70, d_state=d_state, states=states)
+    assert_parity(case, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -223,13 +233,13 @@ def test_more_elements_than_32_bits_count(operator):
         assert found.isfinite().all() and relative_error(found, expected) <= tolerance
 
 
-def own_tensors(operator, lengths, row_length, offsets=None, channels=1536, states=False):
+def own_tensors(operator, lengths, row_length, channels=1536, states=False, dtype=torch.bfloat16):
     """Return for each document its outputs, final state and the gradients of its own tensors.
 
     lengths: rows of (tokens, seed): a document's tensors are drawn from its seed, from token 0 on, whatever stands beside it.
     """
     tokens = [[n for n, _ in row] for row in lengths]
-    layout = SequenceLayout.from_lengths(tokens, row_length, offsets).to("cuda")
+    layout = SequenceLayout.from_lengths(tokens, row_length).to("cuda")
     spans = list(zip(layout.starts.tolist(), layout.ends.tolist(), layout.offsets.tolist(), strict=True))
     seeds = [seed for row in lengths for _, seed in row]
 
@@ -237,7 +247,7 @@ def own_tensors(operator, lengths, row_length, offsets=None, channels=1536, stat
         return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
 
     def activations(number, *width):
-        flat = torch.full((len(tokens) * row_length, *width), torch.nan, dtype=torch.bfloat16, device="cuda")
+        flat = torch.full((len(tokens) * row_length, *width), torch.nan, dtype=dtype, device="cuda")
         for (start, end, offset), seed in zip(spans, seeds, strict=True):
             flat[start:end] = normal(10 * seed + number, offset + end - start, *width)[offset:]
         return flat.view(len(tokens), row_length, *width)
@@ -285,13 +295,7 @@ NEIGHBOURS = {
 }
 
 
-@pytest.mark.parametrize("operator", ["ssm_pack", "ssd_pack", "conv1d_pack"])
-@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
-@pytest.mark.parametrize("channels", [1536, 4096])
-@pytest.mark.parametrize("length", [1, 300, 512, 1024, 2048, 4096, 8192, 16384, 32768])
-def test_a_documents_bits_whatever_stands_beside_it(length, channels, states, operator):
-    """Hold that no cut of a long document depends on the rest of the batch."""
-    options = {"channels": channels, "states": states}
+def assert_no_neighbour_moves_a_bit(operator, length, **options):
     alone = own_tensors(operator, [[(length, 7)]], length, **options)[0]
     for name, neighbours in NEIGHBOURS.items():
         lengths, at = neighbours(length)
@@ -301,6 +305,21 @@ def test_a_documents_bits_whatever_stands_beside_it(length, channels, states, op
         rows = [[flat.pop(0) for _ in row] for row in lengths]
         for key, value in own_tensors(operator, rows, 65536, **options)[at].items():
             assert torch.equal(value, alone[key]), (name, key)
+
+
+@pytest.mark.parametrize("operator", ["ssm_pack", "ssd_pack", "conv1d_pack"])
+@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
+@pytest.mark.parametrize("channels", [1536, 4096])
+@pytest.mark.parametrize("length", [1, 300, 512, 1024, 2048, 4096, 8192, 16384, 32768])
+def test_a_documents_bits_whatever_stands_beside_it(length, channels, states, operator):
+    """Hold that no cut of a long document depends on the rest of the batch."""
+    assert_no_neighbour_moves_a_bit(operator, length, channels=channels, states=states)
+
+
+@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
+@pytest.mark.parametrize("length", [1, 511, 512, 513, 1025, 4096, 16384])
+def test_a_documents_bits_in_float32(length, states):
+    assert_no_neighbour_moves_a_bit("ssm_pack", length, channels=1536, states=states, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("channels", [256, 4096])
