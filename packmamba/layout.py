@@ -121,9 +121,9 @@ class SequenceLayout:
         row_length = _integer(row_length, "row_length", minimum=1)
         rows = _integers(lengths, "lengths", minimum=1)
         zeros = [[0] * len(row) for row in rows]
-        row_offsets = zeros if offsets is None else _integers(offsets, "offsets", minimum=0)
+        offsets_by_row = zeros if offsets is None else _integers(offsets, "offsets", minimum=0)
         expect(rows, "lengths", "at least one row", "none")
-        fits = [*map(len, row_offsets)] == [*map(len, rows)]
+        fits = [*map(len, offsets_by_row)] == [*map(len, rows)]
         expect(fits, "offsets", "one for each length", "others")
         starts: list[int] = []
         for b, row in enumerate(rows):
@@ -134,7 +134,7 @@ class SequenceLayout:
             starts += [*accumulate(row, initial=b * row_length)][:-1]
         first = torch.tensor(starts, dtype=torch.int64)
         length = torch.tensor([*chain(*rows)], dtype=torch.int64)
-        offset = torch.tensor([*chain(*row_offsets)], dtype=torch.int64)
+        offset = torch.tensor([*chain(*offsets_by_row)], dtype=torch.int64)
         return cls._checked((len(rows), row_length), first, first + length, offset)
 
     @classmethod

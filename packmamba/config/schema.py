@@ -104,7 +104,9 @@ class DataConfig:
     tokens_per_step: int = key(4096, "Tokens of an optimizer step (stream: with padding).", low=1)
     cut_documents: Optional[int] = key(None, "Cut training documents to this length.", low=1)
     cut_at_steps: bool = key(True, "Cut documents so that steps hold tokens_per_step exactly.")
-    max_tokens_per_batch: int = key(4096, "Maximum tokens (padding included) of a micro-batch.", low=1)
+    max_tokens_per_batch: int = key(
+        4096, "Maximum tokens (padding included) of a micro-batch, without carried streams.", low=1
+    )
     validation_documents: Optional[int] = key(None, "Documents to validate on.", null="all held out", low=1)
     num_workers: int = key(0, "Workers of the DataLoader.", low=0)
 
@@ -196,7 +198,7 @@ class TrainerConfig:
     )
 
     def scheme(self) -> Any:
-        """Return the boundary scheme's class."""
+        """Make the boundary scheme, with its options."""
         return registry(BOUNDARIES)[self.boundary](**self.boundary_options)
 
 

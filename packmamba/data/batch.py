@@ -30,7 +30,7 @@ class PackedBatch:
         targets: (B, L) int64, each token's next token, or a task's answer; 0 where ``loss_mask``
             is False.
         loss_mask: (B, L) bool, whether the slot has a target: False at padding and at a document's
-            last token.
+            last token, True where a document was cut: there the next token is known.
         layout: where documents lie.
         turn: of streams that take turns, the group of streams: the batch continues the last batch
             of the same turn, row by row.

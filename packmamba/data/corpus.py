@@ -33,7 +33,8 @@ class Documents:
 
     Attributes:
         tokens: (T,) ids.
-        lengths: (n,), tokens of each document. ``offsets``: (n + 1,) int64, their cumulative sum.
+        lengths: (n,), tokens of each document. ``bounds``: (n + 1,) int64, their cumulative sum: document i is
+            tokens ``bounds[i]`` to ``bounds[i + 1]``.
         targets: (T,), what each token predicts, -1 for nothing; None: the next token.
     """
 
@@ -44,7 +45,7 @@ class Documents:
         self.tokens = tokens
         self.lengths = lengths
         self.targets = targets
-        self.offsets = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
+        self.bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -56,7 +57,7 @@ class Documents:
 
     def document(self, index: int) -> np.ndarray:
         """Return a document's tokens."""
-        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+        return self.tokens[self.bounds[index] : self.bounds[index + 1]]
 
     def read(self, document: int, start: int, length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and targets, -1 for none, of a piece: both (length,).
@@ -64,7 +65,7 @@ class Documents:
         Args:
             ends: no token follows the piece; its last one predicts nothing.
         """
-        first = int(self.offsets[document]) + start
+        first = int(self.bounds[document]) + start
         tokens = self.tokens[first : first + length]
         if self.targets is not None:
             return tokens, self.targets[first : first + length]

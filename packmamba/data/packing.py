@@ -407,13 +407,13 @@ def _first_fit(lengths: Integers, row_length: int, _: int) -> list[int]:
 
 
 def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool = False) -> Integers:
-    """Place each window's longest pieces first, in the fullest or emptiest row with room.
+    """Place each buffer's longest pieces first, in the fullest or emptiest row with room.
 
     Of rows with equal room the last changed is taken.
     """
     row_of = np.empty(len(lengths), np.int64)
     num_rows = 0
-    # Rows of earlier windows are closed: a document moves by at most ``buffer`` places.
+    # Rows of earlier buffers are closed: a document moves by at most ``buffer`` places.
     for first in range(0, len(lengths), buffer):
         order = first + np.argsort(-lengths[first : first + buffer], kind="stable")
         shortest = lengths[order[-1]]
@@ -434,7 +434,7 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
                 num_rows += 1
             rows.append(row)
             room -= length
-            # A row with less room than the window's shortest piece can take none: forget it.
+            # A row with less room than the buffer's shortest piece can take none: forget it.
             if room in rows_with:
                 rows_with[room].append(row)
             elif room >= shortest:
@@ -451,7 +451,7 @@ def _best_fit_decreasing(lengths: Integers, row_length: int, _: int) -> Integers
 def _spfhp(lengths: Integers, row_length: int, _: int) -> Integers:
     """Place the longest documents first, each in the emptiest row (SPFHP, arXiv 2107.02027).
 
-    Equal documents share a new row here, where the paper's histogram opens one for each.
+    That is worst fit decreasing. Equal documents share a new row here, where the paper's histogram opens one for each.
     """
     return _decreasing(lengths, row_length, buffer=LONGEST, emptiest=True)
 

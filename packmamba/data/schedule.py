@@ -4,7 +4,7 @@ A schedule is a pure function of (corpus, configuration, step number): resuming 
 two ranks that count alike read alike. Documents are shuffled in *windows* of a million, so that
 memory stays bounded; an epoch is every window once. Nothing is dropped.
 
-Three ways to make steps (``data.batching``), here with steps of 8 tokens in rows of 8:
+Two values of ``data.batching`` make steps, here of 8 tokens in rows of 8; the first has two variants:
 
 - ``matched``: the next documents up to ``tokens_per_step`` tokens are *drawn first and then
   arranged*. Every strategy reads the same documents in the same step, so that padded and packed
@@ -95,8 +95,9 @@ def micro_batches(
 ) -> list[Integers]:
     """Split a step's rows into micro-batches, as many for each rank.
 
-    A micro-batch has at most ``data.max_tokens_per_batch`` slots, or is one row. With ``carry`` it
-    has one row of each of a rank's streams, so that batches continue each other row by row.
+    Without ``carry``, or where streams take turns, a micro-batch has at most
+    ``data.max_tokens_per_batch`` slots, or is one row. Else it has one row of each of a rank's
+    streams, however many slots these are, so that batches continue each other row by row.
     Batches without rows fill the last round of ranks.
     """
     pads = STRATEGIES[data.strategy].pads
@@ -233,7 +234,8 @@ class StepSchedule:
         """
         if not (self.carry and self.data.takes_turns and len(numbers)):
             return 0
-        # A step has ``len(numbers)`` rows on each of ``world_size`` ranks, all of one group.
+        # A round of micro-batches, one a rank, has ``len(numbers)`` rows on each of ``world_size``
+        # ranks, all of one group; a step may have several rounds, of different groups.
         return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size
 
     def _tokens(self, first: int, last: int) -> Pieces:

@@ -359,7 +359,7 @@ def why_unchecked(options: TrainerConfig) -> str | None:
         return "trainer.leakcheck_every=null"
     scheme = options.scheme()
     if scheme.stateful:
-        return f"trainer.boundary={options.boundary} carries states between documents"
+        return f"trainer.boundary={options.boundary} keeps states between batches"
     layout = SequenceLayout.from_lengths([[1, 1]], row_length=2)
     if any(used != layout for used in scheme.layouts(layout)):
         return f"trainer.boundary={options.boundary} lets documents leak"

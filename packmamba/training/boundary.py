@@ -229,18 +229,24 @@ class Carry(StatefulBoundary):
         return self.exchange(states, positions, fresh)
 
     def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
-        """Return what each row's continuing document starts from (B, ...)."""
+        """Return what each row's continuing document starts from (B, ...).
+
+        Called outside of CUDA graphs: what needs the host, as a look-up in stored batches, goes here.
+        """
         return states
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         """Give continuing documents the incoming state of their row, others a fresh one."""
-        # With gradients, since start states may be learned; in ``incoming`` they are detached.
+        # A plugin's mixer may learn its start states: fresh ones have gradients, ``incoming`` none.
         fresh = model.start_states(layout.num_documents)
         continued = self.continued(index_states(incoming, row_of(layout)), fresh)
         return select_states(layout.continues, continued, fresh)
 
     def continued(self, incoming: States, fresh: States) -> States:
-        """Return what continuing documents start from (S, ...)."""
+        """Return what continuing documents start from (S, ...).
+
+        Part of CUDA graphs, which replay it: tensor operations only.
+        """
         return incoming
 
     def store(self, batch: PackedBatch, final: States) -> None:

@@ -15,11 +15,12 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from packmamba.config import Config, DataConfig, TrainerConfig, import_plugins, need, registry, resolve, validate
+from packmamba.config import Config, DataConfig, TrainerConfig, import_plugins, need, resolve, validate
 from packmamba.data.batch import PackedBatch, StepBatch, count_step, make_batch
 from packmamba.data.corpus import Corpus
 from packmamba.data.schedule import StepPlan, StepSchedule, arrange, arrange_as_trained, micro_batches, pieces_of
 from packmamba.data.token_store import Corpora, evaluation_documents, load_corpora
+from packmamba.training.boundary import BOUNDARIES
 
 
 class PackedDataModule(lightning.LightningDataModule):
@@ -32,7 +33,7 @@ class PackedDataModule(lightning.LightningDataModule):
     Args:
         config: the section ``data``; None: defaults.
         seed: of the order of documents.
-        boundary: the boundary scheme; None: that of ``trainer.lightning_module``, else reset.
+        boundary: a key of BOUNDARIES; None: the scheme of ``trainer.lightning_module``, else reset.
         plugins: modules that loader workers import first. ``progress``: show a bar while a corpus is prepared.
         keys: of the section ``data``, such as ``source="text"``.
 
@@ -40,22 +41,26 @@ class PackedDataModule(lightning.LightningDataModule):
     """
 
     def __init__(
-        self, config: DataConfig | None = None, *, seed: int = 0, boundary: Any = None, plugins: Sequence[str] = (),
+        self, config: DataConfig | None = None, *, seed: int = 0, boundary: str | None = None, plugins: Sequence[str] = (),
         progress: bool = True, **keys: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
-        # First the given section, then keys over it; ``resolve`` checks both.
-        layers = [({"data": one}, type(self).__name__) for one in (vars(config or DataConfig()), keys)]
+        # First the given section, then keys over it; ``resolve`` checks both, and that the scheme fits them.
+        trainer = {} if boundary is None else {"boundary": boundary}
+        layers = [
+            ({"data": one, "trainer": trainer}, type(self).__name__) for one in (vars(config or DataConfig()), keys)
+        ]
         self.config = resolve(Config, layers).data
-        self.seed, self.plugins, self.progress, self._boundary = (seed, list(plugins), progress, boundary)
+        # The class will do: before there is a module, only its attributes are read.
+        self._boundary = None if boundary is None else BOUNDARIES[boundary]
+        self.seed, self.plugins, self.progress = (seed, list(plugins), progress)
 
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
         """Build from a run's configuration."""
-        # The class will do: before there is a module, only its attributes are read.
-        boundary = registry("packmamba.training.boundary:BOUNDARIES")[config.trainer.boundary]
-        return cls(config.data, seed=config.seed, boundary=boundary, plugins=config.plugins, progress=progress)
+        name = config.trainer.boundary
+        return cls(config.data, seed=config.seed, boundary=name, plugins=config.plugins, progress=progress)
 
     @cached_property
     def corpora(self) -> Corpora:

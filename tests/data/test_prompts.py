@@ -36,7 +36,7 @@ def open_corpora(path, **keys):
 def documents(corpus):
     """Return each document as text, with begin and end as < and >, and the text that is trained on."""
     decoded = []
-    for number, first in enumerate(corpus.offsets[:-1]):
+    for number, first in enumerate(corpus.bounds[:-1]):
         tokens = corpus.document(number)
         targets = corpus.targets[first : first + len(tokens)]
         kept = targets >= 0

@@ -62,8 +62,8 @@ def test_every_document_comes_back_once_between_begin_and_end_tokens(data):
     assert sorted(train + held_out) == sorted(TEXTS) and not set(train) & set(held_out)
     assert train == [text for text in TEXTS if text in set(train)]
     for corpus in (corpora.train, corpora.validation):
-        assert corpus.offsets[0] == 0 and corpus.offsets[-1] == corpus.num_tokens == len(corpus.tokens)
-        assert (np.diff(corpus.offsets) == corpus.lengths).all() and corpus.corpus_hash == corpora.corpus_hash
+        assert corpus.bounds[0] == 0 and corpus.bounds[-1] == corpus.num_tokens == len(corpus.tokens)
+        assert (np.diff(corpus.bounds) == corpus.lengths).all() and corpus.corpus_hash == corpora.corpus_hash
         assert all(corpus.document(i)[[0, -1]].tolist() == [256, 257] for i in range(len(corpus)))
         assert corpus.targets is corpus.groups is None
     assert isinstance(corpora.train.tokens.base, np.memmap) and not corpora.train.document(0).flags.writeable

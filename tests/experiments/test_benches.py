@@ -304,7 +304,7 @@ def test_every_arm_holds_every_token_once():
         for batch, numbers in feed(documents, Arm(**fields), 512).all():
             parts = batch.tokens[batch.layout.documents >= 0].split(batch.layout.lengths.tolist())
             found |= dict(zip(numbers, parts, strict=True))
-        expected = np.split(documents.tokens, documents.offsets[1:-1])
+        expected = np.split(documents.tokens, documents.bounds[1:-1])
         assert all(found[i].tolist() == expected[i].tolist() for i in range(200)), name
 
 

@@ -132,7 +132,16 @@ def test_every_answer_of_a_task_is_a_target_once(tmp_path, strategy):
     assert found == Counter(answers) and step.num_targets == len(answers)
 
 
-@pytest.mark.parametrize("name, hint", [("mode", "rename it to data.batching"), ("row_lenght", "data.row_length")])
-def test_an_argument_that_is_no_key_gets_the_command_line_s_answer(name, hint):
-    with pytest.raises(ConfigError, match=hint):
-        PackedDataModule(**{name: "stream"})
+def test_an_argument_that_is_no_key_gets_the_command_line_s_answer():
+    with pytest.raises(ConfigError, match="data.row_length"):
+        PackedDataModule(row_lenght="stream")
+
+
+def test_a_scheme_is_named_and_must_fit_the_data(tmp_path):
+    keys = {"source": "synthetic", "num_documents": 50, "cache_dir": str(tmp_path)}
+    streams = {"strategy": "concat_split", "batching": "stream", "streams": 2, "row_length": 16}
+    assert PackedDataModule(boundary="carry", **keys, **streams).boundary.continues
+    with pytest.raises(ConfigError, match="^trainer.boundary: expected one of reset, .*nonsense"):
+        PackedDataModule(boundary="nonsense", **keys)
+    with pytest.raises(ConfigError, match=r"^\S+: expected .*carr"):
+        PackedDataModule(boundary="carry", strategy="greedy", **keys)

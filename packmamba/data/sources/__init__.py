@@ -51,9 +51,9 @@ def open_source(data: DataConfig) -> Source:
         need(not same, "data.test_path", "other documents than data.path's", f"'{data.path}' for both; name others")
     source = _open(data)
     if data.test_path is not None:
-        source = splits.test_from_path(source, _open_test_path(data))
+        source = splits.with_test_from_path(source, _open_test_path(data))
     elif data.test_fraction:
-        source = splits.test_from_fraction(source, data)
+        source = splits.with_test_from_fraction(source, data)
     return source if source.names_splits else splits.cut_single_document(source, data)
 
 

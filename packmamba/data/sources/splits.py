@@ -70,7 +70,7 @@ def split_by_content(documents: Callable[[], Iterable[Document]], fraction: floa
     return read
 
 
-def test_from_path(source: Source, others: Source) -> Source:
+def with_test_from_path(source: Source, others: Source) -> Source:
     """Take every document of ``others`` as a test document."""
     sizes = [_vocab_size(source), _vocab_size(others)]
     return replace(
@@ -87,7 +87,7 @@ def _vocab_size(source: Source) -> Callable[[], int]:
     return size if callable(size) else lambda: size or 0
 
 
-def test_from_fraction(source: Source, data: DataConfig) -> Source:
+def with_test_from_fraction(source: Source, data: DataConfig) -> Source:
     """Take ``data.test_fraction`` of the documents as test documents, at least one."""
     if source.read_test is None:
         read, read_test = _test_by_content(source, data.test_fraction)
