@@ -175,15 +175,9 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
 
     Raises ValueError for logits that are not finite, or that no token moves; the model's errors.
     """
-    model = documents.model
     with torch.no_grad():
-        try:
-            base = documents.logits()
-        except Exception as error:
-            if not model.optional:
-                raise
-            documents.alone()  # fails too where it is no refusal
-            result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        base = _logits_or_refusal(documents, result)
+        if base is None:
             return
         expect(base.isfinite().any(-1).all(), "logits", "finite numbers", "none at a token")
         # (probes, L): changed tokens, slots whose logits must stay, each token's largest change.
@@ -199,8 +193,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
             what = carries if carried else "smaller changes are not seen"
             result.notes.append(f"Two calls with the same tokens differ by {noise:.1g}: {what}.")
         # The first probe changes the last token of document 0, whose own logits must then move.
-        last = documents.lengths[0] - 1
-        moves_itself = carried or moves[0, last] > 4 * noise
+        moves_itself = carried or moves[0, documents.lengths[0] - 1] > 4 * noise
         expect(moves_itself, "logits", "a changed token to change its own", "the same")
         # A leak is a change at a watched slot above the
         # noise; if states are carried, any change is.
@@ -211,13 +204,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         if unchanged.any():
             result.mixes = bool(result.mixes or (moves[unchanged] > 4 * noise).any())
         if alone:
-            difference = _from_alone(documents, base)
-            result.difference = max(difference, result.difference or 0.0)
-            result.add("same_as_alone", difference <= tolerance)
-            # Without the boundary argument every bit the same: the model ignores it.
-            if model.optional and documents.way == "packed" and result.ignored is not False:
-                unmarked = probes.logits_of(model.alone, documents.tokens)
-                result.ignored = not moved(base, unmarked).any()
+            _compare_with_alone(documents, base, tolerance, result)
     crossed = probes.crossing_gradients(documents)
     if crossed is not None:
         result.add("isolated_backward", not crossed)
@@ -231,6 +218,30 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
     result.add("isolated_forward", isolated)
     if not isolated:
         _locate(documents, result, tokens, watched, slots)
+
+
+def _logits_or_refusal(documents: Documents, result: LeakCheckResult) -> Tensor | None:
+    """Return the batch's logits; None, with the reason in ``result``, where the model refuses its boundaries."""
+    try:
+        return documents.logits()
+    except Exception as error:
+        if not documents.model.optional:
+            raise
+        documents.alone()  # fails too where it is no refusal
+        result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return None
+
+
+def _compare_with_alone(documents: Documents, base: Tensor, tolerance: float, result: LeakCheckResult) -> None:
+    """Add to ``result`` whether logits ``base`` are those of documents alone, and whether boundaries are ignored."""
+    difference = _from_alone(documents, base)
+    result.difference = max(difference, result.difference or 0.0)
+    result.add("same_as_alone", difference <= tolerance)
+    # Without the boundary argument every bit the same: the model ignores it.
+    model = documents.model
+    if model.optional and documents.way == "packed" and result.ignored is not False:
+        unmarked = probes.logits_of(model.alone, documents.tokens)
+        result.ignored = not moved(base, unmarked).any()
 
 
 def _locate(documents: Documents, result: LeakCheckResult, tokens: Tensor, watched: Tensor, slots: Tensor) -> None:
