@@ -19,8 +19,10 @@ from typing import Any
 
 import torch
 from lightning import Callback, Trainer
+from lightning.fabric.utilities.throughput import _CUDA_FLOPS, get_available_flops
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
@@ -38,6 +40,30 @@ from packmamba.testing import Found, LightningLeakCheck, Saved
 from packmamba.training.lit_module import POSITION_EDGES
 
 logger = logging.getLogger(__name__)
+
+
+def flops_per_token(model: MambaLM) -> int:
+    """Return 6 operations for each parameter that a token is multiplied with, forward and backward.
+
+    An embedding that is not the head, too, is only looked up. The scan's own operations are left
+    out, as attention's are elsewhere.
+    """
+    looked_up = {model.backbone.embedding.weight} - {model.lm_head.weight}
+    return 6 * sum(weight.numel() for weight in {*model.parameters()} - looked_up)
+
+
+def peak_flops(trainer: Trainer) -> float | None:
+    """Return the operations a second of all devices in the precision; None where Lightning knows none."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    dtype = _plugin_to_compute_dtype(trainer.precision_plugin)
+    if torch.cuda.get_device_name(device) == "NVIDIA H200":
+        # Lightning does not know this name, and has sparse products for an H200. Dense are an H100's.
+        of_device = _CUDA_FLOPS["h100 sxm"].get(dtype)
+    else:
+        of_device = get_available_flops(device, dtype)
+    return of_device and of_device * trainer.world_size
 
 
 class RunMetrics(Saved, Callback):
@@ -115,8 +141,14 @@ class RunMetrics(Saved, Callback):
             point = self._point(outputs["loss"])
             self.train.append(point)
             rate = (point["real_tokens"] - before["real_tokens"]) / (point["seconds"] - before["seconds"])
-            rates = {"train/real_tokens": point["real_tokens"], "train/real_tokens_per_second": rate}
-            module.log_dict(rates, on_step=True, on_epoch=False)
+            module.log("train/real_tokens", point["real_tokens"], on_step=True, on_epoch=False)
+            shown = {"train/real_tokens_per_second": rate}
+            self.on_train_end(trainer, module)
+            if self.peak_memory is not None:
+                shown["train/peak_memory_gib"] = self.peak_memory / 2**30
+            if (peak := peak_flops(trainer)) is not None:
+                shown["train/mfu"] = rate * flops_per_token(module.model) / peak
+            module.log_dict(shown, prog_bar=True, on_step=True, on_epoch=False)
             self.check_finite(trainer, module)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:
@@ -142,6 +174,7 @@ class RunMetrics(Saved, Callback):
         """Add a point to the curve of validation losses, and keep the last losses by position."""
         results = module.alone.compute()
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
+        module.log("train/real_tokens", point["real_tokens"], sync_dist=True)  # validation's axis, too
         if module.by_source is not None:
             point |= {f"loss.{name}": float(loss) for name, loss in module.by_source.compute().items()}
         if module.as_trained.update_called:
@@ -171,12 +204,22 @@ Stop = Callable[[RunMetrics], bool]
 
 
 class ProgressBar(TQDMProgressBar):
-    """Show losses, not the loggers' versions; end its line before an error is printed."""
+    """Show losses, speed, memory and MFU in short; end its line before an error is printed."""
+
+    SHORT = {
+        "train/real_tokens_per_second": ("tokens/s", "{:,.0f}"),
+        "train/peak_memory_gib": ("memory", "{:.1f} GiB"),
+        "train/mfu": ("MFU", "{:.1%}"),
+    }
 
     def get_metrics(self, trainer: Trainer, module: Any) -> dict[str, Any]:
         """Return what the bar shows."""
         metrics = super().get_metrics(trainer, module)
-        return {name: value for name, value in metrics.items() if name != "v_num"}
+        metrics.pop("v_num", None)  # the loggers' versions
+        for name, (short, form) in self.SHORT.items():
+            if name in metrics:
+                metrics[short] = form.format(metrics.pop(name))
+        return metrics
 
     def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
         """Close the bars."""

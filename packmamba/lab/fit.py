@@ -320,7 +320,7 @@ def check_accelerator(config: Config) -> None:
 
 
 # Lightning's advice that does not apply: the loader's workers are the user's choice, and so on.
-UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU available")
+UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU available", "FLOPs not found")
 
 
 def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
