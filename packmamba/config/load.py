@@ -288,6 +288,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "data.shuffle_steps": (shuffles, "batching=stream without carry"),
         "optimizer.decay_fraction": (config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
+        "trainer.samples": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (_allows_cuda_graphs(config), graphs),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }

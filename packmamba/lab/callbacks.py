@@ -6,9 +6,11 @@ Checkpoints, evaluations and leak checks happen outside of the run's clock (``Ru
 a speed that included them would compare how often runs were saved.
 """
 
+import json
 import logging
 import math
 import signal
+import textwrap
 import threading
 import time
 import zipfile
@@ -29,10 +31,12 @@ from torch import Tensor
 from packmamba.config import Config, TrainerConfig
 from packmamba.data.batch import StepBatch
 from packmamba.data.sources import reads_text
+from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import Tokenizer, load_tokenizer
 from packmamba.errors import ConfigError, UserError
+from packmamba.evaluation import generate
 from packmamba.evaluation.registry import EvalContext, EvalResult, default_max_slots, evaluate
-from packmamba.files import replacing
+from packmamba.files import replacing, write_whole
 from packmamba.isolation.probes import eager
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -461,3 +465,53 @@ class Evaluations(Saved, Callback):
         for each in trainer.loggers:
             each.log_metrics(finite, step - 1)
         return results
+
+
+class Samples(Callback):
+    """Continue the first tokens of validation documents at each validation, by the likeliest tokens.
+
+    The texts are lines of ``samples.jsonl`` in the run's folder, and go to TensorBoard, W&B and
+    MLflow. Nothing is drawn at random, so that the training keeps its bits.
+    """
+
+    PROMPT_TOKENS = 32
+    NEW_TOKENS = 64
+
+    def __init__(self, config: Config, path: Path) -> None:
+        self.config = config
+        self.path = path
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        """Write the samples of this step on rank 0; the clock stands still, and the model is in evaluation mode."""
+        if not trainer.is_global_zero:
+            return
+        corpus = trainer.datamodule.corpora.validation  # type: ignore[attr-defined]
+        tokenizer = load_tokenizer(self.config.data)
+        chosen = evaluation_documents(corpus, self.config.data)[: self.config.trainer.samples]
+        documents = [corpus.document(number).tolist() for number in chosen]
+        # Half of a short document: its end token would end the prompt.
+        prompts = [document[: min(self.PROMPT_TOKENS, (len(document) + 1) // 2)] for document in documents]
+        with eager():
+            limits: Any = {"stop_token": tokenizer.end_id, "max_slots": len(prompts) * self.PROMPT_TOKENS}
+            continuations = generate(module.model, prompts, self.NEW_TOKENS, **limits)
+        step = trainer.global_step
+        samples = []
+        for prompt, new in zip(prompts, continuations):
+            samples.append({"step": step, "prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(new)})
+        # A run that was killed after a validation does it again.
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        lines = [line for line in lines if json.loads(line)["step"] < step] + [json.dumps(each) for each in samples]
+        write_whole(self.path, "".join(f"{line}\n" for line in lines).encode())
+        for each in trainer.loggers:
+            self.log_texts(each, samples, step)
+
+    def log_texts(self, logger: Any, samples: list[dict[str, Any]], step: int) -> None:
+        """Write samples to a logger that takes texts."""
+        # A bar ends the prompt.
+        text = "\n\n".join(f"{each['prompt']}|{each['continuation']}" for each in samples)
+        if hasattr(logger, "log_text"):  # W&B
+            logger.log_text("val/samples", columns=[*samples[0]], data=[[*each.values()] for each in samples])
+        elif hasattr(logger.experiment, "add_text"):  # TensorBoard, which renders Markdown: as a block of code
+            logger.experiment.add_text("val/samples", textwrap.indent(text, "    "), step - 1)
+        elif hasattr(logger.experiment, "log_text"):  # MLflow
+            logger.experiment.log_text(logger.run_id, text, f"samples/step={step}.txt")

@@ -162,7 +162,9 @@ class _Run:
         self.evaluations = callbacks.Evaluations(config, self.metrics)
         self.leakcheck = callbacks.LeakCheck(config, self.metrics)
         self.checkpoint = callbacks.Checkpoint(self.saved, config, self.metrics, stop)
-        ours = [self.metrics, self.evaluations, self.leakcheck, self.checkpoint]
+        ours: list[Any] = [self.metrics, self.evaluations, self.leakcheck, self.checkpoint]
+        if options.samples:
+            ours.append(callbacks.Samples(config, self.folder / "samples.jsonl"))
         self.trainer = make_trainer(config, ours, progress, self.reached)
 
     def record(self) -> dict[str, Any]:
@@ -306,8 +308,10 @@ def write_tokenizer_of(data: DataConfig, folder: Path) -> None:
 
 
 def check_run(config: Config, vocab_size: int | None = None) -> None:
-    """Check the boundary scheme's options and the evaluations. Raises ConfigError."""
+    """Check the boundary scheme's options, samples and the evaluations. Raises ConfigError."""
     config.trainer.scheme()
+    samples = config.trainer.samples
+    need(not samples or reads_text(config.data), "trainer.samples", "0 for documents that are no text", samples)
     for name in config.evaluations:
         check(name, callbacks.evaluation_context(config, name), vocab_size)
 
