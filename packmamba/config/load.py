@@ -364,8 +364,8 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
         begins_with_tab = "\n\t" in "\n" + file.read_text(errors="replace")
         hint = "; indent by spaces, not tabs" if begins_with_tab else ""
         raise ConfigError(f"{path}: expected a YAML file, got {error}{hint}") from None
-    has_keys = loaded and isinstance(loaded, DictConfig)
-    need(has_keys, str(path), "keys and values", "a list" if loaded else "an empty file")
+    got = "a list" if loaded else "an empty file"
+    need(loaded and isinstance(loaded, DictConfig), str(path), "keys and values", got)
     kind = next((kind for key, kind in KINDS.items() if key in loaded), "train")
     got = f"one for {kind}; run {COMMAND} {kind} {path}"
     need(command in (None, kind), str(path), f"a file for {command}", got)

@@ -283,8 +283,8 @@ def plan_pieces(
     tokens_before = np.concatenate([[0], np.cumsum(placed.length)])
     filled = np.diff(tokens_before[row_offsets])
     # No strategy of this module overfills a row; a plugin's may.
-    fullest = filled.max(initial=0)
-    expect(fullest <= limit, f"strategy '{strategy}'", f"at most {limit} tokens in a row", fullest)
+    most = f"at most {limit} tokens in a row"
+    expect(filled.max(initial=0) <= limit, f"strategy '{strategy}'", most, filled.max(initial=0))
     if chosen.pads and row_length is not None:
         slots = np.full(num_rows, row_length, np.int64)
     else:

@@ -97,9 +97,8 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
         return None
     corpora = load_corpora(context.data)
     corpus = corpora.test if split == "test" else corpora.validation
-    remedy = "set data.test_path or data.test_fraction"
     expected = "validation, since the documents have no test split"
-    need(corpus is not None, f"{place}.{SPLIT}", expected, f"'test'; {remedy}")
+    need(corpus is not None, f"{place}.{SPLIT}", expected, "'test'; set data.test_path or data.test_fraction")
     scores_all = name != "perplexity" and corpus.has_answers and context.data.source != "task"
     need(not scores_all, name, "documents without prompts", "answers; set data.loss_on=all to score prompts too")
     fits = corpus.vocab_size <= vocab_size

@@ -31,8 +31,8 @@ def read_config(folder: str | Path) -> Config:
     """Return the configuration of a folder's model. Raises ConfigError."""
     folder = Path(folder)
     hint = "; the run has not ended: repeat its command" if (folder / "checkpoints").is_dir() else ""
-    is_model = (folder / "config.json").is_file()
-    need(is_model, str(folder), "a folder of a run or a checkpoint", f"no config.json{hint}")
+    expected = "a folder of a run or a checkpoint"
+    need((folder / "config.json").is_file(), str(folder), expected, f"no config.json{hint}")
     trained = (folder / CONFIGURATION).is_file()
     config = load_config(folder / CONFIGURATION if trained else None)
     # The folder's tokenizer, since the path of training may not exist here.

@@ -115,8 +115,7 @@ def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     known, parameters, texts = options(TASKS[name]), dict(context.options), None
     if parameters.get("documents") is not None and "documents" in known:
         given = parameters.pop("documents")
-        key = f"{context.key}.{name}.documents"
-        need(given == VALIDATION, key, f"'{VALIDATION}' or null", f"{given!r:.60}")
+        need(given == VALIDATION, f"{context.key}.{name}.documents", f"'{VALIDATION}' or null", f"{given!r:.60}")
         if vocab_size is None:
             return None
         corpus, tokenizer = load_corpora(context.data).validation, load_tokenizer(context.data)

@@ -19,6 +19,7 @@ import sys
 import threading
 import time
 import warnings
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from pathlib import Path
@@ -445,7 +446,10 @@ def warn_of_another_tokenizer(config: Config) -> None:
 
 def weights_checksum(model: MambaLM) -> int:
     """Return a checksum of a model's weights."""
-    return sum(int(torch.hash_tensor(weight).item()) for weight in model.state_dict().values()) % 2**32
+    checksum = 0
+    for _, weight in sorted(model.state_dict().items()):
+        checksum = zlib.crc32(weight.cpu().contiguous().view(torch.uint8).numpy(), checksum)
+    return checksum
 
 
 def _run_of_sweep(source: str, seed: int) -> Path:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import DataConfig, need
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.sources.source import Document, Source, share_of
 
 Read = Callable[[], Iterator[Document]]
@@ -29,9 +29,8 @@ MAX_HELD_OUT_PART = 1 << 16  # characters or ids: a document is validated in one
 def refuse_splits(data: DataConfig) -> None:
     """Raise ConfigError for keys of a split where the documents name their splits."""
     for name in ("validation_fraction", "test_fraction", "test_path"):
-        value = getattr(data, name)
-        expected = f"none, since {data.path} decides the splits"
-        need(value == getattr(DataConfig, name), f"data.{name}", expected, value)
+        if getattr(data, name) != getattr(DataConfig, name):
+            raise ConfigError(f"data.{name}: expected none, since {data.path} decides the splits")
 
 
 def split_names(names: list[str], data: DataConfig) -> tuple[frozenset[str], frozenset[str]]:
