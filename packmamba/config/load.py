@@ -285,6 +285,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "data.shuffle_steps": (shuffles, "batching=stream without carry"),
         "optimizer.decay_fraction": (config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
+        "trainer.samples": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (_allows_cuda_graphs(config), graphs),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
@@ -360,9 +361,8 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
         begins_with_tab = "\n\t" in "\n" + file.read_text(errors="replace")
         hint = "; indent by spaces, not tabs" if begins_with_tab else ""
         raise ConfigError(f"{path}: expected a YAML file, got {error}{hint}") from None
-    if not loaded or not isinstance(loaded, DictConfig):
-        got = "a list" if loaded else "an empty file"
-        raise ConfigError(f"{path}: expected keys and values, got {got}")
+    got = "a list" if loaded else "an empty file"
+    need(loaded and isinstance(loaded, DictConfig), str(path), "keys and values", got)
     kind = next((kind for key, kind in KINDS.items() if key in loaded), "train")
     got = f"one for {kind}; run {COMMAND} {kind} {path}"
     need(command in (None, kind), str(path), f"a file for {command}", got)

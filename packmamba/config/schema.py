@@ -180,6 +180,7 @@ class TrainerConfig:
     max_steps: int = key(200, "Optimizer steps.", low=1)
     validate_every: int = key(50, "Steps between validations.", low=1)
     evaluate_every: Optional[int] = key(None, "Steps between evaluations.", null="at the end", low=1)
+    samples: int = key(0, "Validation documents to continue as text at each validation.", low=0)
     checkpoint_every: int = key(50, "Steps between checkpoints.", low=1)
     log_every: int = key(10, "Steps between logged points.", low=1)
     loggers: list[Any] = key(["csv", "tensorboard"], f"{LOGGERS[0]}.", check=LOGGERS)

@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from packmamba.errors import expect
 from packmamba.layout import ceil_div, round_up
 
 Integers = NDArray[np.int64]
@@ -282,8 +283,8 @@ def plan_pieces(
     tokens_before = np.concatenate([[0], np.cumsum(placed.length)])
     filled = np.diff(tokens_before[row_offsets])
     # No strategy of this module overfills a row; a plugin's may.
-    if filled.max(initial=0) > limit:
-        raise ValueError(f"strategy '{strategy}': expected at most {limit} tokens in a row, got {filled.max()}")
+    most = f"at most {limit} tokens in a row"
+    expect(filled.max(initial=0) <= limit, f"strategy '{strategy}'", most, filled.max(initial=0))
     if chosen.pads and row_length is not None:
         slots = np.full(num_rows, row_length, np.int64)
     else:
@@ -293,26 +294,24 @@ def plan_pieces(
 
 def _check_arguments(row_length: int | None, strategy: str, overlong: str, buffer: int, streams: int) -> int:
     """Check ``plan_rows``' arguments; return the maximum tokens of a row."""
-    if strategy not in STRATEGIES:
-        raise ValueError(f"strategy: expected one of {', '.join(STRATEGIES)}, got {strategy!r}")
-    if overlong not in OVERLONG:
-        raise ValueError(f"overlong: expected one of {', '.join(OVERLONG)}, got {overlong!r}")
+    expect(strategy in STRATEGIES, "strategy", f"one of {', '.join(STRATEGIES)}", repr(strategy))
+    expect(overlong in OVERLONG, "overlong", f"one of {', '.join(OVERLONG)}", repr(overlong))
     chosen = STRATEGIES[strategy]
     # Without a row length each row is its document's, as long as the operators' positions reach.
     limit: Any = LONGEST if row_length is None and not chosen.needs_row_length else row_length
     for name, value in {"row_length": limit, "buffer": buffer, "streams": streams}.items():
-        if not hasattr(value, "__index__") or not 1 <= value <= LONGEST:
-            raise ValueError(f"{name}: expected an integer from 1 to 2**31 - 1, got {value!r}")
-    if streams > 1 and not chosen.splits_documents:
-        raise ValueError(f"streams: expected 1 with strategy '{strategy}', which splits no documents, got {streams}")
+        is_size = hasattr(value, "__index__") and 1 <= value <= LONGEST
+        expect(is_size, name, "an integer from 1 to 2**31 - 1", repr(value))
+    expected = f"1 with strategy '{strategy}', which splits no documents"
+    expect(streams == 1 or chosen.splits_documents, "streams", expected, streams)
     return int(limit)
 
 
 def _check_lengths(lengths: Any) -> Integers:
     lengths = np.asarray(lengths)
-    if lengths.ndim != 1 or (lengths.dtype.kind not in "iu" and len(lengths)):
-        got = f"shape {lengths.shape} of {lengths.dtype}"
-        raise TypeError(f"lengths: expected (documents,) integers, got {got}")
+    are_integers = lengths.ndim == 1 and (lengths.dtype.kind in "iu" or not len(lengths))
+    got = f"shape {lengths.shape} of {lengths.dtype}"
+    expect(are_integers, "lengths", "(documents,) integers", got, TypeError)
     wrong = np.flatnonzero((lengths < 1) | (lengths > LONGEST))
     if len(wrong):
         got = f"{lengths[wrong[0]]} for document {wrong[0]}"

@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.corpus import Documents
 from packmamba.data.packing import LONGEST, STRATEGIES, Integers, Pieces, RowPlan, join, plan_pieces
 from packmamba.layout import ceil_div
@@ -190,13 +190,10 @@ class StepSchedule:
         if data.row_length is None or data.overlong != "error":
             return
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or LONGEST)
-        if longest > data.row_length and not STRATEGIES[data.strategy].splits_documents:
-            # Split, an answer would be trained without its prompt.
-            remedy = (
-                "raise it, or set data.overlong=truncate" if self.corpus.has_answers else "set data.overlong=split"
-            )
-            got = f"{data.row_length}; {remedy}"
-            raise ConfigError(f"data.row_length: expected at least {longest}, the longest document, got {got}")
+        fits = longest <= data.row_length or STRATEGIES[data.strategy].splits_documents
+        # Split, an answer would be trained without its prompt.
+        remedy = "raise it, or set data.overlong=truncate" if self.corpus.has_answers else "set data.overlong=split"
+        need(fits, "data.row_length", f"at least {longest}, the longest document", f"{data.row_length}; {remedy}")
 
     def step(self, step: int) -> StepPlan:
         """Plan optimizer step ``step``, counted from 0 over all epochs."""

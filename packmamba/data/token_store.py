@@ -16,7 +16,7 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.corpus import META, SPLITS, Corpus, Mixture
 from packmamba.data.sources import open_source, parts_of
 from packmamba.data.sources.source import SEED, Document, Source
@@ -143,17 +143,12 @@ def _tokenize(
 
 def _check_counts(data: DataConfig, *writers: "_SplitWriter") -> None:
     train, validation, test = (writer.counts["documents"] for writer in writers)
-    if not (train and validation):
-        raise ConfigError(
-            f"data.path: expected documents in training and validation, got {train} and "
-            f"{validation} in '{data.path}'" + f" and {test} for test" * bool(test) + "; add others "
-            "with text, or lower the fractions held out"
-        )
-    if not test and (data.test_path is not None or data.test_fraction):
-        raise ConfigError(
-            f"data.{'test_path' if data.test_path else 'test_fraction'}: expected test documents, "
-            f"got none in '{data.test_path or data.path}'; add others with text"
-        )
+    got = f"{train} and {validation} in '{data.path}'" + f" and {test} for test" * bool(test)
+    remedy = "add others with text, or lower the fractions held out"
+    need(train and validation, "data.path", "documents in training and validation", f"{got}; {remedy}")
+    key = "test_path" if data.test_path else "test_fraction"
+    has_test = test or not (data.test_path or data.test_fraction)
+    need(has_test, f"data.{key}", "test documents", f"none in '{data.test_path or data.path}'; add others with text")
 
 
 def _hash(header: list[Any], *writers: "_SplitWriter") -> str:

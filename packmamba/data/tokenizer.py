@@ -11,8 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig
-from packmamba.errors import expect
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.files import write_whole
 
 TOKENIZER, OPTIONS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -57,10 +56,8 @@ def tokenizer_file(name: str) -> Path:
     """Return the tokenizer.json which a file, a folder or a Hub's name means. Raises ConfigError."""
     path = Path(name)
     if path.is_dir():
-        is_there = (path / TOKENIZER).is_file()
-        expect(
-            is_there, "data.tokenizer", f"a folder with {TOKENIZER}", f"'{name}' without; name another", ConfigError
-        )
+        expected = f"a folder with {TOKENIZER}"
+        need((path / TOKENIZER).is_file(), "data.tokenizer", expected, f"'{name}' without; name another")
         return path / TOKENIZER
     # A Hub's name is owner/name; if the folder owner exists, a path is meant.
     if path.exists() or not re.fullmatch(r"[\w-][\w.-]*/[\w.-]+", name) or path.parent.exists():
@@ -197,8 +194,7 @@ def write_template(folder: str | Path, token: str | None, token_id: int | None) 
 def read_tokenizer(folder: str | Path) -> Tokenizer:
     """Read a folder's tokenizer. Raises ConfigError without one."""
     folder = Path(folder)
-    if not (folder / TOKENIZER).is_file():
-        raise ConfigError(f"data.tokenizer: expected one, since {folder} has no {TOKENIZER}")
+    need((folder / TOKENIZER).is_file(), "data.tokenizer", f"a folder with {TOKENIZER}", f"{folder} without")
     options = json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
     # transformers writes a token as its text, or as a dictionary with its content and flags.
     tokens = [options.get(name) for name in ("bos_token", "eos_token")]

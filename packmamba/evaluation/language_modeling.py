@@ -1,13 +1,14 @@
 """Language-modelling evaluations on validation or test documents, in nats per target token."""
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from packmamba.config import ConfigError, need
+from packmamba.config import need
 from packmamba.data.corpus import Corpus
 from packmamba.data.token_store import evaluation_documents, load_corpora
 from packmamba.evaluation.load import EvalContext, EvalResult
@@ -96,11 +97,8 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
         return None
     corpora = load_corpora(context.data)
     corpus = corpora.test if split == "test" else corpora.validation
-    if corpus is None:
-        raise ConfigError(
-            f"{place}.{SPLIT}: expected validation, since the documents have no test "
-            "split, got 'test'; set data.test_path or data.test_fraction"
-        )
+    expected = "validation, since the documents have no test split"
+    need(corpus is not None, f"{place}.{SPLIT}", expected, "'test'; set data.test_path or data.test_fraction")
     scores_all = name != "perplexity" and corpus.has_answers and context.data.source != "task"
     need(not scores_all, name, "documents without prompts", "answers; set data.loss_on=all to score prompts too")
     fits = corpus.vocab_size <= vocab_size
@@ -157,14 +155,10 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
 
 
 def _by_group(key: str, sums: Sequence[str], items_of: list[dict[str, Any]]) -> list[dict[str, float]]:
-    points: dict[tuple[Any, ...], dict[str, float]] = {}
+    points: defaultdict[tuple[Any, ...], Counter[str]] = defaultdict(Counter)
     for item in items_of:
-        place = {key: item[key], "group": item["group"], "documents": 0, **dict.fromkeys(sums, 0.0)}
-        point = points.setdefault((item[key], item["group"]), place)
-        point["documents"] += 1
-        for name in sums:
-            point[name] += item[name]
-    return list(points.values())
+        points[item[key], item["group"]].update({name: item[name] for name in sums}, documents=1)
+    return [{key: place, "group": group, **point} for (place, group), point in points.items()]
 
 
 def positions(model: MambaLM, context: EvalContext) -> EvalResult:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, TrainerConfig, load_config
+from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, TrainerConfig, load_config, need
 from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
 from packmamba.nn import MambaLM
 
@@ -30,9 +30,9 @@ class LoadedModel:
 def read_config(folder: str | Path) -> Config:
     """Return the configuration of a folder's model. Raises ConfigError."""
     folder = Path(folder)
-    if not (folder / "config.json").is_file():
-        hint = "; the run has not ended: repeat its command" if (folder / "checkpoints").is_dir() else ""
-        raise ConfigError(f"{folder}: expected a folder of a run or a checkpoint, got no config.json{hint}")
+    hint = "; the run has not ended: repeat its command" if (folder / "checkpoints").is_dir() else ""
+    expected = "a folder of a run or a checkpoint"
+    need((folder / "config.json").is_file(), str(folder), expected, f"no config.json{hint}")
     trained = (folder / CONFIGURATION).is_file()
     config = load_config(folder / CONFIGURATION if trained else None)
     # The folder's tokenizer, since the path of training may not exist here.

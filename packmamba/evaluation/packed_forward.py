@@ -23,6 +23,7 @@ from packmamba.data.batch import make_batch
 from packmamba.data.corpus import Documents
 from packmamba.data.packing import STRATEGIES
 from packmamba.data.schedule import arrange_as_trained
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
@@ -71,8 +72,7 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
     Segments with an initial state go first, so that few states are held; then the longest that fit.
     Shows a progress bar where there is a terminal.
     """
-    if max_slots < 1:
-        raise ValueError(f"max_slots: expected at least 1, got {max_slots}")
+    expect(max_slots >= 1, "max_slots", "at least 1", max_slots)
     length = functools.partial(Segment.length, max_slots=max_slots)
     waiting = sorted(segments, key=length)
     following: list[Segment] = []

@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from packmamba.errors import expect
 from packmamba.evaluation.packed_forward import DocumentState, Pass, Predictions, Segment, packed_forward, predict
 from packmamba.nn import MambaLM
 
@@ -109,8 +110,7 @@ def check_ids(tokens: Iterable[int], name: str, model: MambaLM, least: int = 0) 
     except TypeError:
         raise TypeError(f"{name}: expected integer token ids, got {tokens!r:.60}") from None
     vocab_size = len(model.lm_head.weight)
-    if len(ids) < least:
-        raise ValueError(f"{name}: expected at least one token, got none")
+    expect(len(ids) >= least, name, "at least one token", "none")
     if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
         raise ValueError(f"{name}: expected ids from 0 to {vocab_size - 1}, got {min(ids)} to {max(ids)}")
     return ids

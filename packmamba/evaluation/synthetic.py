@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from packmamba.config import ConfigError, options
+from packmamba.config import ConfigError, need, options
 from packmamba.data.tasks import TASKS, Example
 from packmamba.data.tasks.base import complete
 from packmamba.data.token_store import load_corpora
@@ -114,9 +114,8 @@ def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     """Return the task, None while its documents' vocabulary is unknown. Raises ConfigError."""
     known, parameters, texts = options(TASKS[name]), dict(context.options), None
     if parameters.get("documents") is not None and "documents" in known:
-        if (given := parameters.pop("documents")) != VALIDATION:
-            key = f"{context.key}.{name}.documents"
-            raise ConfigError(f"{key}: expected '{VALIDATION}' or null, got {given!r:.60}")
+        given = parameters.pop("documents")
+        need(given == VALIDATION, f"{context.key}.{name}.documents", f"'{VALIDATION}' or null", f"{given!r:.60}")
         if vocab_size is None:
             return None
         corpus, tokenizer = load_corpora(context.data).validation, load_tokenizer(context.data)

@@ -6,9 +6,11 @@ Checkpoints, evaluations and leak checks happen outside of the run's clock (``Ru
 a speed that included them would compare how often runs were saved.
 """
 
+import json
 import logging
 import math
 import signal
+import textwrap
 import threading
 import time
 import zipfile
@@ -19,18 +21,22 @@ from typing import Any
 
 import torch
 from lightning import Callback, Trainer
+from lightning.fabric.utilities.throughput import _CUDA_FLOPS, get_available_flops
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
 
 from packmamba.config import Config, TrainerConfig
 from packmamba.data.batch import StepBatch
 from packmamba.data.sources import reads_text
+from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import Tokenizer, load_tokenizer
 from packmamba.errors import ConfigError, UserError
+from packmamba.evaluation import generate
 from packmamba.evaluation.registry import EvalContext, EvalResult, default_max_slots, evaluate
-from packmamba.files import replacing
+from packmamba.files import replacing, write_whole
 from packmamba.isolation.probes import eager
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -38,6 +44,30 @@ from packmamba.testing import Found, LightningLeakCheck, Saved
 from packmamba.training.lit_module import POSITION_EDGES
 
 logger = logging.getLogger(__name__)
+
+
+def flops_per_token(model: MambaLM) -> int:
+    """Return 6 operations for each parameter that a token is multiplied with, forward and backward.
+
+    An embedding that is not the head, too, is only looked up. The scan's own operations are left
+    out, as attention's are elsewhere.
+    """
+    looked_up = {model.backbone.embedding.weight} - {model.lm_head.weight}
+    return 6 * sum(weight.numel() for weight in {*model.parameters()} - looked_up)
+
+
+def peak_flops(trainer: Trainer) -> float | None:
+    """Return the operations a second of all devices in the precision; None where Lightning knows none."""
+    device = trainer.strategy.root_device
+    if device.type != "cuda":
+        return None
+    dtype = _plugin_to_compute_dtype(trainer.precision_plugin)
+    if torch.cuda.get_device_name(device) == "NVIDIA H200":
+        # Lightning does not know this name, and has sparse products for an H200. Dense are an H100's.
+        of_device = _CUDA_FLOPS["h100 sxm"].get(dtype)
+    else:
+        of_device = get_available_flops(device, dtype)
+    return of_device and of_device * trainer.world_size
 
 
 class RunMetrics(Saved, Callback):
@@ -115,8 +145,14 @@ class RunMetrics(Saved, Callback):
             point = self._point(outputs["loss"])
             self.train.append(point)
             rate = (point["real_tokens"] - before["real_tokens"]) / (point["seconds"] - before["seconds"])
-            rates = {"train/real_tokens": point["real_tokens"], "train/real_tokens_per_second": rate}
-            module.log_dict(rates, on_step=True, on_epoch=False)
+            module.log("train/real_tokens", point["real_tokens"], on_step=True, on_epoch=False)
+            shown = {"train/real_tokens_per_second": rate}
+            self.on_train_end(trainer, module)
+            if self.peak_memory is not None:
+                shown["train/peak_memory_gib"] = self.peak_memory / 2**30
+            if (peak := peak_flops(trainer)) is not None:
+                shown["train/mfu"] = rate * flops_per_token(module.model) / peak
+            module.log_dict(shown, prog_bar=True, on_step=True, on_epoch=False)
             self.check_finite(trainer, module)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:
@@ -142,6 +178,7 @@ class RunMetrics(Saved, Callback):
         """Add a point to the curve of validation losses, and keep the last losses by position."""
         results = module.alone.compute()
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
+        module.log("train/real_tokens", point["real_tokens"], sync_dist=True)  # validation's axis, too
         if module.by_source is not None:
             point |= {f"loss.{name}": float(loss) for name, loss in module.by_source.compute().items()}
         if module.as_trained.update_called:
@@ -171,12 +208,22 @@ Stop = Callable[[RunMetrics], bool]
 
 
 class ProgressBar(TQDMProgressBar):
-    """Show losses, not the loggers' versions; end its line before an error is printed."""
+    """Show losses, speed, memory and MFU in short; end its line before an error is printed."""
+
+    SHORT = {
+        "train/real_tokens_per_second": ("tokens/s", "{:,.0f}"),
+        "train/peak_memory_gib": ("memory", "{:.1f} GiB"),
+        "train/mfu": ("MFU", "{:.1%}"),
+    }
 
     def get_metrics(self, trainer: Trainer, module: Any) -> dict[str, Any]:
         """Return what the bar shows."""
         metrics = super().get_metrics(trainer, module)
-        return {name: value for name, value in metrics.items() if name != "v_num"}
+        metrics.pop("v_num", None)  # the loggers' versions
+        for name, (short, form) in self.SHORT.items():
+            if name in metrics:
+                metrics[short] = form.format(metrics.pop(name))
+        return metrics
 
     def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
         """Close the bars."""
@@ -418,3 +465,53 @@ class Evaluations(Saved, Callback):
         for each in trainer.loggers:
             each.log_metrics(finite, step - 1)
         return results
+
+
+class Samples(Callback):
+    """Continue the first tokens of validation documents at each validation, by the likeliest tokens.
+
+    The texts are lines of ``samples.jsonl`` in the run's folder, and go to TensorBoard, W&B and
+    MLflow. Nothing is drawn at random, so that the training keeps its bits.
+    """
+
+    PROMPT_TOKENS = 32
+    NEW_TOKENS = 64
+
+    def __init__(self, config: Config, path: Path) -> None:
+        self.config = config
+        self.path = path
+
+    def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
+        """Write the samples of this step on rank 0; the clock stands still, and the model is in evaluation mode."""
+        if not trainer.is_global_zero:
+            return
+        corpus = trainer.datamodule.corpora.validation  # type: ignore[attr-defined]
+        tokenizer = load_tokenizer(self.config.data)
+        chosen = evaluation_documents(corpus, self.config.data)[: self.config.trainer.samples]
+        documents = [corpus.document(number).tolist() for number in chosen]
+        # Half of a short document: its end token would end the prompt.
+        prompts = [document[: min(self.PROMPT_TOKENS, (len(document) + 1) // 2)] for document in documents]
+        with eager():
+            limits: Any = {"stop_token": tokenizer.end_id, "max_slots": len(prompts) * self.PROMPT_TOKENS}
+            continuations = generate(module.model, prompts, self.NEW_TOKENS, **limits)
+        step = trainer.global_step
+        samples = []
+        for prompt, new in zip(prompts, continuations):
+            samples.append({"step": step, "prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(new)})
+        # A run that was killed after a validation does it again.
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        lines = [line for line in lines if json.loads(line)["step"] < step] + [json.dumps(each) for each in samples]
+        write_whole(self.path, "".join(f"{line}\n" for line in lines).encode())
+        for each in trainer.loggers:
+            self.log_texts(each, samples, step)
+
+    def log_texts(self, logger: Any, samples: list[dict[str, Any]], step: int) -> None:
+        """Write samples to a logger that takes texts."""
+        # A bar ends the prompt.
+        text = "\n\n".join(f"{each['prompt']}|{each['continuation']}" for each in samples)
+        if hasattr(logger, "log_text"):  # W&B
+            logger.log_text("val/samples", columns=[*samples[0]], data=[[*each.values()] for each in samples])
+        elif hasattr(logger.experiment, "add_text"):  # TensorBoard, which renders Markdown: as a block of code
+            logger.experiment.add_text("val/samples", textwrap.indent(text, "    "), step - 1)
+        elif hasattr(logger.experiment, "log_text"):  # MLflow
+            logger.experiment.log_text(logger.run_id, text, f"samples/step={step}.txt")

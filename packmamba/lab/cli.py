@@ -253,8 +253,7 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
 
 def generate(words: list[str]) -> None:
     """Continue a text with a trained model."""
-    if len(words) < 2:
-        raise UserError(f"generate: expected {RUN}, and a text")
+    need(len(words) >= 2, "generate", f"{RUN}, and a text", " ".join(words) or "none")
     folder = newest(words[0])
     prompt = words[1]
     config = load(GenerateConfig, None, words[2:])
@@ -362,9 +361,7 @@ def report(words: list[str]) -> None:
     records: list[Any] = []
     for name in folders:
         folder: Any = Path(name) if Path(name).is_dir() else experiments.get(name)
-        if folder is None:
-            hint = suggest(name, experiments)
-            raise ConfigError(f"expected a folder or an experiment, got '{name}'{hint}")
+        need(folder, "report", "a folder or an experiment", f"'{name}'{suggest(name, experiments)}")
         run = folder / CONFIGURATION
         loaded: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
         need(None not in loaded, folder, "a finished run", "one without a record")

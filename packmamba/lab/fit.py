@@ -163,7 +163,9 @@ class _Run:
         self.evaluations = callbacks.Evaluations(config, self.metrics)
         self.leakcheck = callbacks.LeakCheck(config, self.metrics)
         self.checkpoint = callbacks.Checkpoint(self.saved, config, self.metrics, stop)
-        ours = [self.metrics, self.evaluations, self.leakcheck, self.checkpoint]
+        ours: list[Any] = [self.metrics, self.evaluations, self.leakcheck, self.checkpoint]
+        if options.samples:
+            ours.append(callbacks.Samples(config, self.folder / "samples.jsonl"))
         self.trainer = make_trainer(config, ours, progress, self.reached)
 
     def record(self) -> dict[str, Any]:
@@ -307,8 +309,10 @@ def write_tokenizer_of(data: DataConfig, folder: Path) -> None:
 
 
 def check_run(config: Config, vocab_size: int | None = None) -> None:
-    """Check the boundary scheme's options and the evaluations. Raises ConfigError."""
+    """Check the boundary scheme's options, samples and the evaluations. Raises ConfigError."""
     config.trainer.scheme()
+    samples = config.trainer.samples
+    need(not samples or reads_text(config.data), "trainer.samples", "0 for documents that are no text", samples)
     for name in config.evaluations:
         check(name, callbacks.evaluation_context(config, name), vocab_size)
 
@@ -321,7 +325,7 @@ def check_accelerator(config: Config) -> None:
 
 
 # Lightning's advice that does not apply: the loader's workers are the user's choice, and so on.
-UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU available")
+UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU available", "FLOPs not found")
 
 
 def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
@@ -444,8 +448,7 @@ def weights_checksum(model: MambaLM) -> int:
     """Return a checksum of a model's weights."""
     checksum = 0
     for _, weight in sorted(model.state_dict().items()):
-        data = weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        checksum = zlib.crc32(data, checksum)
+        checksum = zlib.crc32(weight.cpu().contiguous().view(torch.uint8).numpy(), checksum)
     return checksum
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from filelock import FileLock
 
 import packmamba
-from packmamba.errors import ConfigError
+from packmamba.errors import ConfigError, need
 from packmamba.files import space_for, write_whole
 
 SCHEMA = 2  # raise it when the meaning of a field changes, and rewrite the committed records
@@ -87,8 +87,7 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
                 except (ValueError, TypeError, KeyError) as error:
                     if line.strip() and line.endswith(b"\n"):  # else an append was interrupted
                         raise ConfigError(f"{path}:{number}: expected a record, got one without {error}") from None
-    if not records:
-        raise ConfigError(f"{folder}: expected a folder with {' or '.join(FILES)}, got no record")
+    need(records, str(folder), f"a folder with {' or '.join(FILES)}", "no record")
     sweeps = Path(folder) / SWEEPS
     if sweeps.is_file():
         _add_sweeps(records, json.loads(sweeps.read_text()).values())
@@ -172,8 +171,7 @@ def check_writable(folder: str | Path, key: str) -> None:
     """Raise ConfigError, naming the key, where a folder can not be made or written."""
     # A folder that is not there yet is made in its nearest ancestor.
     nearest = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
-    if not (nearest.is_dir() and os.access(nearest, os.W_OK)):
-        raise ConfigError(f"{key}: expected a folder that can be written, got {folder}")
+    need(nearest.is_dir() and os.access(nearest, os.W_OK), key, "a folder that can be written", folder)
 
 
 @functools.cache

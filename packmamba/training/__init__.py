@@ -1,5 +1,6 @@
 """Training with Lightning, which is imported with the first of these classes: commands check their words before."""
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from packmamba.errors import require
@@ -10,15 +11,10 @@ if TYPE_CHECKING:
     from packmamba.training.lit_module import PackedLitModule
 
 __all__ = ["PackedDataModule", "PackedLitModule"]
+MODULES = {"PackedDataModule": "packmamba.training.datamodule", "PackedLitModule": "packmamba.training.lit_module"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "PackedDataModule":
-        from packmamba.training.datamodule import PackedDataModule
-
-        return PackedDataModule
-    if name == "PackedLitModule":
-        from packmamba.training.lit_module import PackedLitModule
-
-        return PackedLitModule
-    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    if name not in MODULES:
+        raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
+    return getattr(import_module(MODULES[name]), name)

@@ -222,9 +222,8 @@ class Carry(StatefulBoundary):
         offsets = layout.offsets[continuing].tolist()
         states, positions, step = self.stored.get(batch.turn, (fresh, torch.empty(0), 0))
         ends = positions.tolist()
-        if len(ends) != layout.shape[0] or [ends[row] for row in rows] != offsets:
-            got = dict(zip(rows, offsets))
-            raise ValueError(f"layout: expected documents to continue at {ends}, got {got}")
+        follows = len(ends) == layout.shape[0] and [ends[row] for row in rows] == offsets
+        need(follows, "layout", f"documents to continue at {ends}", dict(zip(rows, offsets)))
         self.age = self.step - step
         return self.exchange(states, positions, fresh)
 

@@ -1,13 +1,12 @@
 """The Lightning module: loss and optimizer step."""
 
 import inspect
-import random
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import lightning
-import numpy as np
 import torch
+from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
@@ -340,14 +339,10 @@ class PackedLitModule(lightning.LightningModule):
         if self.trainer.world_size > 1:
             torch.distributed.all_gather_object(carried, carried[0])
         checkpoint["carry"] = carried
-        # Plain lists: checkpoints are loaded with weights_only=True, which takes no NumPy arrays.
-        kind, numbers, *place = cast(Any, np.random.get_state())  # noqa: NPY002, of user code
-        checkpoint["rng"] = {
-            "python": random.getstate(),
-            "numpy": (kind, numbers.tolist(), *place),
-            "torch": torch.get_rng_state(),
-            "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        }
+        checkpoint["rng"] = _collect_rng_states()
+        # A plain list: checkpoints are loaded with weights_only=True, which takes no NumPy arrays.
+        kind, numbers, *place = checkpoint["rng"]["numpy"]
+        checkpoint["rng"]["numpy"] = (kind, numbers.tolist(), *place)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them when training resumes. Raises ConfigError for another number of devices."""
@@ -361,12 +356,7 @@ class PackedLitModule(lightning.LightningModule):
             self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         except KeyError:
             raise ConfigError("runs_dir: expected a checkpoint of this version; remove it") from None
-        rng = checkpoint["rng"]
-        random.setstate(rng["python"])
-        np.random.set_state(rng["numpy"])  # noqa: NPY002
-        torch.set_rng_state(rng["torch"].cpu())
-        if rng["cuda"]:
-            torch.cuda.set_rng_state_all([state.cpu() for state in rng["cuda"]])
+        _set_rng_states(checkpoint["rng"])
 
 
 def check_model_arguments(arguments: dict[str, Any]) -> None:

@@ -50,10 +50,7 @@ class Joint(Optimizer):
 
     def step(self, closure: Any = None) -> Any:
         """Step each part, after the closure."""
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = None if closure is None else closure()
         for part in self.parts:
             part.step()
         return loss

@@ -41,8 +41,8 @@ def open_source(data: DataConfig) -> Source:
 
     Raises ConfigError naming the key.
     """
-    if data.test_path is not None and data.test_fraction:
-        raise ConfigError(f"data.test_fraction: expected 0 with data.test_path, got {data.test_fraction}")
+    both = data.test_path and data.test_fraction
+    need(not both, "data.test_fraction", "0 with data.test_path", data.test_fraction)
     for key, path in (("path", data.path), ("test_path", data.test_path)):
         if path is not None and data.source in WITHOUT_PATH:
             raise ConfigError(f"data.{key}: data.source={data.source} reads no path, got '{path}'; set data.source")

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources.packages import functions_of
 from packmamba.data.sources.source import SEED, Document, Source, hash_files, list_files
@@ -71,15 +71,14 @@ def open_synthetic(data: DataConfig) -> Source:
 def open_task(data: DataConfig) -> Source:
     from packmamba.data.tasks import TASKS
 
-    if data.task not in TASKS:
-        raise ConfigError(f"data.task: expected one of {', '.join(TASKS)} with data.source=task, got '{data.task}'")
+    need(data.task in TASKS, "data.task", f"one of {', '.join(TASKS)} with data.source=task", f"'{data.task}'")
     try:
-        task: Any = TASKS[data.task](**data.task_options)
+        task: Any = TASKS[str(data.task)](**data.task_options)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"data.task_options: {error}") from None
-    most = getattr(task, "num_examples", None)
-    if most is not None and data.num_documents > most:
-        raise ConfigError(f"data.num_documents: task '{data.task}' has {most}, got {data.num_documents}")
+    most = getattr(task, "num_examples", None) or data.num_documents
+    expected = f"at most the {most} of task '{data.task}'"
+    need(data.num_documents <= most, "data.num_documents", expected, data.num_documents)
     validation, _ = held_out_counts(data.num_documents, data)
     trained = data.num_documents - validation
 

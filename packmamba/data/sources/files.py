@@ -27,22 +27,16 @@ def open_text(data: DataConfig) -> Source:
     """Open every visible file of ``data.path``, a document each, held out by name."""
     root, files = find_files(data, ("",))
     filled = [name for name in files if (root / name).stat().st_size]
-    if not filled:
-        raise ConfigError(
-            f"data.path: expected a file with text, got {len(files)} empty in '{data.path}', "
-            f"the first {root / files[0]}; name files with text"
-        )
+    got = f"{len(files)} empty in '{data.path}', the first {root / files[0]}; name files with text"
+    need(filled, "data.path", "a file with text", got)
     validation, test = frozenset[str](), frozenset[str]()
     if len(filled) > 1:
         validation, test = split_names(filled, data)
     else:
         size = (root / filled[0]).stat().st_size
-        need(
-            size >= least_length(data),
-            "data.validation_fraction",
-            f"several files, or one of at least {least_length(data)} bytes to cut",
-            f"{size} in {root / filled[0]}; add files",
-        )
+        least = least_length(data)
+        expected = f"several files, or one of at least {least} bytes to cut"
+        need(size >= least, "data.validation_fraction", expected, f"{size} in {root / filled[0]}; add files")
 
     def documents(names: Iterable[str]) -> Iterator[Document]:
         for name in names:
@@ -78,10 +72,8 @@ def open_splits(data: DataConfig) -> Source:
             records, fields = itertools.tee(_lines(root / name, data.text_key))
             for document, record in zip(read_documents(place, data, records), fields):
                 split = record.get("split")
-                if document.content and split not in ("train", "validation", "test"):
-                    raise ConfigError(
-                        f"data.path: {place}: expected a split train, validation or test, got {split!r}"
-                    )
+                is_known = not document.content or split in ("train", "validation", "test")
+                need(is_known, f"data.path: {place}", "a split train, validation or test", repr(split))
                 if document.content and split in splits:
                     yield document._replace(held_out=split != "train", group=str(record.get("group")))
 
@@ -149,10 +141,7 @@ def _columns(names: list[str], data: DataConfig) -> list[str]:
 
 def open_megatron(data: DataConfig) -> Source:
     """Open ``data.path``.bin and .idx, ids as they are. Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``."""
-    if not data.path:
-        raise ConfigError(
-            "data.path: data.source=megatron expected the name of .bin and .idx without suffix, got null"
-        )
+    need(data.path, "data.path", "the name of .bin and .idx without suffix with data.source=megatron", "null")
     binary, index = Path(f"{data.path}.bin"), Path(f"{data.path}.idx")
     fingerprint = hash_files(binary.parent, [binary.name, index.name])
     try:
@@ -169,21 +158,20 @@ def open_megatron(data: DataConfig) -> Source:
         raise ConfigError(f"data.path: expected a whole Megatron index of version 1, got {index} ({error})") from None
 
     def vocabulary() -> int:
-        if tokens.min() < 0:
-            raise ConfigError(f"data.path: expected ids of at least 0, got {tokens.min()} in {binary}")
+        need(tokens.min() >= 0, "data.path", "ids of at least 0", f"{tokens.min()} in {binary}")
         return int(tokens.max()) + 1
 
     read = split_by_content(
         lambda: (Document(False, tokens[a:b]) for a, b in zip(bounds, bounds[1:])), data.validation_fraction
     )
-    return Source([str(Path(data.path).resolve()), fingerprint], read, vocabulary)
+    return Source([str(Path(str(data.path)).resolve()), fingerprint], read, vocabulary)
 
 
 def open_huggingface(data: DataConfig) -> Source:
     """Open the rows of a data set as ``open_parquet`` does, on the Hub (perhaps ``name@revision``) or on disk."""
-    if not data.path:
-        raise ConfigError("data.path: data.source=huggingface expected a data set's name or folder, got null")
-    name, path = data.path, Path(data.path)
+    need(data.path, "data.path", "a data set's name or folder with data.source=huggingface", "null")
+    name = str(data.path)
+    path = Path(name)
     if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
         version = hash_files(path, list_files(path, ("",)))
         load: Any = functools.partial(extra("datasets").load_from_disk, name)

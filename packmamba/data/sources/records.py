@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.sources.source import Document, extra
 from packmamba.data.tokenizer import OPTIONS, TEMPLATE, tokenizer_file
 
@@ -71,11 +71,9 @@ def of_one_kind(documents: Iterable[Document]) -> Iterator[Document]:
     first: Document | None = None
     for document in documents:
         first = first or (document if document.content else None)
-        if first and document.content and (document.answers is None) != (first.answers is None):
-            raise ConfigError(
-                "data.path: expected prompts in all documents or in none, got both; write a text without "
-                'a prompt as {"prompt": "", "completion": ...}, or set data.loss_on=all'
-            )
+        mixed = first and document.content and (document.answers is None) != (first.answers is None)
+        got = 'both; write a text without a prompt as {"prompt": "", "completion": ...}, or set data.loss_on=all'
+        need(not mixed, "data.path", "prompts in all documents or in none", got)
         yield document
 
 
@@ -139,12 +137,9 @@ def _render(messages: list[Any], data: DataConfig, add_generation_prompt: bool =
 def chat_template(data: DataConfig) -> tuple[str, dict[str, Any]]:
     """Return the chat template and the special tokens that it may name. Raises ConfigError."""
     template, tokens = find_chat_template(data.tokenizer, data.chat_template)
-    if template is None:
-        raise ConfigError(
-            f"data.chat_template: expected chatml or a Jinja file for messages, since the tokenizer "
-            f"'{data.tokenizer}' has no template, got null"
-        )
-    return template, tokens
+    expected = f"chatml or a Jinja file for messages, since the tokenizer '{data.tokenizer}' has no template"
+    need(template is not None, "data.chat_template", expected, "null")
+    return str(template), tokens
 
 
 @functools.lru_cache

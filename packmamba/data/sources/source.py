@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need
 
 SEED = 0  # of the splits, synthetic documents, examples
 
@@ -57,26 +57,20 @@ def extra(package: str) -> ModuleType:
 
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
     """Return a folder and the names in it that ``data.path`` means: a file, a folder's files, or a pattern's."""
-    if data.path is None:
-        raise ConfigError(
-            f"data.path: data.source={data.source} expected a folder, file or pattern, got null; "
-            "set data.path=my/folder"
-        )
-    path = Path(data.path)
+    expected = f"a folder, file or pattern with data.source={data.source}"
+    need(data.path is not None, "data.path", expected, "null; set data.path=my/folder")
+    path = Path(str(data.path))
     names: set[str] = set()
     if path.exists():
         paths, root = [path], path if path.is_dir() else path.parent
     else:
-        paths = [Path(name) for name in glob.glob(data.path, recursive=True)]
+        paths = [Path(name) for name in glob.glob(str(data.path), recursive=True)]
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
     for one in paths:
         inside = list_files(one, suffixes) if one.is_dir() else [""]
         names |= {(one / name).relative_to(root).as_posix() for name in inside}
-    if not names:
-        kinds = " or ".join(suffixes) or "visible"
-        raise ConfigError(
-            f"data.path: expected {kinds} files for data.source={data.source}, got none in '{data.path}'"
-        )
+    kinds = " or ".join(suffixes) or "visible"
+    need(names, "data.path", f"{kinds} files for data.source={data.source}", f"none in '{data.path}'")
     return root, sorted(names)
 
 

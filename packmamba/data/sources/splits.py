@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.sources.source import Document, Source, share_of
 
 Read = Callable[[], Iterator[Document]]
@@ -44,12 +44,10 @@ def held_out_counts(available: int, data: DataConfig) -> tuple[int, int]:
     """Return how many documents are validation and test. Raises ConfigError if they are all."""
     validation = max(1, round(data.validation_fraction * available))
     test = max(1, round(data.test_fraction * available)) if data.test_fraction else 0
-    if validation + test >= available:
-        asked = f"{validation} for validation" + f" and {test} for test" * bool(test)
-        raise ConfigError(
-            f"data.validation_fraction: expected at least one of {available} documents left to "
-            f"train on, got {asked}; add documents, or lower the fractions held out"
-        )
+    held_out = f"{validation} for validation" + f" and {test} for test" * bool(test)
+    expected = f"at least one of {available} documents left to train on"
+    remedy = "add documents, or lower the fractions held out"
+    need(validation + test < available, "data.validation_fraction", expected, f"{held_out}; {remedy}")
     return validation, test
 
 
@@ -162,15 +160,12 @@ def cut_single_document(source: Source, data: DataConfig) -> Source:
         document, content = first_two[0], first_two[0].content
         first_test = len(content) - _part_length(content, data.test_fraction)
         trained = first_test - _part_length(content, data.validation_fraction)
-        if trained < MIN_PART:
-            if len(content) < least_length(data):
-                found = "data.path: expected documents in training and validation, got 0 and 1"
-            else:
-                found = f"data.validation_fraction: expected at least {MIN_PART} left to train on, got {trained}"
-            raise ConfigError(
-                f"{found} in '{data.path}': one alone needs {least_length(data)} characters or ids and has "
-                f"{len(content)}; add documents, or lower the fractions held out"
-            )
+        least = least_length(data)
+        alone = f"in '{data.path}': one alone needs {least} characters or ids and has {len(content)}"
+        got = f"{alone}; add documents, or lower the fractions held out"
+        need(len(content) >= least, "data.path", "documents in training and validation", f"0 and 1 {got}")
+        expected = f"at least {MIN_PART} left to train on"
+        need(trained >= MIN_PART, "data.validation_fraction", expected, f"{trained} {got}")
         train = document._replace(held_out=False, content=content[:trained])
         validation, test = (
             [

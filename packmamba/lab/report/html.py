@@ -16,7 +16,7 @@ from pathlib import Path
 import jinja2
 
 from packmamba.config.load import flatten
-from packmamba.errors import COMMAND, ConfigError
+from packmamba.errors import COMMAND, need
 from packmamba.files import write_whole
 from packmamba.lab.report import tables as library
 from packmamba.lab.report.aggregate import Record, Records, of_kind
@@ -69,8 +69,7 @@ def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds
     for name, group in itertools.groupby(sorted(records, key=corpus), corpus):
         of_corpus = [*group]
         for record in of_corpus:
-            if record["kind"] not in all_kinds:
-                raise ConfigError(f"kind: expected one of {', '.join(all_kinds)}, got {record['kind']}")
+            need(record["kind"] in all_kinds, "kind", f"one of {', '.join(all_kinds)}", record["kind"])
         sections.append(Section(name, of_corpus, library.findings(of_corpus)))
     for name, kind in all_kinds.items():
         _add_kind(kind, [section for section in sections if of_kind(section.records, name)], figures)

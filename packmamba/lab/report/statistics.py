@@ -42,7 +42,7 @@ from numpy.typing import NDArray
 from scipy.special import chdtri, ndtri, stdtr, stdtrit
 from scipy.stats import fisher_exact
 
-from packmamba.errors import ConfigError
+from packmamba.errors import need
 
 DRAWS = 10_000
 ALPHA = 0.05  # share of families with a false claim of one kind, at most
@@ -410,12 +410,9 @@ def margin_from_pilot(harm: Estimate) -> float:
 
     Raises ConfigError if the interval does not lie above zero: a margin from nothing is no margin.
     """
-    if not harm.low > 0:
-        shown = f"{harm.mean:+.4g} [{harm.low:+.4g}, {harm.high:+.4g}]"
-        raise ConfigError(
-            f"harm: expected a 95 % interval above zero, got {shown} of {harm.seeds} seeds; add "
-            "seeds to the pilot, or raise the dose: shorter documents, longer rows"
-        )
+    got = f"{harm.mean:+.4g} [{harm.low:+.4g}, {harm.high:+.4g}] of {harm.seeds} seeds"
+    remedy = "add seeds to the pilot, or raise the dose: shorter documents, longer rows"
+    need(harm.low > 0, "harm", "a 95 % interval above zero", f"{got}; {remedy}")
     return harm.low / 2
 
 
