@@ -95,11 +95,6 @@ class RunMetrics(Saved, Callback):
         self._clock = 0.0
         self._unchecked_losses: list[Tensor] = []
 
-    @property
-    def state_key(self) -> str:
-        """Return the name in checkpoints since the first."""
-        return "History"
-
     @contextmanager
     def paused(self) -> Iterator[None]:
         """Stop the run's clock meanwhile."""
@@ -147,7 +142,7 @@ class RunMetrics(Saved, Callback):
             rate = (point["real_tokens"] - before["real_tokens"]) / (point["seconds"] - before["seconds"])
             module.log("train/real_tokens", point["real_tokens"], on_step=True, on_epoch=False)
             shown = {"train/real_tokens_per_second": rate}
-            self.on_train_end(trainer, module)
+            self.measure_memory(module)
             if self.peak_memory is not None:
                 shown["train/peak_memory_gib"] = self.peak_memory / 2**30
             if (peak := peak_flops(trainer)) is not None:
@@ -198,6 +193,10 @@ class RunMetrics(Saved, Callback):
         self.on_train_start()
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
+        """Note the peak memory of the steps after the last logged one, too."""
+        self.measure_memory(module)
+
+    def measure_memory(self, module: Any) -> None:
         """Note the peak memory so far, in bytes."""
         if module.device.type == "cuda":
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
