@@ -40,7 +40,8 @@ constexpr int SAVE_EVERY_FLOAT = 64;  // in float32, by scan_any: as many bytes
 // A document is walked in segments that end at multiples of cut_length tokens from its token 0:
 // there its state is the combination of the segment's start and of its end from zero, so that the
 // bits are the same whether one work item walks segments in turn, or several walk them at once,
-// which happens to documents longer than cut_above. Documents that begin in the same window of
+// which happens to documents longer than cut_above. (scan_any, whose cut_above is cut_length,
+// always walks them at once, and does not combine a document's last state.) Documents that begin in the same window of
 // slots, but those longer than it, share a work item.
 struct Plan {
   int documents;   // S

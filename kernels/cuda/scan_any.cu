@@ -14,8 +14,9 @@
 //   token        0        8       16      tiles of 8 tokens: member j loads and prepares tokens
 //                | tile   | tile   |      j, j + G, ... of its channel; the warp loads rows of B, C
 //
-// The segments of a document are walked at once, from the states that `piece` and `combine` find
-// first, as scan16_cut.cu draws it; in every batch, so that a document's bits are the same in all.
+// The segments of a document that is longer than one are walked at once, from the states that
+// `piece` and `combine` find first, as scan16_cut.cu draws it; in every batch, so that a document's
+// bits are the same in all.
 //
 // The backward walks chunks of 64 tokens back, and each twice: a replay from the saved state keeps
 // every eighth state, a second one, tile by tile, keeps 8 tokens' states in registers:
@@ -37,6 +38,7 @@
 // Bound: issue, of which 0.65 forward and 0.59 backward are used (one H200, ncu); about 54
 // instructions backward per token, channel and state, a third of them the two replays.
 // Bytes per token and channel: as scan16's, of a float 4, with 4 N / 64 for saved states.
+#include <cfloat>
 #include "element.cuh"
 
 namespace {
@@ -146,7 +148,11 @@ struct Channel {
         channel(min(channel, params.channels - 1)),
         live(channel < params.channels) {
     for_states(
-        [&](int i, int state) { A[i] = LOG2E * params.A[(int64_t)this->channel * states + state]; },
+        [&](int i, int state) {
+          const float rate = LOG2E * params.A[(int64_t)this->channel * states + state];
+          // Minus infinity times the dt of 0 past a segment's end would be no number.
+          A[i] = rate < -FLT_MAX ? -FLT_MAX : rate;
+        },
         A);
     bias = params.bias ? params.bias[this->channel] : 0.f;
     D = params.D ? params.D[this->channel] : 0.f;

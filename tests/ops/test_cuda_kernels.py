@@ -93,6 +93,17 @@ def test_any_dtype_on_awkward_lengths(dtype):
     assert_parity(random_case("ssm_pack", EDGES, dtype, "cuda", channels=20, d_state=16), dtype)
 
 
+def test_a_state_may_decay_at_once():
+    """A is minus infinity, which a step of zero past a document's end must not meet."""
+    case = random_case("ssm_pack", EDGES, torch.float32, "cuda", channels=20, d_state=16)
+    with torch.no_grad():
+        case.tensors["A"][0, 0] = -torch.inf
+    results = case.run("cuda")
+    # By the chain rule, gradients of step sizes have zero times infinity.
+    of_steps = ("grad delta", "grad delta_bias")
+    assert all(value.isfinite().all() for name, value in results.items() if name not in of_steps)
+
+
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_a_poisoned_document_changes_no_bit_of_another(operator, poison, cut_early):
