@@ -33,7 +33,7 @@ kernels/cuda/params.h has the mechanism.
 FLOAT_SEGMENT = 256
 """The same for the float32 scan (kernels/cuda/scan_any.cu), whose warps take longer for a token."""
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}
-"""Of the tensor-core scan: longer documents than this share of a scheduler's tokens are walked in segments at once.
+"""Share of a scheduler's tokens above which the tensor-core scan walks a document's segments at once.
 
 That scans them twice, which pays where they would hold the others up.
 """

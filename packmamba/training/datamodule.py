@@ -48,9 +48,8 @@ class PackedDataModule(lightning.LightningDataModule):
         need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
         # First the given section, then keys over it; ``resolve`` checks both, and that the scheme fits them.
         trainer = {} if boundary is None else {"boundary": boundary}
-        layers = [
-            ({"data": one, "trainer": trainer}, type(self).__name__) for one in (vars(config or DataConfig()), keys)
-        ]
+        sections = (vars(config or DataConfig()), keys)
+        layers = [({"data": section, "trainer": trainer}, type(self).__name__) for section in sections]
         self.config = resolve(Config, layers).data
         # The class will do: before there is a module, only its attributes are read.
         self._boundary = None if boundary is None else BOUNDARIES[boundary]

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 import lightning
 import torch
+from lightning.fabric.utilities.apply_func import move_data_to_device
 from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
@@ -356,7 +357,8 @@ class PackedLitModule(lightning.LightningModule):
             self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         except KeyError:
             raise ConfigError("runs_dir: expected a checkpoint of this version; remove it") from None
-        _set_rng_states(checkpoint["rng"])
+        # Where a checkpoint is loaded onto a GPU: random states are taken from the CPU alone.
+        _set_rng_states(move_data_to_device(checkpoint["rng"], torch.device("cpu")))
 
 
 def check_model_arguments(arguments: dict[str, Any]) -> None:
