@@ -1,6 +1,7 @@
 """The data module and the Lightning module in a user's own Trainer."""
 
 import json
+import random
 
 import lightning
 import numpy as np
@@ -55,6 +56,14 @@ class Seen(lightning.Callback):
         self.steps.append(batch)
         self.rates.append(trainer.optimizers[0].param_groups[0]["lr"])
         self.losses.append(float(outputs["loss"]))
+
+
+class RandomScale(lightning.Callback):
+    """Scale weights by a number of each random generator."""
+
+    def on_train_batch_start(self, trainer, module, *_):
+        drawn = random.random() + np.random.random() + torch.rand(()).item()  # noqa: NPY002  (the global one)
+        module.model.lm_head.weight.data.mul_(1 + drawn / 100)
 
 
 def tokens_of(step):
@@ -116,15 +125,17 @@ def test_the_trainer_decides_the_steps_and_the_schedule(tmp_path, limits):
 
 @pytest.mark.parametrize("resumed, optimizer", [({"max_steps": 10}, "adamw"), ({"max_epochs": 2}, "muon")])
 def test_a_resumed_training_has_the_same_bits(tmp_path, resumed, optimizer, recwarn):
-    """Stopped inside an epoch by its Trainer; carried states and the order of documents go on."""
+    """Stopped inside an epoch by its Trainer; carried states, the order of documents and random numbers go on."""
     keys = {"batching": "stream", "strategy": "concat_split", "streams": 2}
 
     def train(stop=None, ckpt_path=None):
         data = data_module(tmp_path, **keys)
+        lightning.seed_everything(0, verbose=False)
         module = lit_module(data, boundary="carry", schedule_steps=10, name=optimizer)
         checkpoint = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1)
         limits = resumed if stop is None else {"max_steps": stop}
-        trainer = trainer_of(tmp_path, callbacks=[checkpoint], enable_checkpointing=True, limit_val_batches=0, **limits)
+        callbacks = [checkpoint, RandomScale()]
+        trainer = trainer_of(tmp_path, callbacks=callbacks, enable_checkpointing=True, limit_val_batches=0, **limits)
         trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
         return trainer.global_step, torch.cat([p.detach().flatten() for p in module.model.parameters()])
 
