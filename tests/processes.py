@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import multiprocessing
 import os
 import resource
@@ -44,6 +45,7 @@ def _child(function: Callable, arguments: tuple, output: Path, environment: dict
     with open(output, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
+    faulthandler.enable(2)  # an abort says where
     os.environ.clear()
     os.environ.update(environment)
     multiprocessing.set_start_method(None, force=True)  # data loaders' workers start as anywhere else

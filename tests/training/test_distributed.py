@@ -72,6 +72,7 @@ def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
     kill(*ranks)
     assert checkpoints(folder) and not (run_folder(killed) / "records").exists(), "the run must die before its end"
     for config in (killed, whole):
+        output.unlink()
         assert statuses(*start(config)) == [0, 0], output.read_text()
     assert_trained_as_one(killed, whole, 1e-5)
 
