@@ -14,11 +14,8 @@ import importlib
 import io
 import json
 import os
-import random
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,18 +34,15 @@ if __name__ == "__main__":
 import torch  # noqa: E402
 
 from packmamba import MambaLM, PackedMamba, SequenceLayout, cli, leakcheck, ops  # noqa: E402
-from packmamba.data.packing import STRATEGIES, plan_rows  # noqa: E402
+from packmamba.data.packing import plan_rows  # noqa: E402
 from packmamba.data.tasks import TASKS  # noqa: E402
 from packmamba.evaluation import generate, score  # noqa: E402
 
 CONFIGURATIONS = yaml.safe_load((Path(__file__).parent / "data" / "golden.yaml").read_text())
-IS_OLD = "in_order" in STRATEGIES
-OLD_KEYS, OLD_VALUES = CONFIGURATIONS["old_keys"], CONFIGURATIONS["old_values"]
-NEW_STRATEGIES = list(CONFIGURATIONS["runs"])[:8]
+PLANNED = list(CONFIGURATIONS["runs"])[:8]
 PACKAGES = ["tqdm", "jinja2", "packaging", "markupsafe"]
 FEW = " data.overlong=truncate model.d_model=8 model.n_layer=1 trainer.max_steps=1"
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
-LONG = " trainer.max_steps=120 trainer.checkpoint_every=3 trainer.validate_every=40"
 
 
 def digest(*values: torch.Tensor | np.ndarray) -> str:
@@ -120,8 +114,7 @@ def model(_: Path) -> dict[str, object]:
 
 
 def tasks(_: Path) -> dict[str, object]:
-    if not IS_OLD:
-        importlib.import_module("experiments.tasks.contradiction")  # adds its task
+    importlib.import_module("experiments.tasks.contradiction")  # adds its task
     results: dict[str, object] = {}
     for name, task in TASKS.items():
         examples = [task().example(seed, index) for seed in (0, 1) for index in range(10 if name != "next_line" else 1)]
@@ -133,10 +126,9 @@ def tasks(_: Path) -> dict[str, object]:
 def plans(_: Path) -> dict[str, object]:
     lengths = np.minimum(np.random.default_rng(0).lognormal(5, 1, 3000).astype(np.int64) + 1, 5000)
     results: dict[str, object] = {}
-    for strategy, streams, overlong in product(NEW_STRATEGIES, (1, 3), ("truncate", "split")):
+    for strategy, streams, overlong in product(PLANNED, (1, 3), ("truncate", "split")):
         if streams == 1 or strategy == "concat_split":
-            options = {"overlong": named("data.overlong", overlong), "buffer": 256, "streams": streams}
-            plan = plan_rows(lengths, 1024, named("data.strategy", strategy), **options)
+            plan = plan_rows(lengths, 1024, strategy, overlong=overlong, buffer=256, streams=streams)
             parts = (plan.document, plan.start, plan.length, plan.row_offsets, plan.slots)
             results[f"{strategy} {streams} {overlong}"] = digest(*parts)
     return results
@@ -153,18 +145,12 @@ def write_documents(folder: Path) -> None:
     (folder / "documents.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
-def named(key: str, value: str) -> str:
-    return OLD_VALUES.get(key, {}).get(value, value) if IS_OLD else value
-
-
 def arguments(folder: Path, name: str, keys: str) -> list[str]:
     given = dict(word.split("=", 1) for word in f"{CONFIGURATIONS['common']} {keys}".split()) | {"name": "golden"}
     if given["data.source"] in ("task", "synthetic", "stdlib"):
         del given["data.path"]
-    if IS_OLD:
-        given.pop("plugins", None)  # the old commit has the task itself
-    words = [f"{OLD_KEYS.get(key, key) if IS_OLD else key}={named(key, value)}" for key, value in given.items()]
-    return ["train", *(word.replace("{folder}", str(folder)) for word in words), f"runs_dir={folder}/runs/{name}"]
+    words = [f"{key}={value}".replace("{folder}", str(folder)) for key, value in given.items()]
+    return ["train", *words, f"runs_dir={folder}/runs/{name}"]
 
 
 def command(*words: str) -> str:
@@ -181,8 +167,7 @@ def run_folder(folder: Path, name: str) -> Path:
 
 
 def record_of(run: Path) -> dict[str, Any]:
-    (path,) = [*run.glob("record.json"), *run.glob("records/*.jsonl")]
-    return json.loads(path.read_text().splitlines()[-1])
+    return json.loads((run / "record.json").read_text())
 
 
 def results_of(folder: Path, name: str) -> dict[str, object]:
@@ -206,29 +191,6 @@ def runs(folder: Path) -> dict[str, object]:
     for name, keys in CONFIGURATIONS["runs"].items():
         keys = keys.replace("{greedy}", str(run_folder(folder, "greedy")) if "{greedy}" in keys else "")
         results[name] = command(*arguments(folder, name, keys)) or results_of(folder, name)
-    return results
-
-
-def kills(folder: Path) -> dict[str, object]:
-    """Runs that are killed after a checkpoint, three times, then left alone; and the same undisturbed."""
-    results: dict[str, object] = {}
-    for name in ("greedy", "carry, turns"):
-        keys = CONFIGURATIONS["runs"][name]
-        words = [sys.executable, "run.py", *arguments(folder, f"{name} killed", keys + LONG)]
-        before, killed, null = set(), 0, subprocess.DEVNULL
-        for _ in range(3):
-            process = subprocess.Popen(words, cwd=ROOT, start_new_session=True, stdout=null, stderr=null)
-            while process.poll() is None and not set((folder / "runs").rglob("*.ckpt")) - before:
-                time.sleep(0.02)
-            time.sleep(random.uniform(0, 1))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            killed += process.wait() == -signal.SIGKILL
-            before |= set((folder / "runs").rglob("*.ckpt"))
-        subprocess.run(words, cwd=ROOT, check=True, stdout=null, stderr=null)
-        failed = command(*arguments(folder, name, keys + LONG))
-        results |= {one: failed or results_of(folder, one) for one in (name, f"{name} killed")}
-        print(f"  {name}: killed {killed} times")
     return results
 
 
@@ -262,7 +224,7 @@ def tables(folder: Path) -> dict[str, object]:
     return results
 
 
-PARTS = {f.__name__: f for f in (operators, model, tasks, plans, tables, corpora, runs, kills)}
+PARTS = {f.__name__: f for f in (operators, model, tasks, plans, tables, corpora, runs)}
 
 
 def differences(was: object, now: object, place: str) -> list[str]:
@@ -270,10 +232,7 @@ def differences(was: object, now: object, place: str) -> list[str]:
         return [line for key in was for line in differences(was[key], now.get(key, "missing"), f"{place}: {key}")]
     if isinstance(was, list) and isinstance(now, list) and len(was) == len(now):
         return [line for i, (a, b) in enumerate(zip(was, now)) for line in differences(a, b, f"{place}[{i}]")][:3]
-    renamed = str(was)
-    for new, old in {**OLD_VALUES["data.strategy"], **OLD_VALUES["trainer.boundary"]}.items():
-        renamed = re.sub(rf"\b{old}\b", new, renamed)
-    return [] if was == now or str(now) == renamed else [f"{place}: was {str(was)[:200]}, is {str(now)[:600]}"]
+    return [] if was == now else [f"{place}: was {str(was)[:200]}, is {str(now)[:600]}"]
 
 
 def main() -> None:
@@ -286,10 +245,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name).resolve()
             write_documents(folder)
-            if "manifest" not in golden and IS_OLD:
-                recipe = importlib.import_module("packmamba.data.recipe")
-                golden["manifest"] = recipe.make_manifest(PACKAGES, progress=False)._text()
-            elif "manifest" not in golden:
+            if "manifest" not in golden:
                 importlib.import_module("experiments.corpus.build").make_manifest(folder / "manifest.gz", PACKAGES)
                 golden["manifest"] = gzip.decompress((folder / "manifest.gz").read_bytes()).decode()
             (folder / "manifest.gz").write_bytes(gzip.compress(golden["manifest"].encode(), mtime=0))
