@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import signal
 import threading
-import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -110,7 +109,7 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report) -
             config = queue.popleft()
             report(config, place=slot.name)
             # Made with the first run, and again after a failed one.
-            pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop, os.getpid()))
+            pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop))
             try:
                 status = pool.submit(_train_in_worker, config).result()
             except BrokenProcessPool:
@@ -145,7 +144,7 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report) -
 _stop: Any = None  # a worker's event, which its parent sets
 
 
-def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
+def _start_worker(slot: Slot, stop: Any) -> None:
     """Prepare a worker process for its slot; it ends when its parent does."""
     global _stop
     _stop = stop
@@ -155,8 +154,7 @@ def _start_worker(slot: Slot, stop: Any, parent: int) -> None:
 
     # A parent that was killed cannot stop its workers, which would hold their GPUs.
     def end_with_parent() -> None:
-        while os.getppid() == parent:
-            time.sleep(0.3)
+        multiprocessing.parent_process().join()  # type: ignore[union-attr]
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
