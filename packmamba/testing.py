@@ -20,10 +20,10 @@ from packmamba.isolation.adapters import forward_parameters
 from packmamba.isolation.batch import LeakError, check_batch, check_packed
 
 TRAINERS = {"TrainerLeakCheck": ("transformers", "TrainerCallback"), "LightningLeakCheck": ("lightning", "Callback")}
+# Slots of a PackedLitModule's step that each rank checks, so that long steps take no minutes.
 MAX_SLOTS = 16384
-"""Slots of a PackedLitModule's step that each rank checks, so that long steps take no minutes."""
+# Slots that are checked of a micro-batch, in steps of many.
 MIN_SLOTS = 1024
-"""Slots that are checked of a micro-batch, in steps of many."""
 
 
 def assert_isolated(model: Any, boundaries: str = "position_ids", **options: Any) -> LeakCheckResult:

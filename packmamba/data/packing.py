@@ -35,8 +35,8 @@ from packmamba.layout import ceil_div, round_up
 
 Integers = NDArray[np.int64]
 
+# Maximum tokens of a document and slots of a row: positions are int32 in the operators.
 LONGEST = 2**31 - 1
-"""Maximum tokens of a document and slots of a row: positions are int32 in the operators."""
 OVERLONG = ("error", "truncate", "split")
 
 
@@ -461,6 +461,7 @@ def _by_length(lengths: Integers, *_: int) -> Integers:
     return np.argsort(np.argsort(lengths, kind="stable"))
 
 
+# Values of ``data.strategy``; plugins may add to it.
 STRATEGIES = {
     "single": Strategy(pads=False, needs_row_length=False),
     "padded": Strategy(needs_row_length=False),
@@ -472,4 +473,3 @@ STRATEGIES = {
     "spfhp": Strategy(_spfhp, keeps_order=False),
     "concat_split": Strategy(_concat_split, splits_documents=True),
 }
-"""Values of ``data.strategy``; plugins may add to it."""

@@ -36,8 +36,8 @@ from packmamba.data.corpus import Documents
 from packmamba.data.packing import LONGEST, STRATEGIES, Integers, Pieces, RowPlan, join, plan_pieces
 from packmamba.layout import ceil_div
 
+# Documents that are shuffled together; their permutation is held in memory.
 WINDOW_DOCUMENTS = 1_000_000
-"""Documents that are shuffled together; their permutation is held in memory."""
 
 
 @dataclass(frozen=True, eq=False)

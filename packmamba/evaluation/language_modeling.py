@@ -72,11 +72,11 @@ class Validation(NamedTuple):
         return EvalResult(metrics, curves, items, self.corpus.corpus_hash)
 
 
+# Integer options: default (None: the row length) and minimum.
 OPTIONS: dict[str, dict[str, tuple[int | None, int]]] = {
     "positions": {"window": (None, 2), "most": (64, 2)},
     "long_context": {"window": (None, 2), "most": (64, 2), "context": (0, 0), "documents": (1, 1), "groups": (1, 1)},
 }
-"""Integer options: default (None: the row length) and minimum."""
 SPLIT = "split"  # an option of each: "validation", the default, or "test"
 
 

@@ -27,17 +27,17 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
+# Layers' states of several documents, and the index of one.
 DocumentState = tuple[list[tuple[Tensor, ...]], int]
-"""Layers' states of several documents, and the index of one."""
+# Pieces that a pass read: owner, position of the first token, activations (n, d_model).
 Pass = list[tuple[Any, int, Tensor]]
-"""Pieces that a pass read: owner, position of the first token, activations (n, d_model)."""
 
+# Slots of a pass for each final state that it keeps: bounds the memory of states.
 SLOTS_PER_STATE = 64
-"""Slots of a pass for each final state that it keeps: bounds the memory of states."""
+# Minimum rows of logits at a time.
 HEAD_ROWS = 512
-"""Minimum rows of logits at a time."""
+# Logits at a time on a GPU.
 GPU_LOGITS = 1 << 25
-"""Logits at a time on a GPU."""
 
 
 @dataclass
@@ -256,8 +256,8 @@ def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, T
             yield slice(first, first + len(part)), torch.log_softmax(logits.to(wide), dim=-1)
 
 
+# By piece of a document: float64 log-probabilities of targets, and most likely ids.
 Predictions = list[tuple[Tensor, Tensor]]
-"""By piece of a document: float64 log-probabilities of targets, and most likely ids."""
 
 
 def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any]]]) -> None:

@@ -15,8 +15,8 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 
+# Boundary arguments of models.
 ARGUMENTS = ("position_ids", "seq_idx", "cu_seq_lens_q", "attention_mask")
-"""Boundary arguments of models."""
 
 
 class CheckedCallable:

@@ -16,10 +16,10 @@ from packmamba.isolation.check import LeakCheckResult, check_documents
 from packmamba.isolation.probes import Documents, eager, undisturbed
 from packmamba.layout import SequenceLayout
 
+# Boundary arguments (R, W), and their step inside a document; attention_mask may number documents.
 POSITION_STEPS = {"position_ids": 1, "seq_idx": 0, "attention_mask": 0}
-"""Boundary arguments (R, W), and their step inside a document; attention_mask may number documents."""
+# Arguments with which models compute losses, TRL's without logits.
 LOSS_ARGUMENTS = ("labels", "shift_labels", "num_items_in_batch", "fused_lm_head")
-"""Arguments with which models compute losses, TRL's without logits."""
 
 
 class LeakError(UserError, RuntimeError):

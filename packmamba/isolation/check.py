@@ -14,15 +14,14 @@ from packmamba.isolation import probes
 from packmamba.isolation.adapters import adapt
 from packmamba.isolation.probes import Documents, moved
 
+# Lengths of documents, awkward or at kernels' chunks; two rows that fit are checked.
+#
+# The sums are primes: no other axis of a module's tensors is as long.
 ROWS = ((19, 1, 23, 2, 38), (64, 63, 1, 65), (63, 1, 1, 62))
-"""Lengths of documents, awkward or at kernels' chunks; two rows that fit are checked.
-
-The sums are primes: no other axis of a module's tensors is as long.
-"""
+# Maximum ||packed - alone|| / ||alone|| of a document.
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-"""Maximum ||packed - alone|| / ||alone|| of a document."""
+# Maximum rounding, relative to the largest logit, where tokens are routed.
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-"""Maximum rounding, relative to the largest logit, where tokens are routed."""
 
 
 @dataclass

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from packmamba.ops.checks import accumulation_dtype, is_transforming
 
+# Maximum logits at a time: in bfloat16 about 200 MB, and their gradients as much.
 CHUNK_LOGITS = 2048 * 50304
-"""Maximum logits at a time: in bfloat16 about 200 MB, and their gradients as much."""
 
 
 def linear_cross_entropy(

@@ -15,6 +15,7 @@ import torch
 
 from packmamba.ops import build
 
+# Operators and their modules.
 OPERATORS = {
     "conv1d_pack": "conv",
     "ssm_pack": "scan",
@@ -22,7 +23,6 @@ OPERATORS = {
     "mamba_inner": "inner",
     "mamba2_inner": "mamba2_inner",
 }
-"""Operators and their modules."""
 COMPILED = {operator: f"packmamba.ops.{module}:compiled" for operator, module in OPERATORS.items()}
 
 

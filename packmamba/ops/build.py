@@ -34,12 +34,12 @@ from filelock import FileLock
 from packmamba.errors import COMMAND, KernelError, expect
 
 BUILD_COMMAND = f"{COMMAND} kernels build"
+# PyTorch 2.11: libraries built for its stable ABI load on it and on later ones.
 TORCH_TARGET_VERSION = 0x020B000000000000
-"""PyTorch 2.11: libraries built for its stable ABI load on it and on later ones."""
+# Environment variables that ask for a build of one's own, whatever a wheel brought.
 BUILD_VARIABLES = ("PACKMAMBA_MARCH", "PACKMAMBA_CUDA_ARCHS", "PACKMAMBA_SANITIZE")
-"""Environment variables that ask for a build of one's own, whatever a wheel brought."""
+# Compute capability 8.0 (A100), without its dot.
 OLDEST_ARCHITECTURE = 80
-"""Compute capability 8.0 (A100), without its dot."""
 TORCH = Path(torch.__file__).parent
 FLAGS = ["-std=c++17", "-O3", f"-DTORCH_TARGET_VERSION={TORCH_TARGET_VERSION:#x}", "-isystem", f"{TORCH}/include"]
 LINK_FLAGS = ["-shared", f"-L{TORCH}/lib", "-ltorch_cpu"]

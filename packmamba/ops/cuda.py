@@ -25,25 +25,23 @@ from torch import Tensor
 from packmamba.layout import Schedules, ceil_div
 from packmamba.ops.build import kernel
 
+# Tokens from a document's token 0 between the places where the tensor-core scan combines states.
+#
+# kernels/cuda/params.h has the mechanism.
 SEGMENT = 1024
-"""Tokens from a document's token 0 between the places where the tensor-core scan combines states.
-
-kernels/cuda/params.h has the mechanism.
-"""
+# The same for the float32 scan (kernels/cuda/scan_any.cu), whose warps take longer for a token.
 FLOAT_SEGMENT = 256
-"""The same for the float32 scan (kernels/cuda/scan_any.cu), whose warps take longer for a token."""
+# Share of a scheduler's tokens above which the tensor-core scan walks a document's segments at once.
+#
+# That scans them twice, which pays where they would hold the others up.
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}
-"""Share of a scheduler's tokens above which the tensor-core scan walks a document's segments at once.
-
-That scans them twice, which pays where they would hold the others up.
-"""
+# A length that no document has.
 NEVER = 2**31 - 1
-"""A length that no document has."""
 # Documents of one window share a work item: minimum slots, maximum windows.
 MIN_WINDOW = 128
 WINDOWS = 128
+# Channels of a warp of the tensor-core scan.
 WARP_CHANNELS = 16
-"""Channels of a warp of the tensor-core scan."""
 
 _capture: object | None = None  # inside ``one_capture``
 

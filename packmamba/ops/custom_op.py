@@ -32,11 +32,12 @@ from packmamba.ops import build
 from packmamba.ops.checks import is_tracing, is_transforming, refuse_transforms
 
 Arguments = TypeVar("Arguments", bound=tuple)
+# Takes its arguments by name. A dictionary and no keywords, which each function on the way would copy.
 Kernel = Callable[[dict[str, Any]], None]
-"""Takes its arguments by name. A dictionary and no keywords, which each function on the way would copy."""
+# Results of ``forward`` and ``fake``: outputs, and what is saved for the backward; None where absent.
 Results = tuple[tuple, tuple]
-"""Results of ``forward`` and ``fake``: outputs, and what is saved for the backward; None where absent."""
 
+# An argument in a schema, by its annotation.
 SCHEMA = {
     Tensor: "Tensor {0}",
     Tensor | None: "Tensor? {0}",
@@ -47,11 +48,10 @@ SCHEMA = {
     float: "float {0}",
     tuple[float, float] | None: "float[]? {0}",
 }
-"""An argument in a schema, by its annotation."""
+# Types of values that no tensor subclass intercepts: an eager call may take the short way.
 PLAIN = {Tensor, torch.nn.Parameter, NoneType, str, bool, int, float, tuple, list}
-"""Types of values that no tensor subclass intercepts: an eager call may take the short way."""
+# Kernels by device type and name. Arguments, outputs among them, are those of kernels/cpu/bindings.cpp.
 KERNELS: dict[str, dict[str, Kernel]] = {"cpu": {}, "cuda": {}}
-"""Kernels by device type and name. Arguments, outputs among them, are those of kernels/cpu/bindings.cpp."""
 
 _library = torch.library.Library("packmamba", "FRAGMENT")
 

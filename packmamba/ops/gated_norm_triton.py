@@ -14,8 +14,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+# Tokens of a program in the backward: it sums the weight's gradient over them and stores that once.
 TOKENS = 16
-"""Tokens of a program in the backward: it sums the weight's gradient over them and stores that once."""
 
 
 @triton.jit

@@ -24,8 +24,8 @@ from packmamba.ops.conv import allocate_conv_state, conv_inputs
 from packmamba.ops.custom_op import KERNELS, PackedOperator, dense, to_dtype
 from packmamba.ops.scan import allocate_scan, scan_inputs
 
+# Kernels of a fake: tensors are allocated, and nothing writes to them.
 WITHOUT_EFFECT: defaultdict[str, Any] = defaultdict(lambda: lambda arguments: None)
-"""Kernels of a fake: tensors are allocated, and nothing writes to them."""
 
 
 class InnerArguments(NamedTuple):

@@ -22,12 +22,12 @@ from packmamba.ops.backends import choose
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import KERNELS, Outputs, PackedOperator, declare, dense, empty_grad_like, unit_stride
 
+# Tokens between saved states (kernels/cuda/params.h, kernels/cpu/ssm.h).
 SAVED_TOKENS = 32
-"""Tokens between saved states (kernels/cuda/params.h, kernels/cpu/ssm.h)."""
+# On a CPU the channels of saved states are a multiple of this.
 SAVED_CHANNELS = 16
-"""On a CPU the channels of saved states are a multiple of this."""
+# Shared memory of a block of the scan's tensor-core backward.
 BACKWARD_SHARED_BYTES = 113 << 10
-"""Shared memory of a block of the scan's tensor-core backward."""
 
 
 def ssm_pack(

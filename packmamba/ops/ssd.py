@@ -23,8 +23,8 @@ from packmamba.ops.scan import ScanArguments
 from packmamba.ops.scan import compiled as scan_of_mamba1
 
 MOST_STATES = 256
+# A multiple of the numbers that one iteration of a processor's vector loop takes.
 VECTORS = 64
-"""A multiple of the numbers that one iteration of a processor's vector loop takes."""
 scan = copy.copy(scan_of_mamba1)
 scan.name = "ssd_pack"  # in errors
 

@@ -23,16 +23,16 @@ from packmamba.ops.ssd_triton_backward import ByRow, Sums
 from packmamba.ops.ssd_triton_forward import Activations, Decays, Role, Rows, Sizes, Steps, Tile
 from packmamba.ops.ssd_triton_plan import BLOCK, CHUNK, plan
 
+# Maximum heads that one program sums, by kernel.
 SUMMED = {"state_parts": 32, "pair_parts": 32, "input_gradients": 8}
-"""Maximum heads that one program sums, by kernel."""
+# Stages of loops, by kernel: others are up to 1.7 times slower.
 STAGES = {"walk": 2, "walk_states": 2, "state_parts": 3, "pair_parts": 3, "input_gradients": 2, "finish": 2}
-"""Stages of loops, by kernel: others are up to 1.7 times slower."""
+# Operands of products by the activations' dtype. In float16 a state above 65,504 becomes infinite, as in mamba-ssm.
 PRODUCTS = {
     torch.bfloat16: {"dtype": tl.bfloat16, "precision": "ieee"},
     torch.float16: {"dtype": tl.float16, "precision": "ieee"},
     torch.float32: {"dtype": tl.float32, "precision": "tf32x3"},
 }
-"""Operands of products by the activations' dtype. In float16 a state above 65,504 becomes infinite, as in mamba-ssm."""
 TF32 = {"dtype": tl.float32, "precision": "tf32"}
 
 

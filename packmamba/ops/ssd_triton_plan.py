@@ -25,16 +25,16 @@ from torch import Tensor
 
 from packmamba.ops import cuda
 
+# Tokens of a block: rows of most tiles.
 BLOCK = tl.constexpr(64)
-"""Tokens of a block: rows of most tiles."""
+# Tokens of a chunk, at whose start the backward has a state.
 CHUNK = tl.constexpr(128)
-"""Tokens of a chunk, at whose start the backward has a state."""
+# Documents are cut at multiples of this, and their segments walked at once.
 SEGMENT = 2048
-"""Documents are cut at multiples of this, and their segments walked at once."""
+# A segment that no document fills.
 NEVER = 1 << 30
-"""A segment that no document fills."""
+# Entries that a program of the plan's kernels writes.
 WIDTH = 256
-"""Entries that a program of the plan's kernels writes."""
 
 
 class Plan(NamedTuple):

@@ -36,10 +36,10 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
 from packmamba.nn.mixers import State
 
+# By layer, a tuple of tensors whose first dimension counts documents (S, ...) or rows (B, ...).
 States = list[State]
-"""By layer, a tuple of tensors whose first dimension counts documents (S, ...) or rows (B, ...)."""
+# Final states of a batch's rows (B, ...); where their last documents ended (B,), -1 without one; and at which step.
 RowStates = tuple[States, Tensor, int]
-"""Final states of a batch's rows (B, ...); where their last documents ended (B,), -1 without one; and at which step."""
 
 
 class Boundary:
@@ -467,6 +467,7 @@ def select_states(documents: Tensor, states: States, others: States) -> States:
 
 
 # Schemes that leak by design are listed in packmamba.lab.report.aggregate.LEAKS, too.
+# Values of ``trainer.boundary``; plugins may add to it.
 BOUNDARIES: dict[str, type[Boundary]] = {
     "reset": Reset,
     "leak": Leak,
@@ -478,4 +479,3 @@ BOUNDARIES: dict[str, type[Boundary]] = {
     "fitted_noise": FittedNoise,
     "state_passing_within_row": StatePassingWithinRow,
 }
-"""Values of ``trainer.boundary``; plugins may add to it."""

@@ -18,12 +18,12 @@ from packmamba.data.batch import PackedBatch
 from packmamba.layout import SequenceLayout, round_up
 from packmamba.ops.cuda import one_capture
 
+# Rows are padded to a multiple of this many slots, for fewer shapes.
 ROW_MULTIPLE = 128
-"""Rows are padded to a multiple of this many slots, for fewer shapes."""
+# Further shapes are computed eagerly.
 MAX_GRAPHS = 64
-"""Further shapes are computed eagerly."""
+# Start and end of documents that a static batch has room for and a batch does not have.
 ABSENT = 2**31 - 1
-"""Start and end of documents that a static batch has room for and a batch does not have."""
 
 Loss = Callable[..., tuple[Tensor, ...]]
 

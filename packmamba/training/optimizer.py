@@ -83,8 +83,8 @@ def muon(
     return Joint(matrices, torch.optim.AdamW(rest, lr=config.lr, betas=betas))
 
 
+# Values of ``optimizer.name``: functions (model, config, fused, **optimizer.options) -> optimizer.
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw, "muon": muon}
-"""Values of ``optimizer.name``: functions (model, config, fused, **optimizer.options) -> optimizer."""
 
 
 def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
@@ -121,6 +121,9 @@ def inverse_square_root(config: OptimizerConfig, progress: float, step: int) -> 
     return math.sqrt(max(config.warmup_steps, 1) / max(step, 1))
 
 
+# Values of ``optimizer.schedule``: functions (config, progress after the warm-up, step from 1) -> height.
+#
+# Progress and height go from 0 to 1; a height of 0 is ``final_lr_fraction`` of the peak.
 SCHEDULES: dict[str, Callable[[OptimizerConfig, float, int], float]] = {
     "cosine": cosine,
     "linear": linear,
@@ -128,10 +131,6 @@ SCHEDULES: dict[str, Callable[[OptimizerConfig, float, int], float]] = {
     "wsd": warmup_stable_decay,
     "inverse_sqrt": inverse_square_root,
 }
-"""Values of ``optimizer.schedule``: functions (config, progress after the warm-up, step from 1) -> height.
-
-Progress and height go from 0 to 1; a height of 0 is ``final_lr_fraction`` of the peak.
-"""
 
 
 def learning_rate(config: OptimizerConfig, step: int, steps: float) -> float:

@@ -9,6 +9,7 @@ from packmamba.config import ConfigError, DataConfig, need, resolve, suggest
 from packmamba.data.sources import builtin, files, packages, splits
 from packmamba.data.sources.source import Document, Source
 
+# Values of ``data.source``, which read no file yet; plugins may add to it.
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "stdlib": builtin.open_stdlib,
     "text": files.open_text,
@@ -21,10 +22,9 @@ SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "huggingface": files.open_huggingface,
     "megatron": files.open_megatron,
 }
-"""Values of ``data.source``, which read no file yet; plugins may add to it."""
 WITHOUT_PATH = ("stdlib", "synthetic", "task")
+# Keys of ``data`` that an entry of ``data.sources`` may have, beside ``weight`` and ``name``.
 OF_SOURCES = ("source", "path", "unit", "text_key", "loss_on", "subset", "split", "test_path")
-"""Keys of ``data`` that an entry of ``data.sources`` may have, beside ``weight`` and ``name``."""
 
 
 @dataclass(frozen=True)

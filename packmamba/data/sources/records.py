@@ -24,11 +24,11 @@ from packmamba.data.tokenizer import OPTIONS, TEMPLATE, tokenizer_file
 
 Range = tuple[int, int]
 PROMPT_KEYS = ("prompt", "completion", "messages")
+# The template ``chatml``, of OpenAI's chat markup language.
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""The template ``chatml``, of OpenAI's chat markup language."""
 
 
 def read_documents(place: str, data: DataConfig, records: Iterator[Any]) -> Iterator[Document]:

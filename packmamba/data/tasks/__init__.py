@@ -11,6 +11,7 @@ A task is a class whose parameters all have defaults, with
 from packmamba.data.tasks import recall, text
 from packmamba.data.tasks.base import Example as Example
 
+# Tasks by name; plugins may add to it.
 TASKS: dict[str, type] = {
     "mqar": recall.MultiQueryRecall,
     "selective_copying": recall.SelectiveCopying,
@@ -18,4 +19,3 @@ TASKS: dict[str, type] = {
     "parity": recall.Parity,
     "next_line": text.NextLine,
 }
-"""Tasks by name; plugins may add to it."""

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from packmamba.errors import expect
 
+# A number, or minimum and maximum of a uniform draw.
 Span = int | tuple[int, int]
-"""A number, or minimum and maximum of a uniform draw."""
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ import numpy as np
 from packmamba.data.tasks.base import Example, complete, draw, integer
 from packmamba.errors import expect
 
+# Pairs (package, text); None: the standard library's modules.
 Documents = Iterable[tuple[str, str]] | None
-"""Pairs (package, text); None: the standard library's modules."""
 Item = tuple[bytes, bytes, list[bytes]]  # context, right line, wrong ones
 
 

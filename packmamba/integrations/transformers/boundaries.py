@@ -9,8 +9,8 @@ from torch import Tensor
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, check_all, integer_tensor
 
+# Versions of transformers that are known.
 KNOWN = "5.17 to 5.24"
-"""Versions of transformers that are known."""
 BOUNDARIES = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 
 

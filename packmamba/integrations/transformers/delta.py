@@ -18,10 +18,10 @@ from packmamba import ops
 from packmamba.integrations.transformers.boundaries import Packing
 from packmamba.layout import SequenceLayout
 
+# Name of the convolution in transformers' modules.
 CONVOLUTION = "causal_conv1d_fn"
-"""Name of the convolution in transformers' modules."""
+# Names of the recurrence there: fla's operator where fla is installed, else PyTorch's.
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-"""Names of the recurrence there: fla's operator where fla is installed, else PyTorch's."""
 HAS_FLA = importlib.util.find_spec("fla") is not None
 
 

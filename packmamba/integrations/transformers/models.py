@@ -46,18 +46,18 @@ FAMILIES = (  # folders, names, what a mixer holds, how its model hands it the p
     ("lfm2", "Lfm2", "ShortConv", {"in_proj", "conv", "out_proj"}, "masks"),
     ("lfm2_moe", "Lfm2Moe", "ShortConv", {"in_proj", "conv", "out_proj"}, "masks"),
 )
+# Mixers that keep their own forward: no kernels of ours compute them whole.
 BY_DOCUMENTS = {"GatedDeltaNet", "DeltaAttention", "ShortConv"}
-"""Mixers that keep their own forward: no kernels of ours compute them whole."""
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "kwargs"}
 INPUTS = ("input_ids", "inputs_embeds")
 MIXER_TAKES = ["self", "hidden_states", "attention_mask", "kwargs"]
+# Names of the cache argument.
 CACHES = ("cache", "cache_params", "past_key_values")
-"""Names of the cache argument."""
+# Names of mixers among a hybrid's kinds of layers.
 LINEAR = ("linear_attention", "conv")
-"""Names of mixers among a hybrid's kinds of layers."""
+# Boundary arguments elsewhere.
 OTHER_NAMES = """cu_seqlens cu_seqlens_q cu_seqlens_k cu_seq_lens position_indices segment_ids seq_ids sequence_ids
     document_ids position_id""".split()
-"""Boundary arguments elsewhere."""
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 
@@ -297,12 +297,12 @@ def _made(original: type, init: Callable, require_boundaries: bool = False) -> C
     return made
 
 
+# Our subclasses by transformers' classes; attributes of this module, for pickle.
 CLASSES: dict[type, type] = {}
-"""Our subclasses by transformers' classes; attributes of this module, for pickle."""
+# Parameters and modules of each mixer.
 HOLDS: dict[type, set[str]] = {}
-"""Parameters and modules of each mixer."""
+# Models with a head, and their own ``__init__``.
 WHOLE: dict[type, Callable] = {}
-"""Models with a head, and their own ``__init__``."""
 
 
 def _subclass(original: type, **attributes: Any) -> None:
