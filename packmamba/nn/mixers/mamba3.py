@@ -34,13 +34,12 @@ from packmamba.errors import expect
 from packmamba.nn.init import Projection
 from packmamba.nn.mixers.mixer import HeadMixer, State, call
 from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.simple_gla import LEAST_STEP
 from packmamba.ops.ssd import elementwise
 
 EPSILON = 1e-5  # of every norm
 # Parts of a turn in which angles are summed; a token's angle may be up to 2**15 turns.
 PARTS = 2**48
-# Minimum of a dt, by which the scan's input is divided; its square is a float32, a decay by it 1.
-LEAST_STEP = 1e-15
 
 
 class PackedMamba3(HeadMixer):

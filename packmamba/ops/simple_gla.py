@@ -1,0 +1,86 @@
+"""Linear attention with one decay a head, in the notation of its papers, by Mamba-2's scan.
+
+    paper        ssd_pack                     shape
+    q, k         C, B                         (B, L, H, K): every head its own, so G = H and N = K
+    v            x * delta                    (B, L, H, V): V = P
+    g            delta * A, the log decay     (B, L, H), or (H,) where it is constant
+
+``ssd_pack`` multiplies a token by the step size that also decides its decay. A constant g is A, with
+steps of 1. Where g is a token's own, A is -1, the step -g, and the scan's input v / -g, whose product
+with the step is v again. Its rounding to 16 bits then enters the gradient of g, divided by -g.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from packmamba.errors import expect
+from packmamba.layout import SequenceLayout
+from packmamba.ops import checks
+from packmamba.ops.ssd import ssd_pack
+
+# Minimum of a step size, by which v is divided: its square is a float32, and a decay by it 1.
+LEAST_STEP = 1e-15
+
+
+def simple_gla_pack(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    *,
+    scale: float | None = None,
+    layout: SequenceLayout | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    backend: str | None = None,
+) -> Any:
+    """Compute linear attention with a decay a head, each document from zero or from its initial state.
+
+    ``h[t] = exp(g[t]) h[t-1] + v[t] (outer) k[t]``; ``o[t] = scale h[t] q[t]``. This is simple gated
+    linear attention, as fla's ``chunk_simple_gla``; RetNet (arXiv 2307.08621) and lightning attention
+    (arXiv 2405.17381) with a constant g a head. Differentiable in every tensor, but in a g of exactly 0.
+
+    Args (layout, strides, states and padding as of ``ssd_pack``):
+        q, k: (B, L, H, K), K at most 256. v: (B, L, H, V). One dtype, or float16 with a scan in float32.
+        g: (B, L, H) or (H,), at most 0, in float32 or v's dtype.
+        scale: of the outputs; None: 1 / sqrt(K).
+        initial_state: (S, H, V, K).
+
+    Returns o (B, L, H, V) in v's dtype, zero at padding; with ``return_final_state`` a pair.
+    Raises TypeError or ValueError.
+    """
+    checks.check_activations(v, "v", "(B, L, H, V)")
+    checks.check_is_tensor(q, "q")
+    checks.check_is_tensor(g, "g")
+    layout = checks.check_layout(layout, v, "v")
+    shape = (*v.shape[:3], q.shape[-1])
+    checks.check_tensors(v, "v", (v.dtype,), q=(q, shape), k=(k, shape))
+    expect(g.shape in (v.shape[:3], v.shape[2:3]), "g", "(B, L, H) or (H,) beside v (B, L, H, V)", tuple(g.shape))
+    wide = checks.accumulation_dtype(v.dtype)
+    x = v
+    if g.dim() == 1:
+        A = g.to(wide)
+        step = torch.ones_like(v[..., 0], dtype=wide)
+    else:
+        A = torch.full_like(v[0, 0, :, 0], -1, dtype=wide)
+        # A gradient of zero times a NaN at padding would be one.
+        is_padding = layout.slot_documents()[..., None] < 0
+        step = (-g.to(wide)).clamp(min=LEAST_STEP).masked_fill(is_padding, 1)
+        # float16 would overflow where a decay is near 1.
+        near = wide if v.dtype == torch.float16 else v.dtype
+        x = (v.masked_fill(is_padding[..., None], 0) / step[..., None]).to(near)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scanned = ssd_pack(
+        x=x,
+        delta=step,
+        A=A,
+        B=k.to(x.dtype),
+        C=(q * scale).to(x.dtype),
+        layout=layout,
+        initial_state=initial_state,
+        return_final_state=return_final_state,
+        backend=backend,
+    )
+    return (scanned[0].to(v.dtype), scanned[1]) if return_final_state else scanned.to(v.dtype)
