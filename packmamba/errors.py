@@ -2,9 +2,11 @@
 
 import difflib
 import functools
+import importlib
 import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 COMMAND = "python run.py" if (Path(__file__).resolve().parents[1] / "run.py").is_file() else "packmamba"
@@ -51,6 +53,15 @@ class ConfigError(UserError, ValueError):
 
 
 need = functools.partial(expect, kind=ConfigError)
+
+
+def extra(package: str, key: str = "data.source") -> ModuleType:
+    """Import a package of the extra ``integrations``, which a key needs. Raises ConfigError without it."""
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise ConfigError(f"{key}: needs {name}; pip install 'packmamba[integrations]'") from None
 
 
 def suggest(name: str, names: Iterable[Any], cutoff: float = 0.6) -> str:

@@ -160,7 +160,7 @@ class OptimizerConfig:
     name: str = key("adamw", "The optimizer.", choices=OPTIMIZERS)
     options: dict[str, Any] = key({}, "Further arguments; of muon momentum and ns_steps.")
     lr: float = key(2e-3, "Peak learning rate.", above=0)
-    betas: list[float] = key([0.9, 0.95], "Decay rates of AdamW's moments, and of muon's AdamW.", check=TWO_RATES)
+    betas: list[float] = key([0.9, 0.95], "Decay rates of moments: AdamW's, muon's AdamW's, lion's.", check=TWO_RATES)
     weight_decay: float = key(0.1, "Only matrices decay.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
     schedule: str = key("cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES)

@@ -36,7 +36,7 @@ from packmamba.data.sources import reads_text
 from packmamba.data.sources.records import find_chat_template
 from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, write_tokenizer
-from packmamba.errors import ConfigError, UserError
+from packmamba.errors import ConfigError, UserError, extra
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
 from packmamba.files import full_disk, space_for
@@ -313,6 +313,8 @@ def check_run(config: Config, vocab_size: int | None = None) -> None:
     config.trainer.scheme()
     samples = config.trainer.samples
     need(not samples or reads_text(config.data), "trainer.samples", "0 for documents that are no text", samples)
+    if config.optimizer.name == "lion":
+        extra("lion_pytorch", "optimizer.name")
     for name in config.evaluations:
         check(name, callbacks.evaluation_context(config, name), vocab_size)
 

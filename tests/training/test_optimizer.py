@@ -1,12 +1,14 @@
-"""Muon steps the projections of layers, AdamW all else; a schedule and a checkpoint hold both."""
+"""Muon steps the projections of layers, AdamW all else; a schedule and a checkpoint hold both. Lion steps by signs."""
 
 import copy
+import sys
 
 import pytest
 import torch
 
 from packmamba import MambaLM
 from packmamba.config import ConfigError, OptimizerConfig, load_config
+from packmamba.lab.fit import check_run
 from packmamba.training.optimizer import make_optimizer
 
 PROJECTIONS = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight")
@@ -70,3 +72,26 @@ def test_one_rate_sets_both_and_a_loaded_state_goes_on_with_the_same_bits():
 def test_muon_needs_whole_matrices():
     with pytest.raises(ConfigError, match="^optimizer.name: expected adamw with fsdp2"):
         load_config(None, ["optimizer.name=muon", "trainer.strategy=fsdp2", "trainer.devices=2"])
+
+
+@pytest.mark.extras
+def test_lion_steps_by_signs_and_only_matrices_decay():
+    """As arXiv 2302.06675 has it: the update mixes momentum and gradient by one beta, the momentum by the other."""
+    pytest.importorskip("lion_pytorch")
+    model, optimizer = model_and_optimizer("mamba1", "lion", weight_decay=0.5, betas=[0.6, 0.9])
+    weights = {name: weight.detach().clone() for name, weight in model.named_parameters()}
+    momenta = dict.fromkeys(weights, 0.0)
+    for seed in range(3):
+        give_gradients(model, seed)
+        optimizer.step()
+        for name, weight in model.named_parameters():
+            decay = 0.5 * (weight.dim() > 1 and not name.endswith("A_log")) * weights[name]
+            weights[name] -= 0.01 * ((0.6 * momenta[name] + 0.4 * weight.grad).sign() + decay)
+            momenta[name] = 0.9 * momenta[name] + 0.1 * weight.grad
+            torch.testing.assert_close(weight.detach(), weights[name])
+
+
+def test_lion_without_its_package_is_refused_before_any_work(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lion_pytorch", None)
+    with pytest.raises(ConfigError, match="^optimizer.name: needs lion_pytorch; pip install"):
+        check_run(load_config(None, ["optimizer.name=lion"]))

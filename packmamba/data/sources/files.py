@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig, need
+from packmamba.config import ConfigError, DataConfig, extra, need
 from packmamba.data.sources.records import PROMPT_KEYS, find_chat_template, of_one_kind, read_documents
-from packmamba.data.sources.source import Document, Source, extra, find_files, hash_files, list_files
+from packmamba.data.sources.source import Document, Source, find_files, hash_files, list_files
 from packmamba.data.sources.splits import least_length, refuse_splits, split_by_content, split_names
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")

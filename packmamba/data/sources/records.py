@@ -18,8 +18,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from packmamba.config import ConfigError, DataConfig, need
-from packmamba.data.sources.source import Document, extra
+from packmamba.config import ConfigError, DataConfig, extra, need
+from packmamba.data.sources.source import Document
 from packmamba.data.tokenizer import OPTIONS, TEMPLATE, tokenizer_file
 
 Range = tuple[int, int]

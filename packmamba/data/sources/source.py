@@ -2,16 +2,14 @@
 
 import glob
 import hashlib
-import importlib
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple
 
-from packmamba.config import ConfigError, DataConfig, need
+from packmamba.config import DataConfig, need
 
 SEED = 0  # of the splits, synthetic documents, examples
 
@@ -44,15 +42,6 @@ class Source:
     vocab_size: int | Callable[[], int] | None = None
     read_test: Callable[[], Iterator[Document]] | None = None
     names_splits: bool = False
-
-
-def extra(package: str) -> ModuleType:
-    """Import a package of the extra ``integrations``. Raises ConfigError without it."""
-    try:
-        return importlib.import_module(package)
-    except ImportError:
-        name = package.partition(".")[0]
-        raise ConfigError(f"data.source: needs {name}; pip install 'packmamba[integrations]'") from None
 
 
 def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
