@@ -5,13 +5,13 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig, need
+from packmamba.config import ConfigError, DataConfig, extra, need
 from packmamba.files import write_whole
 
 TOKENIZER, OPTIONS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -177,6 +177,21 @@ def write_tokenizer(
     if template is not None:
         write_whole(folder / TEMPLATE, template.encode())
     write_whole(folder / OPTIONS, (json.dumps(options, indent=2) + "\n").encode())
+
+
+def train_tokenizer(folder: str | Path, texts: Iterable[str], vocab_size: int, *tokens: str | None) -> Tokenizer:
+    """Train byte-level BPE, which gives back every text as it was; write it into a folder, and read it.
+
+    tokens: begin token and end token, or None.
+    """
+    bpe = extra("tokenizers", "tokenize").ByteLevelBPETokenizer()
+    # Bars on stderr; where that is no terminal, the package would print empty lines on stdout.
+    bpe.train_from_iterator(texts, vocab_size, show_progress=os.isatty(2), special_tokens=_named(*tokens))
+    file = Path(folder) / TOKENIZER
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, bpe.to_str(pretty=True).encode())
+    write_tokenizer(folder, str(file), *tokens)
+    return read_tokenizer(folder)
 
 
 def write_template(folder: str | Path, token: str | None, token_id: int | None) -> None:

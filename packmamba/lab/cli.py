@@ -13,6 +13,7 @@ import importlib
 import importlib.util
 import json
 import os
+import shlex
 import shutil
 import subprocess
 import sys
@@ -24,7 +25,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from packmamba import __version__
-from packmamba.errors import ConfigError, Unfinished, UserError, missing_package, need, suggest
+from packmamba.errors import COMMAND, ConfigError, Unfinished, UserError, missing_package, need, suggest
 from packmamba.files import full_disk, space_for, write_whole
 
 try:
@@ -79,6 +80,16 @@ class GenerateConfig(LoadConfig):
 
 
 @dataclasses.dataclass
+class TokenizeConfig:
+    """Declare the keys of ``tokenize``."""
+
+    vocab_size: int = key(16_000, "Size of the vocabulary: bytes, merges, begin and end token.")
+    output: str = key("runs/tokenizer", "A new or empty folder.")
+    data: DataConfig = dataclasses.field(default_factory=DataConfig)
+    plugins: list[str] = key([], "Modules to import first.")
+
+
+@dataclasses.dataclass
 class LeakcheckConfig(LoadConfig):
     """Declare the keys of ``leakcheck``."""
 
@@ -114,6 +125,31 @@ def train(words: list[str]) -> None:
     step = record["metrics"].get("diverged_at_step")
     if step is not None:
         raise Unfinished(f"the loss diverged at step {step}; reduce optimizer.lr")
+
+
+def tokenize(words: list[str]) -> None:
+    """Train a tokenizer (byte-level BPE) on the training documents, for data.tokenizer."""
+    _, overrides = split(words, "no file", 0, 0)
+    config = load(TokenizeConfig, None, overrides)
+    from packmamba.data.sources import read_texts, reads_text
+    from packmamba.data.tokenizer import train_tokenizer
+    from packmamba.lab.records import check_writable
+
+    check_writable(config.output, "output", new=True)
+    data = config.data
+    tokens = (data.begin_token, data.end_token)
+    least = 256 + len({*tokens} - {None})
+    need(config.vocab_size >= least, "vocab_size", f"at least {least}: bytes, begin and end token", config.vocab_size)
+    need(reads_text(data), "data.source", "documents of text", "ids, which need no tokenizer; name another")
+    has_both = all(any(read_texts(data, held_out)) for held_out in (False, True))
+    need(has_both, "data.path", "documents in training and validation", "none in one of them; add others with text")
+    tokenizer = train_tokenizer(config.output, read_texts(data, held_out=False), config.vocab_size, *tokens)
+    texts = tqdm(read_texts(data, held_out=True), "Validation", unit=" documents", disable=None)
+    sizes = [(len(text.encode()), len(tokenizer.encode(text))) for text in texts]
+    ratio = sum(size for size, _ in sizes) / sum(count for _, count in sizes)
+    same = [word for word in overrides if word.startswith(("data.", "plugins="))]
+    command = shlex.join(["train", *same, f"data.tokenizer={config.output}"])
+    print(f"{tokenizer.vocab_size:,} tokens, {ratio:.2f} bytes a token in validation; next: {COMMAND} {command}")
 
 
 def sweep(words: list[str]) -> None:
@@ -277,10 +313,10 @@ def export(words: list[str]) -> None:
     """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or FOLDER."""
     (folder, *target), _ = split(words, f"{RUN}, and a new folder", 1, 2)
     from packmamba.evaluation.load import load_model
+    from packmamba.lab.records import check_writable
 
     path = Path(target[0]) if target else Path(folder, "huggingface")
-    is_free = not path.exists() or (path.is_dir() and not any(path.iterdir()))
-    need(is_free, str(path), "a new or empty folder", "one in use")
+    check_writable(path, str(path), new=True)
     model = load_model(folder, "cpu")
     try:
         with space_for(path):
@@ -444,6 +480,7 @@ def kernels(words: list[str]) -> None:
 COMMANDS: dict[str, tuple[Callable, str, type | str | None]] = {
     "demo": (demo, "[key=value ...]", "packmamba.lab.sweep:SweepConfig"),
     "train": (train, "[FILE.yaml] [key=value ...]", Config),
+    "tokenize": (tokenize, "[key=value ...]", TokenizeConfig),
     "sweep": (sweep, "FILE.yaml [key=value ...]", "packmamba.lab.sweep:SweepConfig"),
     "eval": (evaluate, "RUN [tasks=[...]] [key=value ...]", EvalConfig),
     "generate": (generate, "RUN TEXT [key=value ...]", GenerateConfig),

@@ -167,8 +167,10 @@ def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
     write_whole(path, "".join(json.dumps(item, default=str) + "\n" for item in items).encode())
 
 
-def check_writable(folder: str | Path, key: str) -> None:
-    """Raise ConfigError, naming the key, where a folder can not be made or written."""
+def check_writable(folder: str | Path, key: str, new: bool = False) -> None:
+    """Raise ConfigError, naming the key, where a folder can not be made or written; new: or where it has files."""
+    in_use = new and any(Path(folder).glob("*"))
+    need(not in_use, key, "a new or empty folder", f"'{folder}' in use; name another")
     # A folder that is not there yet is made in its nearest ancestor.
     nearest = next(path for path in (Path(folder), *Path(folder).parents) if path.exists())
     need(nearest.is_dir() and os.access(nearest, os.W_OK), key, "a folder that can be written", folder)

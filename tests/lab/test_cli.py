@@ -1,6 +1,7 @@
 """Each command at tiny size, help, exit statuses and typos."""
 
 import os
+import shlex
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -55,6 +56,25 @@ def test_shipped_configurations_are_found_from_any_folder(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.yaml").write_text("base: configs/train.yaml\narms: {a: {}}\n")
     assert load_sweep("mine.yaml")[1][0].data.overlong == load_config("configs/train.yaml").data.overlong == "split"
+
+
+def test_tokenize_then_train(tmp_path, monkeypatch, capsys):
+    """Training documents of every source make the same file each time, which gives back any text."""
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    for word in ("ab", "cd"):
+        lines = [f'{{"split": "{split}", "text": "{word}{word} {split}"}}\n' for split in ("train", "validation")]
+        (tmp_path / f"{word}.jsonl").write_text("".join(lines * 3))
+    sources = "data.sources=[{source: splits, path: ab.jsonl, weight: 1}, {source: splits, path: cd.jsonl, weight: 2}]"
+    statuses = [cli.main(["tokenize", sources, "vocab_size=300", f"output={name}"]) for name in "aba"]
+    shown = capsys.readouterr()
+    assert statuses == [0, 0, 2] and "output: expected a new or empty folder" in shown.err
+    assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
+    tokenizer = transformers.AutoTokenizer.from_pretrained("a")
+    assert {"abab", "cdcd", "Ġtrain"} < tokenizer.get_vocab().keys() and "Ġvalidation" not in tokenizer.get_vocab()
+    assert tokenizer.decode(tokenizer.encode("abab \t\0é𝄞 <s")) == "abab \t\0é𝄞 <s"
+    tiny = "model.d_model=8 data.row_length=16 data.tokens_per_step=16 trainer.max_steps=1 trainer.loggers=[]".split()
+    assert cli.main([*shlex.split(shown.out.rpartition("run.py ")[2]), *tiny]) == 0, "the command that it printed"
 
 
 def test_report_of_runs_trained_apart(trained, tmp_path, capsys, undrawn):
@@ -129,6 +149,8 @@ def test_help_and_version(capsys):
         (["train", "configs"], "configs: expected a YAML file, got a folder"),
         (["train", "configs/demo.yaml"], "run.py sweep configs/demo.yaml"),
         (["train", "data.source=text", "data.path=/nowhere"], "data.path"),
+        (["tokenize", "vocab_size=257"], "vocab_size: expected at least 258"),
+        (["tokenize", "data.source=synthetic"], "data.source: expected documents of text"),
         (["sweep"], "expected a YAML file"),
         (["sweep", "configs/demo.yaml", "jobz=2"], "did you mean 'jobs'?"),
         (["eval", "nowhere"], "nowhere"),

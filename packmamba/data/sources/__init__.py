@@ -82,10 +82,20 @@ def parts_of(data: DataConfig) -> list[Part]:
     return parts
 
 
+def open_sources(data: DataConfig) -> list[Source]:
+    """Open every source of ``data.sources``, or else ``data.source``."""
+    return [open_source(part.data) for part in parts_of(data)] or [open_source(data)]
+
+
 def reads_text(data: DataConfig) -> bool:
     """Return whether documents are text, which a tokenizer turns into ids."""
-    sources = [part.data for part in parts_of(data)] or [data]
-    return all(open_source(source).vocab_size is None for source in sources)
+    return all(source.vocab_size is None for source in open_sources(data))
+
+
+def read_texts(data: DataConfig, held_out: bool) -> Iterator[str]:
+    """Yield the training texts of all sources, or those held out for validation."""
+    for source in open_sources(data):
+        yield from (document.content for document in source.read() if document.held_out == held_out)
 
 
 def _open(data: DataConfig) -> Source:
