@@ -39,6 +39,8 @@ MAKERS: dict[str, Any] = {
 }  # fmt: skip
 BEGIN, END = 256, 257
 """Ids of the tokens around a document of bytes."""
+LONG = 4096
+"""Fewest tokens of a document of the source ``natural_text_long``: eight rows of 512."""
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -48,8 +50,11 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
         yield from map(json.loads, file)
 
 
-def open_natural_text(data: DataConfig) -> Source:
-    """Open the corpus at ``data.path``, a folder or one file, with the held-out split ``data.subset``."""
+def open_natural_text(data: DataConfig, least: int = 0) -> Source:
+    """Open the corpus at ``data.path``, a folder or one file, with the held-out split ``data.subset``.
+
+    Documents of fewer than ``least`` bytes, begin and end tokens counted, are left out.
+    """
     held_out, path = data.subset or "validation", Path(data.path or "")
     if held_out not in HELD_OUT:
         raise ConfigError(f"data.subset: expected one of {', '.join(HELD_OUT)}, got '{held_out}'")
@@ -57,10 +62,11 @@ def open_natural_text(data: DataConfig) -> Source:
 
     def read() -> Iterator[Document]:
         for one in itertools.chain(*map(lines, files)):
-            if one["split"] in ("train", held_out):
+            if one["split"] in ("train", held_out) and len(one["text"].encode()) + 2 >= least:
                 yield Document(one["split"] == held_out, one["text"], group=one["group"])
 
-    return Source([str(path.resolve()), held_out, hash_files(Path(), list(map(str, files)))], read)
+    known = [str(path.resolve()), held_out, hash_files(Path(), list(map(str, files)))]
+    return Source([*known, str(least)] if least else known, read)
 
 
 def beyond(model: MambaLM, context: EvalContext) -> EvalResult:
@@ -156,6 +162,7 @@ class Asked:
 
 
 SOURCES["natural_text"] = open_natural_text
+SOURCES["natural_text_long"] = functools.partial(open_natural_text, least=LONG)
 TASKS |= dict.fromkeys(("pairs", "asked_headword", "last_word"), Asked)
 language_modeling.EVALUATIONS |= {
     "beyond": beyond, "perplexity_float32": perplexity_float32,
