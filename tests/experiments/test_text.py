@@ -18,6 +18,7 @@ from made_records import SCHEMES, table_files, training
 from packmamba.config import DataConfig
 from packmamba.data.token_store import load_corpora
 from packmamba.lab.records import read_records
+from packmamba.lab.report.aggregate import contrasts, training_arms
 from packmamba.lab.report.statistics import NOTHING, Estimate, margin_from_pilot, verdict
 from packmamba.lab.report.tables import write_table
 from packmamba.lab.sweep import load_sweep, run_sweep
@@ -234,3 +235,47 @@ def test_what_did_not_run_is_counted_and_a_pilot_stays_out():
     arms = {(row["architecture"], row["arm"]): row for row in rows_of(records, "parity-text")}
     assert arms["Mamba-1", "single"]["seeds"] == "0" and arms["Mamba-1", "packed-leak"]["seeds"] == "8"
     assert float(arms["Mamba-1", "packed-leak"]["difference"]) == pytest.approx(0.02, abs=1e-3)
+
+
+REGISTERED = {  # of studies that are not run yet: where rows, streams and documents must be smaller than theirs
+    "rates.yaml": ("grid.seed=[17]", "common.data.cut_documents=256", "common.data.max_tokens_per_batch=1024"),
+    "bpe.yaml": ("grid.seed=[1]", "common.data.tokenizer=bytes", "common.data.max_tokens_per_batch=1024"),
+    "beyond_rows.yaml": (
+        *("grid.seed=[1]", "common.data.source=natural_text", "common.data.row_length=64", "common.data.streams=64"),
+        *("common.data.max_tokens_per_batch=1024", "arms.shuffled.data.shuffle_steps=6"),
+        "evaluation_options={positions: {window: 64, most: 8}, beyond: {after: 64, most: 512}}",
+    ),
+}
+
+
+@pytest.mark.parametrize("mixer", ["mamba1", "mamba2"])
+@pytest.mark.parametrize("file", REGISTERED)
+def test_every_arm_of_a_registered_study_trains_and_is_compared(file, mixer, sample, tmp_path):
+    given = [key for key in reproduce.TINY if key.split("=")[0] not in ("trainer.max_steps", "grid.seed")]
+    given += [*REGISTERED[file], "common.data.subset=validation", "common.trainer.max_steps=6", f"data.path={sample}"]
+    given += ["data.validation_documents=40", f"data.cache_dir={tmp_path}/corpora", f"output={tmp_path}/made"]
+    given += [f"grid.model.mixer=[{mixer}]"] if file != "bpe.yaml" else [f"model.mixer={mixer}"]
+    sweep, configs = load_sweep(FOLDER / file, given)
+    run_sweep(sweep, configs, progress=False)
+    records = read_records(tmp_path / "made")
+    (metric,) = sweep.table.metrics
+    assert {record["arm"] for record in records} == {config.name for config in configs}
+    assert all(np.isfinite(record["metrics"][metric]) for record in records)
+    rulings = contrasts(training_arms(records), metric)
+    assert sum(contrast.primary for contrast in rulings) == len(sweep.primary) * len(
+        sweep.grid.get("optimizer.lr", [0])
+    )
+    if file == "beyond_rows.yaml":
+        losses = {record["arm"].split()[0]: record["metrics"][metric] for record in records}
+        assert len({*losses.values()}) == len(losses), "every arm trains another model"
+
+
+def test_only_long_documents_are_of_the_long_source(tmp_path):
+    lines = [{"text": "é" * n, "split": split, "group": "g"} for split in ("train", "validation") for n in (2046, 2047)]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    data = DataConfig("natural_text_long", str(path), cache_dir=str(tmp_path / "cache"))
+    corpora = load_corpora(data, progress=False)
+    assert [side.lengths.tolist() for side in corpora[:2]] == [[4096], [4096]]
+    every = load_corpora(DataConfig("natural_text", str(path), cache_dir=str(tmp_path / "cache")), progress=False)
+    assert [len(side.lengths) for side in every[:2]] == [2, 2]
