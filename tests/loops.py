@@ -21,8 +21,8 @@ from packmamba.ops.conv import ConvArguments
 from packmamba.ops.scan import ScanArguments
 from packmamba.ops.ssd import SsdArguments
 
+# (slot, state before it) -> (output of the slot, state after it).
 Step = Callable[[int, Tensor], tuple[Tensor, Tensor]]
-"""(slot, state before it) -> (output of the slot, state after it)."""
 
 
 def _by_token(layout: SequenceLayout, like: Tensor, states: Tensor, step: Step) -> tuple[Tensor, Tensor]:

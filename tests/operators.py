@@ -36,8 +36,8 @@ TOLERANCES = {
     torch.float32: (1e-5, 5e-5),
     torch.float64: (1e-9, 1e-9),
 }
+# Forward error of ssd_pack in bfloat16: its masked scores are rounded too, by the GPU's kernels.
 SSD_BFLOAT16 = 2.5e-3
-"""Forward error of ssd_pack in bfloat16: its masked scores are rounded too, by the GPU's kernels."""
 
 
 def tolerance(operator: str, dtype: torch.dtype, gradient: bool) -> float:

@@ -282,6 +282,7 @@ PERL = ("perl", "usr/share/perl/*/pod", "*.pod", pod, "perltoc")
 LINUX = ("linux", "usr/share/doc/linux-doc-*/Documentation", "*.rst.gz", rst, "^translations/", 2)
 BOTOCORE = ("botocore/data/*/*/service-2.json*", lambda path: path.parts[-3], "documentation", html_without_headings)
 GOOGLE = ("googleapiclient/discovery_cache/documents/*.json", lambda path: path.name.split(".")[0], "description", str)
+# Licence, reader and its arguments by the beginning of a package's name.
 READERS: dict[str, tuple[str, Callable[..., Iterator[Text]], tuple[Any, ...]]] = {
     "dict-gcide": ("GPL-2.0-or-later", gcide, ()),
     "wordnet-base": ("WordNet-3.0", wordnet, ()),
@@ -294,7 +295,6 @@ READERS: dict[str, tuple[str, Callable[..., Iterator[Text]], tuple[Any, ...]]] =
     "google-api-python-client": ("Apache-2.0", interfaces, ("google", *GOOGLE)),
     "ansible": ("GPL-3.0-or-later", ansible, ()),
 }
-"""Licence, reader and its arguments by the beginning of a package's name."""
 
 
 def unpack(packages: Path, folder: Path) -> dict[str, dict[str, Any]]:

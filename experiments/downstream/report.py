@@ -90,13 +90,13 @@ def _runs(arm: Arm, task: str) -> Cell:
     return Cell(str(found), tuple(found))
 
 
+# The least and the greatest learning rate of which a task's arms took their best.
 TRIED = {
     "mqar": (2.0e-3, 6.4e-2),
     "selective_copying": (1.0e-3, 1.6e-2),
     "induction": (1.0e-3, 1.6e-2),
     "contradiction": (2.5e-3, 4.0e-2),
 }
-"""The least and the greatest learning rate of which a task's arms took their best."""
 
 
 def _at_an_end(arm: Arm) -> bool:

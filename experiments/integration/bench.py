@@ -192,17 +192,17 @@ class Measured:
 
 @dataclass(frozen=True)
 class Turn:
+    # Seconds of the steps behind the first ones.
     seconds: float
-    """Seconds of the steps behind the first ones."""
+    # Loss of every step, nats per target.
     losses: list[float]
-    """Loss of every step, nats per target."""
     peak: int | None
 
 
 GATE_DOCUMENTS, GATE_LENGTH = 6, 100
+# A patched arm's logits in float32 may differ from single documents' by ``TIMES`` what transformers' own padded batch differs
+# on the same path, or ``ROUNDING`` if that is more, relative: rounding, which random weights amplify from layer to layer.
 ROUNDING, TIMES = 1e-5, 10
-"""A patched arm's logits in float32 may differ from single documents' by ``TIMES`` what transformers' own padded batch differs
-on the same path, or ``ROUNDING`` if that is more, relative: rounding, which random weights amplify from layer to layer."""
 
 
 @dataclass

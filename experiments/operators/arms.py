@@ -38,10 +38,10 @@ class GpuArm(_Fields):
 
     operator: str  # scan, conv, projections (the block's matrix products) or schedule (making it, once a batch)
     implementation: str = "packmamba"  # A name in gpu_implementations._implementation
+    # packed: rows with boundaries; unpacked: the row as one document; by-document: each alone; padded: one batch.
     packing: str = "packed"
-    """packed: rows with boundaries; unpacked: the row as one document; by-document: each alone; padded: one batch."""
+    # Source of boundaries in kernels: schedule; indices, one for each token; null where there are none.
     boundaries: str | None = "schedule"
-    """Source of boundaries in kernels: schedule; indices, one for each token; null where there are none."""
     with_states: bool = False  # an initial state goes in, the final one comes out
 
     @property
@@ -77,8 +77,8 @@ class CpuArm(_Fields):
 
     implementation: str  # packmamba, compiled; reference, vectorised PyTorch; or transformers, its slow path
     packing: str = "packed"  # packed, or by-document: each alone
+    # new: through the public operator, which allocates its results; at_hand: packmamba's kernels into memory that is there.
     memory: str = "new"
-    """new: through the public operator, which allocates its results; at_hand: packmamba's kernels into memory that is there."""
 
     @property
     def slow(self) -> bool:

@@ -27,8 +27,8 @@ TOLERANCES = {"float32": (1e-5, 5e-5), "bfloat16": (2e-3, 5e-3), "float64": (1e-
 # Per token, channel and state. Forward: delta A, delta u B, the step, y. Backward: the first three again, y for the gate,
 # and dC, dh, dB, sum dh B, carry, carry h, sum A, dA.
 MULTIPLY_ADDS, EXPONENTIALS = 4 + 4 + 8, 2
+# Take a turn with the arms: what the machine can do is the best of all turns, as other processes may slow one.
 RATES = "rates"
-"""Take a turn with the arms: what the machine can do is the best of all turns, as other processes may slow one."""
 
 Call = Callable[[], dict[str, Tensor]]  # forward and backward: the output y and the gradient of each input
 

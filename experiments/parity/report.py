@@ -26,8 +26,8 @@ from packmamba.lab.report.statistics import (
 )
 from packmamba.lab.report.tables import Cell, Table, make_table, ruled
 
+# Optimizer steps of the prediction on float32.
 EARLY = 200
-"""Optimizer steps of the prediction on float32."""
 Pair = tuple[Arm, Arm]
 
 
@@ -68,17 +68,17 @@ def drift_table(pairs: Sequence[Pair]) -> Table:
     )
 
 
+# Nats per target, named before the runs.
 MARGIN = 0.005
-"""Nats per target, named before the runs."""
+# That every arm should have; others are counted as missing.
 SEEDS = 8
-"""That every arm should have; others are counted as missing."""
 LOSS, STEPS = "perplexity.loss", "trainer.max_steps"
 BY_PACKAGE = "perplexity.by_group"
+# Minus padded, on each of three distributions, which are one family.
 PRIMARY = "packed-reset"
-"""Minus padded, on each of three distributions, which are one family."""
 DISTRIBUTIONS = 3
+# Keys of a setting: arms that differ in one of them are not compared.
 ALIKE = ("trainer.precision", "optimizer.lr", "data.validation_documents", STEPS)
-"""Keys of a setting: arms that differ in one of them are not compared."""
 WEIGHTS = {
     "mean of the last": LOSS,
     "mean of the last, by the trainer": "val_loss",
@@ -283,8 +283,8 @@ def _calibration(reset: Arm, control: Arm) -> Table:
 
 
 EFFECTS = (0.01, 0.005, 0.002)
+# As many have columns of their own.
 MOST_PLACES = 6
-"""As many have columns of their own."""
 
 
 def gradient_tables(records: Sequence[Record]) -> list[Table]:

@@ -139,8 +139,8 @@ def takes_kernels(theirs: Any) -> bool:
     return any(fact.get("is_new_implementation") for fact in facts)
 
 
+# Nats per token by which an arm's mean may differ from packed scores before nothing is timed.
 MOST_DIFFERENCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.1}
-"""Nats per token by which an arm's mean may differ from packed scores before nothing is timed."""
 
 
 @dataclass

@@ -15,8 +15,8 @@ from packmamba.lab.report.tables import Cell, Table, make_table
 OURS, PEER = "packmamba", "mamba-ssm"
 # Times single, packed, on an A100: arXiv 2408.03865.
 PAPER = {"1.4b": 3.06, "2.8b": 2.62}
+# FLOP/s of dense bfloat16 products by card, of the SXM datasheets: nvidia.com/en-us/data-center/h100, h200.
 PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
-"""FLOP/s of dense bfloat16 products by card, of the SXM datasheets: nvidia.com/en-us/data-center/h100, h200."""
 _THEIRS, _OURS = "#E69F00", "#0072B2"
 
 
@@ -334,8 +334,8 @@ def _hardware(arms: dict[Key, Arms]) -> str:
     return f"{'; '.join(hosts)}; torch {torch}.{share * any(utilisation(record) is not None for record in records)}"
 
 
+# Metrics of a record, seconds of one call each; experiments.speedup.model measures them.
 FAMILIES = "matrix products,scan,conv,norm and elementwise,loss,optimizer,communication,other,idle".split(",")
-"""Metrics of a record, seconds of one call each; experiments.speedup.model measures them."""
 _PARTS = {"forward_backward": "forward, backward", "steps": "optimizer step"}
 
 

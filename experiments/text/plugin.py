@@ -32,15 +32,15 @@ from packmamba.evaluation.packed_forward import DocumentState, Segment, packed_f
 from packmamba.evaluation.scoring import score
 from packmamba.nn import MambaLM
 
+# Folders of the held-out splits.
 HELD_OUT = {"validation": "corpus", "test": "sealed"}
-"""Folders of the held-out splits."""
 MAKERS: dict[str, Any] = {
     "pairs": text_items.pairs, "headword": text_items.headwords, "module": text_items.modules, "last_word": text_items.last_words
 }  # fmt: skip
+# Ids of the tokens around a document of bytes.
 BEGIN, END = 256, 257
-"""Ids of the tokens around a document of bytes."""
+# Fewest tokens of a document of the source ``natural_text_long``: eight rows of 512.
 LONG = 4096
-"""Fewest tokens of a document of the source ``natural_text_long``: eight rows of 512."""
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -35,8 +35,8 @@ SMALL_TUNED = (
     *(*TINY, "data.num_documents=400", f"common={{data.task_options: {{path: {SAMPLE}}}}}"),
     f"evaluation_options={{pairs: {HELD_OUT}, asked_headword: {HELD_OUT}}}",
 )
+# P1's, half of the leak harm in the pilot, which ran with Mamba-1 alone.
 MARGINS = {"mamba1": 0.00621, "mamba2": 0.00621}
-"""P1's, half of the leak harm in the pilot, which ran with Mamba-1 alone."""
 FEW = range(1, 9)
 SWEEPS = {
     "parity": ("padded,packed-reset,packed-control,packed-leak", range(1, 17), "padded", "perplexity.loss"),

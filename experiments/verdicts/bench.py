@@ -27,13 +27,13 @@ from packmamba.lab.records import append_record, make_record, provenance
 from packmamba.lab.report.statistics import Comparison, Divergence, rule
 
 SOME = ("at least one", bool)
+# In standard deviations of a run's noise, so that even three seeds can show equivalence.
 MARGIN = 4.0
-"""In standard deviations of a run's noise, so that even three seeds can show equivalence."""
 GROUPS = 30
+# A share of wrong studies that chance may have moved across 5 %.
 NEAR = 0.04
-"""A share of wrong studies that chance may have moved across 5 %."""
+# Of the runs that diverge, on average, where both arms diverge alike.
 SHARE = 0.2
-"""Of the runs that diverge, on average, where both arms diverge alike."""
 TAILS = ("normal", "heavy")
 HIGHEST = {"normal": float(stats.norm.isf(SHARE)), "heavy": float(stats.t.isf(SHARE, 2))}
 DIVERGING = ("none", "alike", "highest losses")

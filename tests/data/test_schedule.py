@@ -16,8 +16,8 @@ from packmamba.data.packing import STRATEGIES
 from packmamba.data.schedule import StepSchedule, arrange, arrange_as_trained, pieces_of
 from packmamba.training.datamodule import StepSampler
 
+# Documents of a window, in place of a million.
 WINDOW = 17
-"""Documents of a window, in place of a million."""
 LONG = [1, 2, 30, 7, 1, 55, 16, 3, 24, 12, 5, 1, 9, 40, 17, 33, 16, 4, 64, 8]
 
 
