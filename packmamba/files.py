@@ -18,10 +18,8 @@ class DiskFull(UserError, OSError):
     status = 1
 
     def __str__(self) -> str:
-        return (
-            f"{self.filename}: expected space to write, got '{self.strerror}'; "
-            "make space, and the same command continues"
-        )
+        remedy = "make space, and the same command continues"
+        return f"{self.filename}: expected space to write, got '{self.strerror}'; {remedy}"
 
 
 def full_disk(error: BaseException, path: str | Path) -> DiskFull | None:

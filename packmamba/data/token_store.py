@@ -68,9 +68,8 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
         except DiskFull:
             raise
         except OSError as error:
-            raise ConfigError(
-                f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ({error})"
-            ) from None
+            failed = f"cannot write '{data.cache_dir}' or read ({error})"
+            raise ConfigError(f"data.cache_dir, data.path: {failed}") from None
     try:
         splits = json.loads((folder / META).read_text())["splits"]
         train, validation = Corpus(folder, "train"), Corpus(folder, "validation")

@@ -75,9 +75,8 @@ def _download(name: str) -> Path:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     except Exception as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"data.tokenizer: expected bytes, a JSON file, a folder or a Hub's name, got '{name}' ({reason})"
-        ) from None
+        expected = "bytes, a JSON file, a folder or a Hub's name"
+        raise ConfigError(f"data.tokenizer: expected {expected}, got '{name}' ({reason})") from None
 
 
 def _named(*tokens: str | None) -> list[str]:
@@ -115,9 +114,8 @@ class FileTokenizer(Tokenizer):
         except ImportError:
             raise ConfigError("data.tokenizer: a file needs the package tokenizers; pip install tokenizers") from None
         except Exception as error:  # the package raises plain Exception
-            raise ConfigError(
-                f"data.tokenizer: expected bytes, or a JSON file or a folder with one, got '{path}' ({error})"
-            ) from None
+            expected = "bytes, or a JSON file or a folder with one"
+            raise ConfigError(f"data.tokenizer: expected {expected}, got '{path}' ({error})") from None
         # Threads of ours encode; the package's own would warn after a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer.no_truncation()

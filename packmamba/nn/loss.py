@@ -49,9 +49,8 @@ def linear_cross_entropy(
     RuntimeError under transforms of torch.func.
     """
     if is_transforming():
-        raise RuntimeError(
-            "linear_cross_entropy: expected no transform of torch.func, got one; take F.cross_entropy of the logits"
-        )
+        remedy = "take F.cross_entropy of the logits"
+        raise RuntimeError(f"linear_cross_entropy: expected no transform of torch.func, got one; {remedy}")
     shares = None if shares is None else shares.flatten()
     flat = (hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), shares)
     total, losses = _LinearCrossEntropy.apply(*flat, slots, compiled, torch.is_grad_enabled())

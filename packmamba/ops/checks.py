@@ -78,9 +78,8 @@ def check_layout(layout: SequenceLayout | None, like: Tensor, like_name: str, na
     if not isinstance(layout, SequenceLayout):
         raise TypeError(f"{name}: expected a SequenceLayout or None, got {type(layout).__name__}")
     if layout.shape != shape:
-        raise ValueError(
-            f"{name}: expected shape {tuple(shape)} like {like_name}, got {layout.shape}; set row_length"
-        )
+        expected = f"shape {tuple(shape)} like {like_name}"
+        raise ValueError(f"{name}: expected {expected}, got {layout.shape}; set row_length")
     _check_device(layout, name, like, like_name)
     return layout
 
@@ -187,10 +186,8 @@ def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
     functorch = torch._C._functorch
     for tensor in tensors:
         if tensor is not None and (functorch.is_batchedtensor(tensor) or functorch.is_gradtrackingtensor(tensor)):
-            raise RuntimeError(
-                f"{name}: expected tensors outside vmap and torch.func.grad, got one inside; "
-                "take backend='reference', or put vmap's samples in rows"
-            )
+            remedy = "take backend='reference', or put vmap's samples in rows"
+            raise RuntimeError(f"{name}: expected tensors outside vmap and torch.func.grad, got one inside; {remedy}")
 
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:

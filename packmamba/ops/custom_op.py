@@ -218,9 +218,8 @@ class PackedOperator(Generic[Arguments]):
     def _refuse_tangents(self, tensors: tuple[Tensor | None, ...]) -> None:
         for tensor in tensors:
             if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
-                raise RuntimeError(
-                    f"{self.name}: compiled kernels have no forward-mode derivatives; take backend='reference'"
-                )
+                reason = "compiled kernels have no forward-mode derivatives; take backend='reference'"
+                raise RuntimeError(f"{self.name}: {reason}")
 
     def _define(self) -> None:
         """Define both operators in torch.ops.packmamba, and the autograd of the first."""

@@ -54,10 +54,8 @@ def read_document(record: Any, data: DataConfig) -> Document:
     if data.text_key in fields or not fields.keys() & set(PROMPT_KEYS):
         text = fields.get(data.text_key)
         if not isinstance(text, str):
-            raise ValueError(
-                f"expected text in the field '{data.text_key}' (data.text_key), or prompt and completion, or "
-                f"messages, got {text!r:.60} of the fields {', '.join(fields) or 'none'}"
-            )
+            expected = f"text in the field '{data.text_key}' (data.text_key), or prompt and completion, or messages"
+            raise ValueError(f"expected {expected}, got {text!r:.60} of the fields {', '.join(fields) or 'none'}")
         return Document(False, text)
     if "messages" in fields:
         text, answers = _conversation(fields["messages"], data)
@@ -116,10 +114,9 @@ def _check_messages(messages: Any, data: DataConfig) -> None:
 def _continuation(start: str, text: str) -> Range:
     """Return the range of ``text`` after ``start``. Raises ValueError if it begins otherwise."""
     if not text.startswith(start):
-        raise ValueError(
-            "expected a chat template in which a conversation begins with its earlier messages, got one that "
-            "rewrites them, so answers cannot be told apart; set data.chat_template or data.loss_on=all"
-        )
+        expected = "a chat template in which a conversation begins with its earlier messages"
+        got = "one that rewrites them, so answers cannot be told apart; set data.chat_template or data.loss_on=all"
+        raise ValueError(f"expected {expected}, got {got}")
     return len(start), len(text)
 
 
