@@ -207,7 +207,7 @@ Stop = Callable[[RunMetrics], bool]
 
 
 class ProgressBar(TQDMProgressBar):
-    """Show losses, speed, memory and MFU in short."""
+    """Show losses, speed, memory and MFU in short; end its line before an error is printed."""
 
     SHORT = {
         "train/real_tokens_per_second": ("tokens/s", "{:,.0f}"),
@@ -223,6 +223,12 @@ class ProgressBar(TQDMProgressBar):
             if name in metrics:
                 metrics[short] = form.format(metrics.pop(name))
         return metrics
+
+    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
+        """Close the bars."""
+        for bar in (self._val_progress_bar, self._train_progress_bar):
+            if bar is not None:
+                bar.close()
 
 
 class CheckpointFile(TorchCheckpointIO):
