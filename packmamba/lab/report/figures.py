@@ -195,9 +195,8 @@ def _learning_curves(arms: Arms) -> list[Figure]:
         panels.append(_Panel("Against time", "training time (s), at the measured speed", "", by_time))
     minus = _minus(arms)
     panels.append(_Panel(minus, "non-padding tokens", "difference (nats)", differences))
-    caption = (
-        "Validation loss by tokens and time; bands: range of seeds. Paired differences: 95 % intervals over seeds."
-    )
+    caption = "Validation loss by tokens and time; bands: range of seeds. "
+    caption += "Paired differences: 95 % intervals over seeds."
     return _line_figure("learning-curves", caption, arms, panels)
 
 
