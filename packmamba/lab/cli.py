@@ -83,7 +83,7 @@ class GenerateConfig(LoadConfig):
 class TokenizeConfig:
     """Declare the keys of ``tokenize``."""
 
-    vocab_size: int = key(16_000, "Size of the vocabulary: bytes, merges, begin and end token.")
+    vocab_size: int = key(16_000, "Size of the vocabulary: bytes, merges, begin and end token.", high=2**22)
     output: str = key("runs/tokenizer", "A new or empty folder.")
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     plugins: list[str] = key([], "Modules to import first.")
