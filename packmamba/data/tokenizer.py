@@ -178,7 +178,7 @@ def write_tokenizer(
 
 
 def train_tokenizer(folder: str | Path, texts: Iterable[str], vocab_size: int, *tokens: str | None) -> Tokenizer:
-    """Train byte-level BPE, which gives back every text as it was; write it into a folder, and read it.
+    """Train byte-level BPE, which gives back every text but these tokens in it; write it into a folder, and read it.
 
     tokens: begin token and end token, or None.
     """

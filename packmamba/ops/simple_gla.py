@@ -69,10 +69,10 @@ def simple_gla_pack(
         step = torch.ones_like(v[..., 0], dtype=wide)
     else:
         A = torch.full_like(v[0, 0, :, 0], -1, dtype=wide)
-        # A gradient of zero times a NaN at padding would be one.
+        # Padding may hold NaN, with which the gradient's zeros there would be NaN.
         is_padding = layout.slot_documents()[..., None] < 0
         step = (-g.to(wide)).clamp(LEAST_STEP, MOST_STEP).masked_fill(is_padding, 1)
-        x = v.masked_fill(is_padding[..., None], 0) / step[..., None]
+        x = v / step[..., None]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     scanned = ssd_pack(
         x=x,

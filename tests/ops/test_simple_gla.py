@@ -14,7 +14,7 @@ def loop(q, k, v, g, layout, states):
         h = states[s]
         for slot in range(start, int(layout.ends[s])):
             row, at = divmod(slot, v.shape[1])
-            h = torch.exp(g[row, at])[:, None, None] * h + v[row, at, :, :, None] * k[row, at, :, None]
+            h = torch.exp(g[row, at].clamp(max=0))[:, None, None] * h + v[row, at, :, :, None] * k[row, at, :, None]
             outputs[row, at] = (h @ q[row, at, :, :, None])[..., 0] / q.shape[-1] ** 0.5
         finals.append(h)
     return outputs, torch.stack(finals)
@@ -27,10 +27,10 @@ def test_it_is_its_equations_and_never_reads_padding(dtype, tolerance, kind):
     real = (LAYOUT.documents >= 0)[..., None]
     shape = (*LAYOUT.shape, 2)
     q, k, v = (torch.randn(*shape, size).to(dtype) for size in (4, 4, 3))
-    gates = -0.5 - torch.rand(shape)
+    gates = (-0.5 - torch.rand(shape)).index_fill(1, torch.tensor([2]), 0.1)  # above 0 counts as 0
     reset = gates.index_fill(1, torch.tensor([1]), -torch.inf)
     of_kind = {"gated": gates, "slow": 1e-3 * gates, "reset": reset}
-    g = gates[0, 0] if kind == "constant" else of_kind[kind].where(real, torch.nan)
+    g = gates[0, 0] * torch.tensor([1, -1]) if kind == "constant" else of_kind[kind].where(real, torch.nan)
     v = v.where(real[..., None], torch.nan)
     inputs = [q, k, v, g.to(torch.promote_types(dtype, torch.float32)), torch.randn(LAYOUT.num_documents, 2, 3, 4)]
     inputs[4] = inputs[4].to(inputs[3].dtype)
