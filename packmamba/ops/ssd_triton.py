@@ -27,13 +27,14 @@ from packmamba.ops.ssd_triton_plan import BLOCK, CHUNK, plan
 SUMMED = {"state_parts": 32, "pair_parts": 32, "input_gradients": 8}
 # Stages of loops, by kernel: others are up to 1.7 times slower.
 STAGES = {"walk": 2, "walk_states": 2, "state_parts": 3, "pair_parts": 3, "input_gradients": 2, "finish": 2}
-# Operands of products by the activations' dtype. In float16 a state above 65,504 becomes infinite, as in mamba-ssm.
+# Operands of products by the activations' dtype. In float16 a state above 65,504 becomes infinite, as in mamba-ssm. In float32
+# an operand is a sum of two bfloat16 ones, and a product three of theirs: its relative error is about 2e-6, that of one TF32
+# product, which takes as long, 1e-4; three TF32 products keep all bits and take 2.5 times as long.
 PRODUCTS = {
     torch.bfloat16: {"dtype": tl.bfloat16, "precision": "ieee"},
     torch.float16: {"dtype": tl.float16, "precision": "ieee"},
-    torch.float32: {"dtype": tl.float32, "precision": "tf32x3"},
+    torch.float32: {"dtype": tl.float32, "precision": "bf16x3"},
 }
-TF32 = {"dtype": tl.float32, "precision": "tf32"}
 
 
 def rows_of(tensor: Tensor) -> Rows:
@@ -70,9 +71,7 @@ class Problem:
         self.T = min(most, max(16, triton.next_power_of_2(channels)))
         self.parts = triton.cdiv(channels, self.T)
         numbers = map(tl.constexpr, (channels, states, self.T, self.M, self.parts, 0 if a.D is None else a.D.dim()))
-        allows_tf32 = a.x.dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-        products = TF32 if allows_tf32 else PRODUCTS[a.x.dtype]
-        self.tile = Tile(*numbers, described=False, **products)
+        self.tile = Tile(*numbers, described=False, **PRODUCTS[a.x.dtype])
         # Step sizes, and logarithms of decays, of all chunks: every other kernel reads them.
         low, high = (0.0, 0.0) if a.delta_limit is None else map(float, a.delta_limit)
         self.steps = Steps(a.delta, a.delta_bias, low, high, *a.delta.stride()[:2])
@@ -109,8 +108,10 @@ class Problem:
     def options(self, kernel: str) -> dict[str, int]:
         """Return numbers of warps and stages."""
         if self.a.x.dtype == torch.float32:
-            # Products of small tiles by eight warps read past shared memory (Triton 3.6).
-            return {"num_warps": 4 if self.T * self.M <= 4096 else 8, "num_stages": 1}
+            # More warps or stages take up to twice as long, but for ``walk_states``. Products of small tiles by eight warps read
+            # past shared memory (Triton 3.6).
+            many = kernel == "walk_states" and self.T * self.M > 4096
+            return {"num_warps": 8 if many else 4, "num_stages": 1}
         large = self.T * self.M > 8192
         most = 3 - large - (self.parts > 1)  # which shared memory has room for
         return {"num_warps": 8 if large else 4, "num_stages": min(most, STAGES[kernel])}

@@ -209,18 +209,9 @@ def load_skip(D, head, part, tile: tl.constexpr):
 
 
 @triton.jit
-def nearest_tf32(value):
-    """Round to the 10 bits of TF32, to which a product would cut."""
-    return tl.inline_asm_elementwise("cvt.rna.tf32.f32 $0, $1;", "=r,r", [value], tl.float32, is_pure=True, pack=1)
-
-
-@triton.jit
 def multiply(a, b, tile: tl.constexpr):
     """Multiply matrices of ``tile.dtype``."""
-    a, b = a.to(tile.dtype), b.to(tile.dtype)
-    if tile.precision == "tf32":
-        a, b = nearest_tf32(a), nearest_tf32(b)
-    return tl.dot(a, b, input_precision=tile.precision)
+    return tl.dot(a.to(tile.dtype), b.to(tile.dtype), input_precision=tile.precision)
 
 
 @triton.jit
