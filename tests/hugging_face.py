@@ -77,19 +77,7 @@ ROWS = [([5, 1, 8], 0, 0), ([3, 2, 1], 3, 5), ([14], 0, 0), ([], 14, 0), ([4], 1
 
 
 def modeling(family):
-    names = {
-        "FalconMamba": "falcon_mamba",
-        "FalconH1": "falcon_h1",
-        "NemotronH": "nemotron_h",
-        "OlmoHybrid": "olmo_hybrid",
-    }
-    names |= {
-        "Qwen3Next": "qwen3_next",
-        "Qwen3_5Moe": "qwen3_5_moe",
-        "KimiLinear": "kimi_linear",
-        "Lfm2Moe": "lfm2_moe",
-    }
-    name = names.get(family, family.lower())
+    name = getattr(importlib.import_module("transformers"), f"{family}Config").model_type
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
 
 

@@ -27,14 +27,8 @@ from packmamba.ops.ssd_triton_plan import BLOCK, CHUNK, plan
 SUMMED = {"state_parts": 32, "pair_parts": 32, "input_gradients": 8}
 # Stages of loops, by kernel: others are up to 1.7 times slower.
 STAGES = {"walk": 2, "walk_states": 2, "state_parts": 3, "pair_parts": 3, "input_gradients": 2, "finish": 2}
-# Operands of products by the activations' dtype. In float16 a state above 65,504 becomes infinite, as in mamba-ssm. In float32
-# an operand is a sum of two bfloat16 ones, and a product three of theirs: outputs are off by 6e-6, by 1e-3 with one TF32
-# product, which takes as long. Three TF32 products, as of other tiles, keep all bits and take 2.5 times as long.
-PRODUCTS = {
-    torch.bfloat16: {"dtype": tl.bfloat16, "precision": "ieee"},
-    torch.float16: {"dtype": tl.float16, "precision": "ieee"},
-    torch.float32: {"dtype": tl.float32, "precision": "bf16x3"},
-}
+# Operands of products. In float16 a state above 65,504 becomes infinite, as in mamba-ssm.
+OPERANDS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
 
 
 def rows_of(tensor: Tensor) -> Rows:
@@ -71,11 +65,12 @@ class Problem:
         self.T = min(most, max(16, triton.next_power_of_2(channels)))
         self.parts = triton.cdiv(channels, self.T)
         numbers = map(tl.constexpr, (channels, states, self.T, self.M, self.parts, 0 if a.D is None else a.D.dim()))
-        self.tile = Tile(*numbers, described=False, **PRODUCTS[a.x.dtype])
-        # With narrower or wider tiles Triton 3.6 computes wrong products of bfloat16 pairs, or reads past its memory.
-        self.in_pairs = a.x.dtype == torch.float32 and self.T == 64 and 64 <= self.M <= 128
-        if a.x.dtype == torch.float32 and not self.in_pairs:
-            self.tile = self.tile._replace(precision="tf32x3")
+        # In float32 an operand is a sum of two bfloat16 ones, and a product three of theirs: outputs are off by 6e-6, by 1e-3
+        # with one TF32 product, which takes as long. Three of TF32 keep all bits and take 2.5 times as long: for tiles whose
+        # products of pairs Triton 3.6 computes wrongly, or reading past its memory.
+        in_pairs = self.T == 64 and 64 <= self.M <= 128
+        self.precision = "ieee" if a.x.dtype != torch.float32 else "bf16x3" if in_pairs else "tf32x3"
+        self.tile = Tile(*numbers, described=False, dtype=OPERANDS[a.x.dtype], precision=self.precision)
         # Step sizes, and logarithms of decays, of all chunks: every other kernel reads them.
         low, high = (0.0, 0.0) if a.delta_limit is None else map(float, a.delta_limit)
         self.steps = Steps(a.delta, a.delta_bias, low, high, *a.delta.stride()[:2])
@@ -112,9 +107,9 @@ class Problem:
     def options(self, kernel: str) -> dict[str, int]:
         """Return numbers of warps and stages."""
         if self.a.x.dtype == torch.float32:
-            # Eight warps take up to twice as long with pairs, but for ``walk_states``. With small tiles they read past shared
+            # Pairs take up to twice as long with eight warps, but in ``walk_states``. With small tiles these read past shared
             # memory (Triton 3.6).
-            many = self.T * self.M > 4096 and (kernel == "walk_states" or not self.in_pairs)
+            many = self.T * self.M > 4096 and (kernel == "walk_states" or self.precision == "tf32x3")
             return {"num_warps": 8 if many else 4, "num_stages": 1}
         large = self.T * self.M > 8192
         most = 3 - large - (self.parts > 1)  # which shared memory has room for

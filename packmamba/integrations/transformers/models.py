@@ -10,6 +10,8 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor, nn
+from torch.backends.cuda import SDPAParams, can_use_flash_attention
+from torch.nn.attention.varlen import varlen_attn
 from transformers.integrations.accelerate import force_accelerate_hooks
 from transformers.masking_utils import create_causal_mask
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
@@ -185,8 +187,10 @@ class DocumentMask:
     """Stand for a mask: ``scaled_dot_product_attention`` reads each document alone, all else the mask."""
 
     def __init__(self, documents: Tensor, arguments: dict[str, Any]) -> None:
-        # Lengths by row; padding is a document too.
-        self.lengths = [row.unique_consecutive(return_counts=True)[1].tolist() for row in documents.cpu()]
+        # Of all rows, one after the other; padding is a document too.
+        rows = [row.unique_consecutive(return_counts=True)[1] for row in documents.cpu()]
+        self.lengths = torch.cat(rows).tolist()
+        self.ends = torch.tensor([0, *self.lengths]).cumsum(0).to(documents.device, torch.int32)
         self.dense = functools.partial(create_causal_mask, **arguments)
 
     @classmethod
@@ -197,13 +201,18 @@ class DocumentMask:
             return function(*(x.dense() if isinstance(x, cls) else x for x in args), **kwargs)
         if torch.compiler.is_compiling():
             return function(*args, attn_mask=mask.dense(), **kwargs)
-        # SDPA's causal kernel for each document: neither
-        # a mask in memory nor work across documents.
-        rows = []
-        for lengths, *row in zip(mask.lengths, *(x.split(1) for x in args)):
-            documents = zip(*(x.split(lengths, 2) for x in row))
-            rows.append(torch.cat([function(*one, **kwargs | {"is_causal": True}) for one in documents], 2))
-        return torch.cat(rows)
+        # Neither a mask in memory nor work across documents: one call for all where FlashAttention serves (16 bits, no
+        # dropout), else SDPA's causal kernel for each. Slots of all rows by heads by channels:
+        query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in args)
+        served = can_use_flash_attention(SDPAParams(*args, None, 0.0, True, False))  # type: ignore[call-arg]
+        if served and not kwargs.get("dropout_p") and query.shape[-1] % 8 == 0:
+            ends = mask.ends.to(query.device)
+            options: Any = {"scale": kwargs.get("scale"), "window_size": (-1, 0)}
+            y: Any = varlen_attn(query, key, value, ends, ends, max(mask.lengths), max(mask.lengths), **options)
+        else:
+            documents = zip(*(x.transpose(0, 1)[None].split(mask.lengths, 2) for x in (query, key, value)))
+            y = torch.cat([function(*one, **kwargs | {"is_causal": True}) for one in documents], 2)[0].transpose(0, 1)
+        return y.unflatten(0, (len(args[0]), -1)).transpose(1, 2)
 
     def to(self, *_: Any, **__: Any) -> Any:
         """Return itself: it holds lengths, which every device reads."""
