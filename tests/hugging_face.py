@@ -45,7 +45,7 @@ OWN = {  # what a family has besides
     },
     "NemotronH": {
         "layers_block_type": ["full_attention", "linear_attention", "mlp", "moe"], "n_groups": 2, "chunk_size": 4, "head_dim": 8,
-        "n_routed_experts": 2, "moe_intermediate_size": 12, "moe_shared_expert_intermediate_size": 12, "time_step_min": 0.3,
+        "n_routed_experts": 2, "moe_intermediate_size": 16, "moe_shared_expert_intermediate_size": 12, "time_step_min": 0.3,
     },
     "Zamba2": {
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"], "mamba_ngroups": 2,

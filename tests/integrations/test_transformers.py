@@ -231,7 +231,7 @@ def test_attention_reads_each_document_alone(family, device, monkeypatch):
         logits[kernel, spoilt] = packed(inputs_embeds=embedded, position_ids=marks).logits[:, 6:]
     first, *others = logits.values()
     for other in others:
-        torch.testing.assert_close(other, first, rtol=0, atol=2e-2 if where else 1e-5)
+        torch.testing.assert_close(other, first, rtol=0, atol=5e-2 if where else 1e-5)  # of logits up to 4
 
 
 @every_family
