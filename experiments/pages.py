@@ -23,7 +23,7 @@ from packmamba.lab.report.tables import interval_text, number
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OWN = ("from", "cells", "over")
+OWN = ("from", "cells", "over", "margin")
 
 
 def row_of(path: Path, where: dict[str, Any]) -> dict[str, str] | None:
@@ -112,7 +112,10 @@ def filled(page: str, tables: dict[str, Any]) -> str:
 
 
 def draw(name: str, spec: dict[str, Any]) -> None:
-    """Draw intervals of rows as a forest: one line each, the margin as a band, the number of seeds in the label."""
+    """Draw intervals of rows as a forest: one line each, margins as bands, the number of seeds in the label.
+
+    A row of a label alone is a heading. ``margin``: of all rows, or in a source of its own row.
+    """
     from experiments.common import name_bars
     from packmamba.lab.report.figures import MUTED, axes, finish, house_style
 
@@ -122,11 +125,19 @@ def draw(name: str, spec: dict[str, Any]) -> None:
         if "margin" in spec:
             ax.axvspan(-spec["margin"], spec["margin"], color=MUTED, alpha=0.12, linewidth=0)
         ax.axvline(0, color=MUTED, linewidth=1)
-        for y, (_, kind, source) in enumerate(rows):
+        headings = [y for y, row in enumerate(rows) if len(row) == 1]
+        for y, row in enumerate(rows):
+            if y in headings:
+                continue
+            _, kind, source = row
             mean, low, high = numbers(FOLDER, source, source["cells"])
             color = spec["colors"][kind]
+            if margin := source.get("margin"):
+                ax.barh(y, 2 * margin, left=-margin, height=0.9, color=MUTED, alpha=0.2, linewidth=0)
             ax.errorbar(mean, y, xerr=[[mean - low], [high - mean]], fmt="o", color=color, capsize=3, linewidth=1.8)
         name_bars(ax, [label for label, *_ in rows])
+        for y in headings:
+            ax.get_yticklabels()[y].set_fontweight("bold")
         ax.set(xlabel=spec["xlabel"], title=spec["title"])
         if "symlog" in spec:
             ax.set_xscale("symlog", linthresh=spec["symlog"])
