@@ -33,8 +33,8 @@ class Documents:
 
     Attributes:
         tokens: (T,) ids.
-        lengths: (n,), tokens of each document. ``bounds``: (n + 1,) int64, their cumulative sum: document i is
-            tokens ``bounds[i]`` to ``bounds[i + 1]``.
+        lengths: (n,), tokens of each document. ``bounds``: (n + 1,) int64, their cumulative sum:
+            document i is tokens ``bounds[i]`` to ``bounds[i + 1]``.
         targets: (T,), what each token predicts, -1 for nothing; None: the next token.
     """
 

@@ -450,7 +450,8 @@ def _best_fit_decreasing(lengths: Integers, row_length: int, _: int) -> Integers
 def _spfhp(lengths: Integers, row_length: int, _: int) -> Integers:
     """Place the longest documents first, each in the emptiest row (SPFHP, arXiv 2107.02027).
 
-    That is worst fit decreasing. Equal documents share a new row here, where the paper's histogram opens one for each.
+    That is worst fit decreasing. Equal documents share a new
+    row here, where the paper's histogram opens one for each.
     """
     return _decreasing(lengths, row_length, buffer=LONGEST, emptiest=True)
 

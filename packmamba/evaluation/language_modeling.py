@@ -177,8 +177,9 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
 def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate the context gain at k = 2, 4, ... ``most`` windows that ``documents`` documents of ``groups`` groups reach.
 
-    It is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) * window - ``context``, minus
-    that read from the document's start: with context = window, what states carry beyond a row of training.
+    It is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) *
+    window - ``context``, minus that read from the document's start: with context = window, what
+    states carry beyond a row of training.
     """
     texts = validation("long_context", context, len(model.lm_head.weight))
     # In the order of OPTIONS.

@@ -187,7 +187,8 @@ class InitialStates(Sequence):
         return len(self.mixers)
 
     def __getitem__(self, layer: Any) -> Any:
-        # What the mixer starts from, zero for ours; then overwritten by the stored ones, pool by pool.
+        # What the mixer starts from, zero for ours; then
+        # overwritten by the stored ones, pool by pool.
         states = list(self.mixers[layer].start_state(self.documents))
         for pool, rows, documents in self.pools:
             states = [

@@ -34,7 +34,8 @@ def score(
         begin_token: replaces an empty context.
 
     Raises:
-        TypeError, ValueError: naming the request that is empty or has an id outside of the vocabulary.
+        TypeError, ValueError: naming the request that is
+            empty or has an id outside of the vocabulary.
     """
     checked = _check_requests(model, requests, begin_token)
     predictions: dict[Ids, dict[Ids, Predictions]] = {}

@@ -68,12 +68,15 @@ class Mamba(PackedMamba):
         """Mix hidden_states (B, L, d_model) to the same shape.
 
         Args:
-            inference_params: mamba_ssm's. At ``seqlen_offset`` 0 rows leave their last states there; later a token takes a step.
-            seq_idx, position_indices: (B, L) integer, each slot's document, or its place there; -1 is padding, at a row's tail.
+            inference_params: mamba_ssm's. At ``seqlen_offset`` 0 rows leave their last states
+                there; later a token takes a step.
+            seq_idx, position_indices: (B, L) integer, each slot's document,
+                or its place there; -1 is padding, at a row's tail.
             cu_seqlens: (S + 1,) integer, cumulative lengths over all rows, without padding.
             layout: a SequenceLayout. Without any of the four, each row is one document.
 
-        Raises TypeError or ValueError for boundaries that are none, that disagree, or beside inference_params.
+        Raises TypeError or ValueError for boundaries that
+        are none, that disagree, or beside inference_params.
         """
         layout = boundary_layout(
             hidden_states, seq_idx=seq_idx, cu_seqlens=cu_seqlens, position_indices=position_indices, layout=layout
@@ -127,8 +130,9 @@ class Mamba(PackedMamba):
 def replace(model: nn.Module) -> nn.Module:
     """Replace every Mamba layer of mamba_ssm's in a model by ours, in place; return the model.
 
-    Layers keep their parameters, names, modes and device. ``MambaLMHeadModel`` hands further arguments of its forward to its
-    layers: ``model(input_ids, seq_idx=...)`` packs. Raises TypeError, or ValueError without such a layer or with another.
+    Layers keep their parameters, names, modes and device. ``MambaLMHeadModel`` hands further
+    arguments of its forward to its layers: ``model(input_ids, seq_idx=...)`` packs. Raises
+    TypeError, or ValueError without such a layer or with another.
     """
     expect(isinstance(model, nn.Module), "model", "a module", type(model).__name__, TypeError)
     layers = [

@@ -63,7 +63,8 @@ def peak_flops(trainer: Trainer) -> float | None:
         return None
     dtype = _plugin_to_compute_dtype(trainer.precision_plugin)
     if torch.cuda.get_device_name(device) == "NVIDIA H200":
-        # Lightning does not know this name, and has sparse products for an H200. Dense are an H100's.
+        # Lightning does not know this name, and has sparse
+        # products for an H200. Dense are an H100's.
         of_device = _CUDA_FLOPS["h100 sxm"].get(dtype)
     else:
         of_device = get_available_flops(device, dtype)

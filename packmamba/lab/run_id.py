@@ -141,7 +141,8 @@ class RunLock:
         self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with space_for(self.folder / ".lock"):
-                # Twice or more: some versions of filelock only remove a dead holder's lock at first.
+                # Twice or more: some versions of filelock
+                # only remove a dead holder's lock at first.
                 self._lease.acquire(timeout=0.1, poll_interval=0.02)
         except Timeout:
             raise Locked(f"{self.folder} is in use by another process; wait for it, or stop it") from None

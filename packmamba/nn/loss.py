@@ -86,7 +86,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dhead = torch.zeros_like(head, dtype=dtype) if differentiable else None
         compute = _compiled_chunk() if compiled else _chunk
         chunk_length = max(1, CHUNK_LOGITS // len(head))
-        # A chunk: logits (t, V), losses (t,), and at once its dx (t, d_model) and its addend to dhead.
+        # A chunk: logits (t, V), losses (t,), and at once
+        # its dx (t, d_model) and its addend to dhead.
         for first in range(0, len(x), chunk_length):
             part = slice(first, first + chunk_length)
             logits = x.new_empty(len(losses[part]), len(head))

@@ -31,7 +31,8 @@ from packmamba.ops.build import kernel
 SEGMENT = 1024
 # The same for the float32 scan (kernels/cuda/scan_any.cu), whose warps take longer for a token.
 FLOAT_SEGMENT = 256
-# Share of a scheduler's tokens above which the tensor-core scan walks a document's segments at once.
+# Share of a scheduler's tokens above which the
+# tensor-core scan walks a document's segments at once.
 #
 # That scans them twice, which pays where they would hold the others up.
 CUT_SHARE = {"forward": 1.4, "backward": 0.6}

@@ -32,9 +32,11 @@ from packmamba.ops import build
 from packmamba.ops.checks import is_tracing, is_transforming, refuse_transforms
 
 Arguments = TypeVar("Arguments", bound=tuple)
-# Takes its arguments by name. A dictionary and no keywords, which each function on the way would copy.
+# Takes its arguments by name. A dictionary and no
+# keywords, which each function on the way would copy.
 Kernel = Callable[[dict[str, Any]], None]
-# Results of ``forward`` and ``fake``: outputs, and what is saved for the backward; None where absent.
+# Results of ``forward`` and ``fake``: outputs, and
+# what is saved for the backward; None where absent.
 Results = tuple[tuple, tuple]
 
 # An argument in a schema, by its annotation.
@@ -50,7 +52,8 @@ SCHEMA = {
 }
 # Types of values that no tensor subclass intercepts: an eager call may take the short way.
 PLAIN = {Tensor, torch.nn.Parameter, NoneType, str, bool, int, float, tuple, list}
-# Kernels by device type and name. Arguments, outputs among them, are those of kernels/cpu/bindings.cpp.
+# Kernels by device type and name. Arguments, outputs
+# among them, are those of kernels/cpu/bindings.cpp.
 KERNELS: dict[str, dict[str, Kernel]] = {"cpu": {}, "cuda": {}}
 
 _library = torch.library.Library("packmamba", "FRAGMENT")

@@ -65,7 +65,8 @@ def norm_backward(
         value, silu, dsilu, gated = load_gated(y, z, place, token * token_z + column, inside)
         gradient = tl.load(dout + place, inside, 0.0).to(tl.float32)
         dnormed = gradient * weights
-        # The two reductions are independent; with g s in place of g the second would wait for the first.
+        # The two reductions are independent; with g s in
+        # place of g the second would wait for the first.
         square = tl.sum(gated * gated, 0)
         along = tl.sum(dnormed * gated, 0)
         scale = tl.rsqrt(square / width + epsilon)
@@ -112,7 +113,8 @@ def backward(
     programs = triton.cdiv(tokens, TOKENS)
     partial = weight.new_empty(programs, weight.numel())
     width, constants = _launch_options(weight, groups)
-    # Prefetched tokens lie in shared memory, at most 96 KiB: older and smaller GPUs have little more.
+    # Prefetched tokens lie in shared memory, at most
+    # 96 KiB: older and smaller GPUs have little more.
     stages = 3 if constants["WIDTH"] * y.element_size() <= 1 << 14 else 1
     norm_backward[(programs, groups)](
         dout, y, z, weight, dy, dz, partial, _slot_stride(z), _slot_stride(dz), tokens, weight.numel(), width, epsilon,

@@ -117,7 +117,8 @@ def mamba_inner(a: InnerArguments, backend: str | None = None) -> InnerOutputs:
 def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute ``ops.mamba_inner`` by compiled kernels.
 
-    They take the convolution's parameters and state in the accumulation dtype, and the weights in xz's.
+    They take the convolution's parameters and state in
+    the accumulation dtype, and the weights in xz's.
     """
     activations = a.xz.dtype
     wide = checks.accumulation_dtype(activations)

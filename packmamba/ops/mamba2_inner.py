@@ -216,8 +216,8 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
     dy, gradients["dnorm_weight"] = ssd._kernels(z).gated_norm.backward(
         dnormed, saved.y, z, a.norm_weight, a.groups, a.epsilon, dz
     )
-    # Views of one buffer, in xBC's order. The norm gave padding dz = 0, since y is 0 there; the other
-    # kernels write zeros there.
+    # Views of one buffer, in xBC's order. The norm gave padding dz = 0, since y is 0 there; the
+    # other kernels write zeros there.
     dconvolved = torch.empty_like(saved.convolved)
     dx, dB, dC = a.parts_of_scan(dconvolved)
     scan = a.scan(saved.convolved, delta)

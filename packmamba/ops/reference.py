@@ -1,8 +1,9 @@
 """Plain implementations of the packed operators, on documents end to end.
 
-Slow beside kernels, bearable on a CPU without a compiler. Tests hold them, as every backend, against
-loops over tokens (tests/loops.py), which are the specification. Autograd differentiates them, so that
-backends' gradients are checked too. Sums and states are float32, or float64 for float64 activations.
+Slow beside kernels, bearable on a CPU without a compiler. Tests hold them,
+as every backend, against loops over tokens (tests/loops.py), which are the
+specification. Autograd differentiates them, so that backends' gradients are
+checked too. Sums and states are float32, or float64 for float64 activations.
 
 Shapes: B rows, L slots, S documents, T tokens of all, D channels, N states, W taps.
 """

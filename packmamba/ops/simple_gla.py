@@ -5,10 +5,11 @@
     v            x * delta                    (B, L, H, V): V = P
     g            delta * A, the log decay     (B, L, H), or (H,) where it is constant
 
-``ssd_pack`` multiplies a token by the step size that also decides its decay. A constant g is A, with
-steps of 1. Where g is a token's own, A is -1, the step -g, and the scan's input v / -g, whose product
-with the step is v again. The gradient of g is then a difference of two numbers 1 / -g as large, so
-that the scan reads float32: in 16 bits its rounding would drown the gradient where a decay is near 1.
+``ssd_pack`` multiplies a token by the step size that also decides its decay. A
+constant g is A, with steps of 1. Where g is a token's own, A is -1, the step -g,
+and the scan's input v / -g, whose product with the step is v again. The gradient
+of g is then a difference of two numbers 1 / -g as large, so that the scan reads
+float32: in 16 bits its rounding would drown the gradient where a decay is near 1.
 """
 
 from typing import Any
@@ -40,14 +41,16 @@ def simple_gla_pack(
 ) -> Any:
     """Compute linear attention with a decay a head, each document from zero or from its initial state.
 
-    ``h[t] = exp(g[t]) h[t-1] + v[t] (outer) k[t]``; ``o[t] = scale h[t] q[t]``. This is simple gated
-    linear attention, as fla's ``chunk_simple_gla``; RetNet (arXiv 2307.08621) and lightning attention
-    (arXiv 2405.17381) with a constant g a head. Differentiable in every tensor. A g of a token's own is
-    scanned in float32 whatever the dtype, and its gradient has a relative error of about 1e-7 / -g.
+    ``h[t] = exp(g[t]) h[t-1] + v[t] (outer) k[t]``; ``o[t] = scale h[t] q[t]``. This
+    is simple gated linear attention, as fla's ``chunk_simple_gla``; RetNet (arXiv
+    2307.08621) and lightning attention (arXiv 2405.17381) with a constant g a head.
+    Differentiable in every tensor. A g of a token's own is scanned in float32
+    whatever the dtype, and its gradient has a relative error of about 1e-7 / -g.
 
     Args (layout, strides, states and padding as of ``ssd_pack``):
         q, k: (B, L, H, K), K at most 256. v: (B, L, H, V). All of one dtype.
-        g: (B, L, H) or (H,), the decay's logarithm, in v's dtype or float32; above 0 it counts as 0.
+        g: (B, L, H) or (H,), the decay's logarithm, in
+            v's dtype or float32; above 0 it counts as 0.
         scale: of the outputs; None: 1 / sqrt(K).
         initial_state: (S, H, V, K).
 

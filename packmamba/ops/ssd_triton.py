@@ -1,10 +1,11 @@
 # mypy: ignore-errors
 """Mamba-2's scan on a GPU: what its Triton kernels are launched with.
 
-Forward (``ssd_triton_forward``): step sizes; states where segments of 2048 tokens start, for documents that have several; then
-all segments at once. Backward (``ssd_triton_backward``): states and their gradients around chunks of 128 tokens, then one
-kernel for each kind of gradient. Nothing is kept in between. Grids have room for what a batch of this shape may hold, so that
-the host never waits; programs without work return at once. No sum has an order that depends on the batch.
+Forward (``ssd_triton_forward``): step sizes; states where segments of 2048 tokens start, for
+documents that have several; then all segments at once. Backward (``ssd_triton_backward``): states
+and their gradients around chunks of 128 tokens, then one kernel for each kind of gradient. Nothing
+is kept in between. Grids have room for what a batch of this shape may hold, so that the host never
+waits; programs without work return at once. No sum has an order that depends on the batch.
 """
 
 import contextvars
@@ -65,9 +66,10 @@ class Problem:
         self.T = min(most, max(16, triton.next_power_of_2(channels)))
         self.parts = triton.cdiv(channels, self.T)
         numbers = map(tl.constexpr, (channels, states, self.T, self.M, self.parts, 0 if a.D is None else a.D.dim()))
-        # In float32 an operand is a sum of two bfloat16 ones, and a product three of theirs: outputs are off by 6e-6, by 1e-3
-        # with one TF32 product, which takes as long. Three of TF32 keep all bits and take 2.5 times as long: for tiles whose
-        # products of pairs Triton 3.6 computes wrongly, or reading past its memory.
+        # In float32 an operand is a sum of two bfloat16 ones, and a product three of theirs:
+        # outputs are off by 6e-6, by 1e-3 with one TF32 product, which takes as long. Three of TF32
+        # keep all bits and take 2.5 times as long: for tiles whose products of pairs Triton 3.6
+        # computes wrongly, or reading past its memory.
         in_pairs = self.T == 64 and 64 <= self.M <= 128
         self.precision = "ieee" if a.x.dtype != torch.float32 else "bf16x3" if in_pairs else "tf32x3"
         self.tile = Tile(*numbers, described=False, dtype=OPERANDS[a.x.dtype], precision=self.precision)
@@ -107,8 +109,8 @@ class Problem:
     def options(self, kernel: str) -> dict[str, int]:
         """Return numbers of warps and stages."""
         if self.a.x.dtype == torch.float32:
-            # Pairs take up to twice as long with eight warps, but in ``walk_states``. With small tiles these read past shared
-            # memory (Triton 3.6).
+            # Pairs take up to twice as long with eight warps, but in ``walk_states``. With small
+            # tiles these read past shared memory (Triton 3.6).
             many = self.T * self.M > 4096 and (kernel == "walk_states" or self.precision == "tf32x3")
             return {"num_warps": 8 if many else 4, "num_stages": 1}
         large = self.T * self.M > 8192
@@ -146,7 +148,8 @@ class Problem:
     def between(self, outer: Tensor | None, last: Tensor | None, dy: Tensor | None = None) -> Tensor | None:
         """Compute states before segments that are not a document's first, and ``last``, those after documents.
 
-        With dy the gradients of states after segments that are not a document's last; ``last``: before documents.
+        With dy the gradients of states after segments that
+        are not a document's last; ``last``: before documents.
         """
         plan, reverse = self.plan, dy is not None
         # No document can have two segments, and nobody asks for final states.
@@ -196,7 +199,8 @@ def backward(
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of x, delta, A, B, C, D, z, delta_bias and the initial state; None where absent.
 
-    into: tensors for the gradients of x, delta, B and C, slices of contiguous (B, L, ...); None: they are allocated.
+    into: tensors for the gradients of x, delta, B and C,
+    slices of contiguous (B, L, ...); None: they are allocated.
     """
     return _run(_backward, a, dy, dfinal, into)
 
@@ -289,7 +293,8 @@ def _backward(
         problem.steps, a.A, found, through, slots_of(ddelta), partial, *tables, HEADS=8, **problem.of_steps
     )
     problem.zero_padding(dx, ddelta, dz, dB, dC)
-    # Two tensors, and not two views of one: compiled graphs assume that results lie at multiples of 16 bytes.
+    # Two tensors, and not two views of one: compiled graphs
+    # assume that results lie at multiples of 16 bytes.
     dA = partial[0].sum(0)
     dbias = partial[1].sum(0)
     dD = None if partial_D is None else partial_D.sum(0)

@@ -10,8 +10,10 @@ with the state S before it, the gradient E of the state after it, steps d, score
     dB[j] = sum over heads of   d[j] a[Q, j] x[j] E + sum over i of W[i, j] d[j] C[i]
     dx[j] = d[j] (a[Q, j] B[j] E + sum over i of G[i, j] a[i, j] dy[i]) + D dy[j]
     dd[j] = added[j] + sum over i of W[i, j] G[i, j] + A dlog[j]
-    dlog[t] = sums of what decays over step t: passes from t on, d added before t, and <S, E> a[Q, 0]
-    added[j] = a[Q, j] x[j] E B[j],   passes[i] = a[i, 0] dy[i] S C[i] + sums of W G d over pairs that end less those that start
+    dlog[t] = sums of what decays over step t:
+              passes from t on, d added before t, and <S, E> a[Q, 0]
+    added[j] = a[Q, j] x[j] E B[j]
+    passes[i] = a[i, 0] dy[i] S C[i] + sums of W G d over pairs that end less those that start
 
 | kernel | a program | tile of sums | bound by |
 | --- | --- | --- | --- |
@@ -22,8 +24,8 @@ with the state S before it, the gradient E of the state after it, steps d, score
 | ``finish`` | a block, 64 states of a group | (64, 64) | bytes of the shares |
 | ``step_gradients`` | a chunk, 8 heads | | bytes |
 
-No atomics: a sum over heads has shares, each of consecutive heads, that ``finish`` adds in order. At 16384 tokens, 64 heads of
-64 channels, 128 states, bfloat16: about 1.9 GB in 1.0 ms on an H100.
+No atomics: a sum over heads has shares, each of consecutive heads, that ``finish`` adds in order.
+At 16384 tokens, 64 heads of 64 channels, 128 states, bfloat16: about 1.9 GB in 1.0 ms on an H100.
 """
 
 from typing import Any, NamedTuple
@@ -227,9 +229,10 @@ def pair_places(share, sizes, k, kind):
 def pair_parts(inputs, pairs, found, partial_D, decays, chunks, sizes, sums, tile: tl.constexpr):
     """Take pairs of tokens of two blocks, over a share of a group's heads: ``pairs`` sums W d; sums of W G d and W G go to rows.
 
-    pairs: see ``pair_places``; kinds are the first block with itself, the second with itself, later tokens of the second with
-    earlier ones of the first. A block with itself writes passes, of_x and shares of dD; both blocks of a chunk write
-    ``crossing``: sums over earlier tokens at the later block's, over later at the earlier's.
+    pairs: see ``pair_places``; kinds are the first block with itself, the second with itself, later
+    tokens of the second with earlier ones of the first. A block with itself writes passes, of_x and
+    shares of dD; both blocks of a chunk write ``crossing``: sums over earlier tokens at the later
+    block's, over later at the earlier's.
     """
     groups = sizes.heads // sizes.shared
     # Kinds 0 and 1: a block with itself; 2: the second block's tokens with the first's.

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Mamba-2's forward on a GPU, in Triton: step sizes, states where segments start, outputs.
 
-Blocks, chunks and segments are those of ``ssd_triton_plan``. Only the tail of a tile may hold no token: its rows are read as
-zeros and never written, by a tensor descriptor that ends at the segment's last token (``TMA``), else by masks. So nothing of
-a neighbour enters, NaN included.
+Blocks, chunks and segments are those of ``ssd_triton_plan``. Only the tail of a tile may hold no
+token: its rows are read as zeros and never written, by a tensor descriptor that ends at the
+segment's last token (``TMA``), else by masks. So nothing of a neighbour enters, NaN included.
 
 | kernel | a program | bound by |
 | --- | --- | --- |
@@ -13,11 +13,11 @@ a neighbour enters, NaN included.
 | ``walk`` | a segment, a head, 64 channels: outputs, block by block | latency: a chain of 32 blocks of 4 products each |
 | ``zero_padding`` | 32 slots | bytes of padding |
 
-``walk`` reads x and writes y once; B and C are read by every head of a group, from the cache. At 16384 tokens, 64 heads of 64
-channels, 128 states, bfloat16: 273 MB in 0.3 ms on an H100.
+``walk`` reads x and writes y once; B and C are read by every head of a group, from the cache. At
+16384 tokens, 64 heads of 64 channels, 128 states, bfloat16: 273 MB in 0.3 ms on an H100.
 
-Letters: K chunks, H heads, P channels of a head, N states; T channels of a tile, M states of a tile (P and N, padded to
-powers of two), Q rows of a tile. Logarithms of decays are to the base 2.
+Letters: K chunks, H heads, P channels of a head, N states; T channels of a tile, M states of a tile
+(P and N, padded to powers of two), Q rows of a tile. Logarithms of decays are to the base 2.
 """
 
 from typing import Any, NamedTuple
@@ -316,10 +316,11 @@ def walk(inputs, D, initial, starts, y, decays, segments, order, sizes, tile: tl
         Bk = load(B_tiles, row, 0, BLOCK, tile.M, tile.described)
         xk = load(x_tiles, row, 0, BLOCK, tile.T, tile.described)
         if inputs.z is not None:
-            # No product takes it, so that its descriptor's load would not be started early; one through registers is.
+            # No product takes it, so that its descriptor's load
+            # would not be started early; one through registers is.
             zk = load(z_tiles, row, 0, BLOCK, tile.T, False)
-        # The part of earlier tokens of the block, then that of earlier blocks; a token's own is not rounded to x's dtype.
-        # G[i, j] d[j] = C[i] B[j] d[j].
+        # The part of earlier tokens of the block, then that of earlier blocks; a token's own is not
+        # rounded to x's dtype. G[i, j] d[j] = C[i] B[j] d[j].
         scores = multiply(Ck, tl.trans(Bk), tile) * step[None, :]
         # Earlier blocks: y[i] = a[i, 0] C[i] S.
         out = multiply_state(Ck, state, tile) * tl.exp2(total)[:, None]
@@ -346,7 +347,8 @@ def walk_chunks(
 ):  # fmt: skip
     """Walk a segment's chunks by B and x, or backwards by C and dy, in one role of ``walk_states``.
 
-    Stores the state at which each chunk is met; the last chunk is not walked. ENDS: it is, and that state alone is stored.
+    Stores the state at which each chunk is met; the last chunk
+    is not walked. ENDS: it is, and that state alone is stored.
     """
     # near, far: boundaries between segments where the
     # walk begins and ends, -1 at documents' edges.
@@ -410,8 +412,8 @@ def walk_states(
 ):  # fmt: skip
     """Walk the states of a segment and their gradients, which are two roles of programs, chunk by chunk.
 
-    forward, reverse: what the roles read and write: ``stored``; if there is one role only, ``between`` and ``last``, of walks
-    from zero. FORWARD, REVERSE: whether the role is there.
+    forward, reverse: what the roles read and write: ``stored``; if there is one role only,
+    ``between`` and ``last``, of walks from zero. FORWARD, REVERSE: whether the role is there.
     """
     # With both roles states are stored at every chunk; with one, at segments' ends.
     roles: tl.constexpr = FORWARD + REVERSE
@@ -445,8 +447,9 @@ def combine(
 ):  # fmt: skip
     """Add to each segment's state from zero what it began with: ``decay * state + local``, segment by segment.
 
-    outer: states before a document's first segment, None: zero; between: at segments' ends, (..., H, P, N); last: after the
-    last segment, None: not wanted. REVERSE: of gradients, from the last segment to the first.
+    outer: states before a document's first segment, None: zero; between:
+    at segments' ends, (..., H, P, N); last: after the last segment, None:
+    not wanted. REVERSE: of gradients, from the last segment to the first.
     """
     document, head = tl.program_id(0), tl.program_id(1)
     # Numbers of segments up to this document, and before it.
@@ -473,7 +476,8 @@ def combine(
             change += tl.load(wholes + start, start < count, 0.0)
         decay = tl.exp2(tl.zeros((WIDTH,), tl.float32) + tl.sum(change, 0))
         index = before if REVERSE else after
-        # Rounded once, by name: a pass that is cut here takes the other branch, and must have the same bits.
+        # Rounded once, by name: a pass that is cut here takes
+        # the other branch, and must have the same bits.
         if index >= 0:
             target = between + (wide(index) * sizes.heads + head) * state_size + place
             state = tl.fma(state, decay, tl.load(target, mask, 0.0))

@@ -8,11 +8,11 @@ are counted from a segment's first token (one document, offset 70)::
     segment     |------------------------------------|--------------------------|
     chunk       |------|------|------| ... |------|--|------|--|
 
-So a tile begins with a token and only its tail may be empty. A pass that is cut at a segment's end has the bits of one pass,
-whatever stands beside the document.
+So a tile begins with a token and only its tail may be empty. A pass that is cut at a segment's end
+has the bits of one pass, whatever stands beside the document.
 
-The plan is made on the device, in three launches: the host never waits for lengths. Its tables have room for what a batch
-of this shape may hold; absent pieces have no tokens.
+The plan is made on the device, in three launches: the host never waits for lengths. Its tables have
+room for what a batch of this shape may hold; absent pieces have no tokens.
 """
 
 import functools
@@ -88,8 +88,9 @@ def _plan(layout: Any, offsets: Tensor | None, slots: int, longest: int | None) 
 def load_chunk(chunks, k, before=2, after=3):
     """Return a chunk's first slot, tokens, and numbers of the boundaries before and after it; -1: there is none.
 
-    Boundaries lie between two chunks of a document. ``before``, ``after``: columns of ``Plan.chunks``; the last column has the
-    chunk's own number, for states that are kept at documents' edges, too.
+    Boundaries lie between two chunks of a document. ``before``,
+    ``after``: columns of ``Plan.chunks``; the last column has the chunk's
+    own number, for states that are kept at documents' edges, too.
     """
     entry = chunks + 5 * k
     return tl.load(entry).to(tl.int64), tl.load(entry + 1), tl.load(entry + before), tl.load(entry + after)

@@ -38,7 +38,8 @@ from packmamba.nn.mixers import State
 
 # By layer, a tuple of tensors whose first dimension counts documents (S, ...) or rows (B, ...).
 States = list[State]
-# Final states of a batch's rows (B, ...); where their last documents ended (B,), -1 without one; and at which step.
+# Final states of a batch's rows (B, ...); where their last
+# documents ended (B,), -1 without one; and at which step.
 RowStates = tuple[States, Tensor, int]
 
 
@@ -230,7 +231,8 @@ class Carry(StatefulBoundary):
     def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
         """Return what each row's continuing document starts from (B, ...).
 
-        Called outside of CUDA graphs: what needs the host, as a look-up in stored batches, goes here.
+        Called outside of CUDA graphs: what needs the
+        host, as a look-up in stored batches, goes here.
         """
         return states
 

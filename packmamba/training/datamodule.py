@@ -34,7 +34,8 @@ class PackedDataModule(lightning.LightningDataModule):
         config: the section ``data``; None: defaults.
         seed: of the order of documents.
         boundary: a key of BOUNDARIES; None: the scheme of ``trainer.lightning_module``, else reset.
-        plugins: modules that loader workers import first. ``progress``: show a bar while a corpus is prepared.
+        plugins: modules that loader workers import first.
+            ``progress``: show a bar while a corpus is prepared.
         keys: of the section ``data``, such as ``source="text"``.
 
     Raises ConfigError.
@@ -46,7 +47,8 @@ class PackedDataModule(lightning.LightningDataModule):
     ) -> None:  # fmt: skip
         super().__init__()
         need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
-        # First the given section, then keys over it; ``resolve`` checks both, and that the scheme fits them.
+        # First the given section, then keys over it; ``resolve``
+        # checks both, and that the scheme fits them.
         trainer = {} if boundary is None else {"boundary": boundary}
         sections = (vars(config or DataConfig()), keys)
         layers = [({"data": section, "trainer": trainer}, type(self).__name__) for section in sections]

@@ -93,7 +93,8 @@ class LossBySource(BucketedLoss):
 class PackedLitModule(lightning.LightningModule):
     """Train a MambaLM on the StepBatches of a PackedDataModule, in any Trainer.
 
-    A step's loss is the sum over its real targets, of all micro-batches and ranks, divided by their number.
+    A step's loss is the sum over its real targets, of
+    all micro-batches and ranks, divided by their number.
 
     Args:
         model: arguments of MambaLM, a MambaLM, or another module with its methods.
@@ -102,7 +103,8 @@ class PackedLitModule(lightning.LightningModule):
             micro-batch's targets, so that it depends on ``max_tokens_per_batch``.
         cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph.
         compile: torch.compile the blocks and the loss.
-        lr, optimizer: keys of the section ``optimizer``; ``schedule_steps`` None: the Trainer's steps.
+        lr, optimizer: keys of the section ``optimizer``;
+            ``schedule_steps`` None: the Trainer's steps.
 
     Raises ConfigError.
     """

@@ -1,7 +1,8 @@
 """Source of Python code: the files of installed packages that a manifest names, whole, as functions, or as a mixture.
 
-A manifest is gzipped JSON lines: a header, then packages: name, version, split and files as ``[path, hash, cluster, functions]``.
-``functions``: null for a near-copy that is left out; else ``n:hex``, their number and, from the lowest bit, which are documents.
+A manifest is gzipped JSON lines: a header, then packages: name, version, split and files as
+``[path, hash, cluster, functions]``. ``functions``: null for a near-copy that is left out; else
+``n:hex``, their number and, from the lowest bit, which are documents.
 """
 
 import ast

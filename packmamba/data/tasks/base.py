@@ -18,7 +18,8 @@ class Example:
     """Hold a document of n tokens.
 
     Attributes:
-        tokens, targets, mask: (n,); ``targets[t]`` is the answer after ``tokens[: t + 1]`` where ``mask[t]``.
+        tokens, targets, mask: (n,); ``targets[t]`` is the
+            answer after ``tokens[: t + 1]`` where ``mask[t]``.
         load: how much there is to remember, or the distance to the answer.
         choices: continuations of ``context``; ``answer``: index of the right one.
     """

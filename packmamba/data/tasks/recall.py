@@ -8,8 +8,8 @@ from packmamba.data.tasks.base import Example, Span, draw, integer, make_example
 class MultiQueryRecall:
     """Make MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
 
-    Gaps follow a power law: most keys return early. The lower half of the ids are keys. Published: ``vocab_size=8192``, (length,
-    num_pairs) (64, 4), (128, 8), (256, 16).
+    Gaps follow a power law: most keys return early. The lower half of the ids are keys. Published:
+    ``vocab_size=8192``, (length, num_pairs) (64, 4), (128, 8), (256, 16).
     """
 
     POWER = 0.01
@@ -61,7 +61,8 @@ class Induction:
 class SelectiveCopying:
     """Make selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844): repeat ``num_data`` tokens among noise in order.
 
-    ``length`` excludes the markers that ask for them. Published: 16 data tokens in 4096 (Mamba) or 256 (MAD), vocabulary 16.
+    ``length`` excludes the markers that ask for them. Published:
+    16 data tokens in 4096 (Mamba) or 256 (MAD), vocabulary 16.
     """
 
     def __init__(self, num_data: Span = 16, length: Span = (128, 256), vocab_size: int = 16) -> None:

@@ -24,8 +24,8 @@ def standard_library() -> Iterable[tuple[str, str]]:
 class NextLine:
     """Make multiple choices on real code: which of four lines follows about ``context`` bytes of a file?
 
-    Wrong lines are of the same file, indentation, and nearly the same length, and not in the context, whose length is ``load``.
-    A package has at most ``per_package`` items.
+    Wrong lines are of the same file, indentation, and nearly the same length, and not in the
+    context, whose length is ``load``. A package has at most ``per_package`` items.
     """
 
     vocab_size, of_bytes = 256, True

@@ -14,19 +14,21 @@ Model = TypeVar("Model", bound=nn.Module)
 def patch(model: Model, require_boundaries: bool = False) -> Model:
     """Patch a model of transformers, or one inside, in place; return it.
 
-    Models: Mamba, FalconMamba, Jamba, Zamba, Mamba2, Bamba, GraniteMoeHybrid, FalconH1, NemotronH, Zamba2, Qwen3Next,
-    Qwen3_5, Qwen3_5Moe, OlmoHybrid, KimiLinear, Lfm2 and Lfm2Moe, ForCausalLM.
-    Its forward then takes packed rows: ``position_ids`` (B, L) that start again at 0, ``seq_idx`` (B, L) or ``cu_seq_lens_q``
-    (S + 1,), any of them together if they agree, and ``attention_mask`` (B, L) with padding on either side. A document has the
-    logits and gradients that it has alone; labels at its first token count as -100.
+    Models: Mamba, FalconMamba, Jamba, Zamba, Mamba2, Bamba, GraniteMoeHybrid, FalconH1, NemotronH,
+    Zamba2, Qwen3Next, Qwen3_5, Qwen3_5Moe, OlmoHybrid, KimiLinear, Lfm2 and Lfm2Moe, ForCausalLM.
+    Its forward then takes packed rows: ``position_ids`` (B, L) that start again at 0, ``seq_idx``
+    (B, L) or ``cu_seq_lens_q`` (S + 1,), any of them together if they agree, and ``attention_mask``
+    (B, L) with padding on either side. A document has the logits and gradients that it has alone;
+    labels at its first token count as -100.
 
     Args:
-        require_boundaries: raise ValueError at a batch without a cache and without boundaries. A mask is none: TRL's
-            ``wrapped`` has one.
+        require_boundaries: raise ValueError at a batch without a cache and without boundaries. A
+            mask is none: TRL's ``wrapped`` has one.
 
     Raises:
         TypeError: no such model is inside.
-        ValueError: transformers' version is not known, the model is wrapped already, or our kernels do not compute it.
+        ValueError: transformers' version is not known, the model
+            is wrapped already, or our kernels do not compute it.
     """
     models = _models()
     kinds = {type(module) for module in model.modules()} if isinstance(model, nn.Module) else set()

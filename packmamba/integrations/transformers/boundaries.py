@@ -33,7 +33,8 @@ def find(
 
     Args:
         attention_mask: (B, L), 0 before or behind a row's tokens, else 1.
-        given: some of ``BOUNDARIES``, by name; they must agree. None: each row's tokens are one document.
+        given: some of ``BOUNDARIES``, by name; they must
+            agree. None: each row's tokens are one document.
 
     Raises TypeError or ValueError.
     """

@@ -43,7 +43,8 @@ def mix_by_documents(kind: type) -> Callable[..., Tensor]:
         if packing.left is not None:
             hidden = hidden.masked_fill(packing.left[..., None], 0)
         if packing.layout is None or cache is not None:
-            # Each row is one document. No layer has biases, so zeros before it leave states at zero.
+            # Each row is one document. No layer has biases,
+            # so zeros before it leave states at zero.
             return theirs(layer, hidden, cache)
         return forward(layer, hidden, layout=packing.layout)
 

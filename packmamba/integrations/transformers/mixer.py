@@ -26,7 +26,8 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     of_zamba = hasattr(mixer, "n_mamba_heads")
     # Zamba's channels of input and gate alternate.
     x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if of_zamba else xz.chunk(2, dim=-1)
-    # A wrapped projection (adapter, hook, quantisation) is called; else one operator takes the weights.
+    # A wrapped projection (adapter, hook, quantisation)
+    # is called; else one operator takes the weights.
     if not (of_zamba or hasattr(mixer, "dt_layernorm")) and all(
         map(_plain, (mixer.x_proj, mixer.dt_proj, mixer.out_proj))
     ):

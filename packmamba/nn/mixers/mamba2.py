@@ -1,7 +1,7 @@
 """The Mamba-2 mixer on packed documents: one projection, a scalar decay for each head, a gated norm.
 
-Convolution, scan and norm are one operator, ``ops.mamba2_inner``, with one autograd node: its backward
-writes gradients where ``in_proj``'s backward reads them.
+Convolution, scan and norm are one operator, ``ops.mamba2_inner``, with one autograd node: its
+backward writes gradients where ``in_proj``'s backward reads them.
 
 Shapes: B rows, L slots, S documents, D d_inner, H heads, P headdim, G ngroups, N d_state, W d_conv.
 """

@@ -7,10 +7,10 @@ between 0 and 1:
            + lambda[t] dt[t] v[t] (outer) k[t]
     y[t] = h[t] q[t] + D v[t]
 
-So a token's outer product enters twice: with its own weight, and with the next token's. Both at once
-are Mamba-2's recurrence (``ops.ssd_pack``), whose output then holds what only the next token's may,
-``(1 - lambda[t+1]) dt[t+1] (k[t] . q[t]) v[t]``, and gives it back token by token. A document's last
-token has no next one.
+So a token's outer product enters twice: with its own weight, and with the next token's. Both at
+once are Mamba-2's recurrence (``ops.ssd_pack``), whose output then holds what only the next token's
+may, ``(1 - lambda[t+1]) dt[t+1] (k[t] . q[t]) v[t]``, and gives it back token by token. A
+document's last token has no next one.
 
 k and q are rotated, in pairs of coordinates, by the sum of the document's angles up to the token.
 Only differences of sums reach an output. So a document's state is held in the frame of its last

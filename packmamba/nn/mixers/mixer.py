@@ -21,10 +21,10 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn.init import Projection, dt_bias_, on_whole_parameters
 from packmamba.ops import checks
 
-# States of documents, tensors (S, ...): convolutions first, the recurrence last. Of Mamba: the
-# convolution's last inputs (S, D, W-1), oldest first, and the scan's state (S, D, N). Of Mamba-2:
-# (S, H P + 2 G N, W-1) and (S, H, P, N). Of Mamba-3: the last token's k (S, H, N) and v (S, H, P), and
-# (S, H, P, N).
+# States of documents, tensors (S, ...): convolutions first, the recurrence last.
+# Of Mamba: the convolution's last inputs (S, D, W-1), oldest first, and the
+# scan's state (S, D, N). Of Mamba-2: (S, H P + 2 G N, W-1) and (S, H, P, N). Of
+# Mamba-3: the last token's k (S, H, N) and v (S, H, P), and (S, H, P, N).
 State = tuple[Tensor, ...]
 
 
@@ -50,13 +50,14 @@ class Mixer(nn.Module):
     """Hold what the Mambas share: a recurrence between ``in_proj`` and ``out_proj``, and what comes before it.
 
     Attributes:
-        EXPLICIT (optional): arguments without which a checkpoint's weights may be another model, which
-            it therefore states; by name, what a new model takes.
+        EXPLICIT (optional): arguments without which a checkpoint's weights may be another model,
+            which it therefore states; by name, what a new model takes.
         HUGGING_FACE: by argument, the key of transformers' configuration and its default.
         NO_WEIGHT_DECAY: names of parameters of several dimensions that do not decay.
         WITHOUT_EFFECT: keys of a checkpoint's ssm_cfg that change nothing. A learned initial state
             of an earlier version is a weight, which no longer has a place.
-        state_shapes: of one document's states, by name: ``ssm_state``, the recurrence's, is the last.
+        state_shapes: of one document's states, by name:
+            ``ssm_state``, the recurrence's, is the last.
     """
 
     HUGGING_FACE: dict[str, tuple[str, Any]]
@@ -196,8 +197,8 @@ class HeadMixer(Mixer):
     """Hold what Mamba-2 and Mamba-3 share: heads of so many channels, whose groups share B and C.
 
     Args (others as of ``check_options``):
-        sizes: by name: d_model; d_state, N; expand; headdim, P, channels of a head; ngroups, G, which
-            divides the heads.
+        sizes: by name: d_model; d_state, N; expand; headdim, P,
+            channels of a head; ngroups, G, which divides the heads.
 
     Attributes:
         d_inner, nheads: channels and heads, H.
