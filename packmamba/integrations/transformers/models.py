@@ -201,9 +201,11 @@ class DocumentMask:
             return function(*(x.dense() if isinstance(x, cls) else x for x in args), **kwargs)
         if torch.compiler.is_compiling():
             return function(*args, attn_mask=mask.dense(), **kwargs)
-        # Neither a mask in memory nor work across documents: one call for
-        # all where FlashAttention serves (16 bits, no dropout), else SDPA's
-        # causal kernel for each. Slots of all rows by heads by channels:
+        # Neither a mask in memory nor work across documents: one call for all where FlashAttention
+        # serves (16 bits, no dropout), else SDPA's causal kernel for each. Under autocast rotary
+        # embeddings leave queries and keys in float32, which SDPA would cast. Slots of all rows by
+        # heads by channels:
+        args = [x.to(args[2].dtype) for x in args]
         query, key, value = (x.transpose(1, 2).flatten(0, 1) for x in args)
         served = can_use_flash_attention(SDPAParams(*args, None, 0.0, True, False))  # type: ignore[call-arg]
         if served and not kwargs.get("dropout_p") and query.shape[-1] % 8 == 0:
