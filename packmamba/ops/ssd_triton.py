@@ -67,11 +67,12 @@ class Problem:
         self.parts = triton.cdiv(channels, self.T)
         numbers = map(tl.constexpr, (channels, states, self.T, self.M, self.parts, 0 if a.D is None else a.D.dim()))
         # In float32 an operand is a sum of two bfloat16 ones, and a product three of theirs:
-        # outputs are off by 6e-6, by 1e-3 with one TF32 product, which takes as long. Three of TF32
-        # keep all bits and take 2.5 times as long: for tiles whose products of pairs Triton 3.6
-        # computes wrongly, or reading past its memory.
+        # outputs are off by 6e-6, by 1e-3 with one TF32 product, which takes as long. Other tiles,
+        # for which Triton 3.6 computes wrong products of pairs or reads past its memory, take three
+        # of TF32, which keep all bits in 2.5 times the time, or one where PyTorch is told to.
         in_pairs = self.T == 64 and 64 <= self.M <= 128
-        self.precision = "ieee" if a.x.dtype != torch.float32 else "bf16x3" if in_pairs else "tf32x3"
+        tf32 = "tf32x3" if torch.get_float32_matmul_precision() == "highest" else "tf32"
+        self.precision = "ieee" if a.x.dtype != torch.float32 else "bf16x3" if in_pairs else tf32
         self.tile = Tile(*numbers, described=False, dtype=OPERANDS[a.x.dtype], precision=self.precision)
         # Step sizes, and logarithms of decays, of all chunks: every other kernel reads them.
         low, high = (0.0, 0.0) if a.delta_limit is None else map(float, a.delta_limit)
@@ -111,7 +112,7 @@ class Problem:
         if self.a.x.dtype == torch.float32:
             # Pairs take up to twice as long with eight warps, but in ``walk_states``. With small
             # tiles these read past shared memory (Triton 3.6).
-            many = self.T * self.M > 4096 and (kernel == "walk_states" or self.precision == "tf32x3")
+            many = self.T * self.M > 4096 and (kernel == "walk_states" or self.precision != "bf16x3")
             return {"num_warps": 8 if many else 4, "num_stages": 1}
         large = self.T * self.M > 8192
         most = 3 - large - (self.parts > 1)  # which shared memory has room for
@@ -295,7 +296,6 @@ def _backward(
     problem.zero_padding(dx, ddelta, dz, dB, dC)
     # Two tensors, and not two views of one: compiled graphs
     # assume that results lie at multiples of 16 bytes.
-    dA = partial[0].sum(0)
-    dbias = partial[1].sum(0)
+    dA, dbias = (part.sum(0) for part in partial)
     dD = None if partial_D is None else partial_D.sum(0)
     return dx, ddelta, dA, dB, dC, dD, dz, None if a.delta_bias is None else dbias, dinitial
