@@ -174,7 +174,8 @@ class RunMetrics(Saved, Callback):
         """Add a point to the curve of validation losses, and keep the last losses by position."""
         results = module.alone.compute()
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
-        module.log("train/real_tokens", point["real_tokens"], sync_dist=True)  # validation's axis, too
+        # Validation's axis, too.
+        module.log("train/real_tokens", point["real_tokens"], sync_dist=True)
         if module.by_source is not None:
             point |= {f"loss.{name}": float(loss) for name, loss in module.by_source.compute().items()}
         if module.as_trained.update_called:

@@ -188,7 +188,8 @@ def _limited_steps(a: SsdArguments, delta: Tensor) -> Tensor:
     """Compute step sizes that a scan of Mamba-1 takes as they are: (B, L, H)."""
     assert a.delta_limit is not None
     size = delta if a.delta_bias is None else delta + a.delta_bias
-    size = torch.where(a.layout.seq_idx[..., None] < 0, 0, size)  # what padding holds reaches no gradient
+    # What padding holds reaches no gradient.
+    size = torch.where(a.layout.seq_idx[..., None] < 0, 0, size)
     if a.delta_softplus:
         size = elementwise(F.softplus, size)
     return size.clamp(*a.delta_limit)

@@ -62,7 +62,8 @@ class Problem:
         )  # fmt: skip
         # A tile is T channels by M states, powers of two; Triton's products need 16 or more.
         self.M = max(16, triton.next_power_of_2(states))
-        most = 32 if a.x.dtype == torch.float32 and self.M > 128 else 64  # which shared memory has room for
+        # Which shared memory has room for.
+        most = 32 if a.x.dtype == torch.float32 and self.M > 128 else 64
         self.T = min(most, max(16, triton.next_power_of_2(channels)))
         self.parts = triton.cdiv(channels, self.T)
         numbers = map(tl.constexpr, (channels, states, self.T, self.M, self.parts, 0 if a.D is None else a.D.dim()))

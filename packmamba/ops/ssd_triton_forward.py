@@ -61,7 +61,8 @@ class Sizes(NamedTuple):
     heads: Any
     shared: Any  # heads of a group
     rows: Any  # K * CHUNK
-    before: Any  # columns of ``Plan.chunks``: where the state before a chunk is, and the gradient of the one after it
+    # Columns of ``Plan.chunks``: where the state before a chunk is, and the gradient of the one after.
+    before: Any
     after: Any
 
 

@@ -173,7 +173,8 @@ class PackedLitModule(lightning.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Make the optimizer that the configuration names."""
-        fused = self.device.type in ("cpu", "cuda") and not self.scaled  # it would unscale after clipping
+        # The fused optimizer would unscale after clipping.
+        fused = self.device.type in ("cpu", "cuda") and not self.scaled
         return make_optimizer(self.model, self.optimizer_config, fused)
 
     def learning_rate(self, number: int) -> float:

@@ -92,7 +92,8 @@ def functions_of(code: bytes) -> list[str] | None:
             tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return None
-    lines = code.splitlines(keepends=True)  # of bytes: splits where the parser counts lines, not at \f
+    # Of bytes: splits where the parser counts lines, not at \f.
+    lines = code.splitlines(keepends=True)
     starts = [(min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno) for one in _functions(tree)]
     return [b"".join(lines[start - 1 : end]).decode(encoding) for start, end in starts]
 

@@ -21,7 +21,8 @@ class Document(NamedTuple):
     content: Any  # str, or (length,) ids where the source has a vocab_size
     targets: Any = None  # (length,), after each token, -1 for none; None: the next token
     group: str | None = None
-    answers: tuple[tuple[int, int], ...] | None = None  # a text's ranges that are trained on; None: all of it
+    # A text's ranges that are trained on; None: all of it.
+    answers: tuple[tuple[int, int], ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -17,9 +17,11 @@ BOUNDARIES = ("position_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k")
 class Packing(NamedTuple):
     """Hold the documents of a batch, for every layer in place of an attention mask."""
 
-    layout: Any  # SequenceLayout; padding before a row's tokens is a document; None: each row is one
+    # SequenceLayout; padding before a row's tokens is a document; None: each row is one.
+    layout: Any
     left: Tensor | None  # (B, L) bool, that padding; None: there is none
-    last: Tensor | slice | None  # (B,) int64, the document at each row's end; None: rows hold several
+    # (B,) int64, the document at each row's end; None: rows hold several.
+    last: Tensor | slice | None
     packed: bool  # whether a row holds several documents
 
 

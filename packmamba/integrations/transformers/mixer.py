@@ -90,7 +90,8 @@ def _scan(mixer: Any, x: Tensor, z: Tensor, layout: SequenceLayout, keeps: bool)
     low, B, C = _split(mixer, mixer.x_proj(x))
     if hasattr(mixer, "dt_layernorm"):
         normed = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
-        low, B, C = (part.to(x.dtype) for part in normed)  # Jamba's norms return float32 under autocast
+        # Jamba's norms return float32 under autocast.
+        low, B, C = (part.to(x.dtype) for part in normed)
     if _plain(mixer.dt_proj):  # the bias is not rounded
         delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(A.dtype)
     else:

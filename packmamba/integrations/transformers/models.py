@@ -29,7 +29,9 @@ PARTS2 = PARTS | {"dt_bias", "norm"}
 PROJECTIONS35 = {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"}
 QKV = {"q_proj", "k_proj", "v_proj", "b_proj", "conv1d", "o_norm", "o_proj"}
 DELTA = {"conv1d", "out_proj", "A_log", "dt_bias", "norm"}
-FAMILIES = (  # folders, names, what a mixer holds, how its model hands it the packing: alone, or beside attention's mask
+# Folders, names, what a mixer holds, how its model hands it the packing: alone, or beside
+# attention's mask.
+FAMILIES = (
     ("mamba", "Mamba", "Mixer", PARTS | PROJECTIONS, "mask"),
     ("falcon_mamba", "FalconMamba", "Mixer", PARTS | PROJECTIONS | NORMS, "mask"),
     ("jamba", "Jamba", "MambaMixer", PARTS | PROJECTIONS | NORMS, "masks"),
@@ -242,7 +244,8 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
             position = kwargs.get("position_ids")
             kwargs = _arrange(self, kwargs, self.require_boundaries)
             if "position_ids" in names and not getattr(kwargs.get("packing"), "packed", False):
-                kwargs["position_ids"] = position  # rotary embeddings of rows that a cache continues
+                # Rotary embeddings of rows that a cache continues.
+                kwargs["position_ids"] = position
         packing = None if hybrid and whole else kwargs.pop("packing", None)
         if packing is not None:
             kwargs["attention_mask"] = _masks(self, kwargs, packing) if hybrid else packing

@@ -83,7 +83,8 @@ class PackedMamba2(HeadMixer):
         self.dt_limit = None if (low, high) == (0.0, math.inf) else (low, high)
         self.norm_eps = norm_eps
         self.conv_dim = self.d_inner + 2 * ngroups * d_state  # x, B, C
-        self.in_proj = Projection(d_model, self.d_inner + self.conv_dim + self.nheads, bias=bias)  # z, x, B, C, dt
+        # z, x, B, C, dt.
+        self.in_proj = Projection(d_model, self.d_inner + self.conv_dim + self.nheads, bias=bias)
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
         self.A_init_range = A_init_range
         self.dt_bias = nn.Parameter(torch.empty(self.nheads))
