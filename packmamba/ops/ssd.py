@@ -60,9 +60,9 @@ def ssd_pack(
         delta_limit: (low, high), to which delta is clamped last; None: no limit.
         initial_state: (S, H, P, N).
 
-    On a GPU float32's outputs are within 1e-5 of float64 and its gradients within 5e-5. Where
+    On a GPU float32's outputs are within 1e-5 of float64 and its gradients within 5e-5. But where
     ``torch.set_float32_matmul_precision`` allows TF32, heads of at most 32 channels, and states of
-    at most 32 or more than 128, are multiplied in TF32.
+    at most 32 or more than 128, are multiplied in TF32, with errors of about 1e-3.
 
     Returns y (B, L, H, P) in x's dtype, zero at padding, which is never read; with
     ``return_final_state`` a pair. Raises TypeError or ValueError.
