@@ -35,9 +35,9 @@ Arguments = TypeVar("Arguments", bound=tuple)
 # Takes its arguments by name. A dictionary and no
 # keywords, which each function on the way would copy.
 Kernel = Callable[[dict[str, Any]], None]
-# Results of ``forward`` and ``fake``: outputs, and
-# what is saved for the backward; None where absent.
-Results = tuple[tuple, tuple]
+# Results of ``forward`` and ``fake``: outputs, and what is saved for the backward, both named
+# tuples; None where absent.
+Results = tuple[tuple, Any]
 
 # An argument in a schema, by its annotation.
 SCHEMA = {
@@ -163,6 +163,8 @@ class PackedOperator(Generic[Arguments]):
         backward: (arguments, saved, gradients of the outputs, None: zero) -> gradients as
             ``d<argument>``; None where absent.
         constants: names of the last tensors among the arguments, which have no gradient.
+        saved_if_eager: names of what a call through the dispatcher does not save, since its size
+            depends on documents' lengths, and a traced graph knows sizes beforehand.
     """
 
     name: str
@@ -173,6 +175,7 @@ class PackedOperator(Generic[Arguments]):
     fake: Callable[[Arguments, bool], Results]
     backward: Callable[[Arguments, Any, Any], Mapping[str, Tensor | None]]
     constants: tuple[str, ...] = ()
+    saved_if_eager: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         self.signature = Signature(self.arguments, self.constants)
@@ -253,6 +256,7 @@ class PackedOperator(Generic[Arguments]):
     def _run(self, function: Callable[[Arguments, bool], Results], *values: Any) -> tuple[Tensor, ...]:
         """Compute the results of the schema by ``forward`` or ``fake``."""
         outputs, saved = function(self.signature.unflatten(values[:-1]), values[-1])
+        saved = saved._replace(**dict.fromkeys(self.saved_if_eager))
         return none_to_empty((*outputs, *saved), values[0])
 
     def _run_backward(self, *values: Any) -> tuple[Tensor, ...]:

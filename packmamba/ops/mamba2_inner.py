@@ -116,10 +116,11 @@ class Mamba2Outputs(NamedTuple):
 
 
 class Mamba2Saved(NamedTuple):
-    """Saved for the backward: the convolution's output (B, L, D + 2 G N), and the scan's (B, L, D)."""
+    """Saved for the backward: the convolution's output (B, L, D + 2 G N), the scan's (B, L, D), and what it saved."""
 
     convolved: Tensor | None
     y: Tensor | None
+    states: Tensor | None
 
 
 def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Outputs:
@@ -197,10 +198,12 @@ def _walk(
     """Compute the block by the forward of two packed operators and of the norm."""
     z, xBC, delta = a.parts(a.projected)
     convolved, _ = convolve(a.convolution(xBC), needs_backward)
-    scanned, _ = scan(a.scan(convolved.y, delta), needs_backward)
+    scanned, of_scan = scan(a.scan(convolved.y, delta), needs_backward)
     y = scanned.y.flatten(2)
     normed = norm(y, z, a.norm_weight, a.groups, a.epsilon)
-    saved = Mamba2Saved(convolved=convolved.y, y=y) if needs_backward else Mamba2Saved(None, None)
+    saved = Mamba2Saved(None, None, None)
+    if needs_backward:
+        saved = Mamba2Saved(convolved=convolved.y, y=y, states=of_scan.states)
     return Mamba2Outputs(normed, convolved.final_state, scanned.final_state), saved
 
 
@@ -222,7 +225,7 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
     dx, dB, dC = a.parts_of_scan(dconvolved)
     scan = a.scan(saved.convolved, delta)
     scan_grads = Outputs(y=dy.view(scan.x.shape), final_state=grads.ssm_state)
-    scan_gradients = ssd._backward(scan, ssd.SsdSaved(None), scan_grads, (dx, ddelta, dB, dC))
+    scan_gradients = ssd._backward(scan, ssd.SsdSaved(saved.states), scan_grads, (dx, ddelta, dB, dC))
     for name in ("dA", "dD", "ddelta_bias"):
         gradients[name] = scan_gradients[name]
     gradients["dssm_state"] = scan_gradients["dinitial_state"]
@@ -247,4 +250,5 @@ _operator: PackedOperator[Mamba2Arguments] = PackedOperator(
     fake=_fake,
     backward=_backward,
     constants=("offsets",),
+    saved_if_eager=("states",),
 )

@@ -202,14 +202,14 @@ def elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
 
 
 class SsdSaved(NamedTuple):
-    """Saved for the backward: nothing yet."""
+    """Saved for the backward: states where segments start, see ``ssd_triton``."""
 
     states: Tensor | None
 
 
 def _forward(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, SsdSaved]:
-    y, final_state = _kernels(a.x).forward(a)
-    return Outputs(y=y, final_state=final_state), SsdSaved(states=None)
+    y, final_state, starts = _kernels(a.x).forward(a)
+    return Outputs(y=y, final_state=final_state), SsdSaved(states=starts)
 
 
 def _kernels(x: Tensor) -> Any:
@@ -234,7 +234,8 @@ def _backward(
         tensors: Any = a[: compiled.signature.num_gradients]
         gradients = tuple(None if t is None else torch.zeros_like(t) for t in tensors)
     else:
-        gradients = _kernels(a.x).backward(a, grads.y, dfinal, into)
+        starts = saved.states if saved.states is not None and saved.states.numel() else None
+        gradients = _kernels(a.x).backward(a, starts, grads.y, dfinal, into)
     return dict(zip(compiled.signature.gradients, gradients))
 
 
@@ -247,4 +248,5 @@ compiled: PackedOperator[SsdArguments] = PackedOperator(
     fake=_fake,
     backward=_backward,
     constants=("offsets",),
+    saved_if_eager=("states",),
 )

@@ -9,6 +9,7 @@ waits; programs without work return at once. No sum has an order that depends on
 """
 
 import contextvars
+import functools
 from typing import Any
 
 import torch
@@ -177,6 +178,12 @@ class Problem:
         )
 
 
+@functools.cache
+def _second_stream(device: torch.device) -> torch.cuda.Stream:
+    """Return a stream for kernels beside those of the current stream; one, whose memory is used again."""
+    return torch.cuda.Stream(device)
+
+
 def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
     """Allocate what Triton asks for: memory for the descriptors that a kernel makes."""
     return torch.empty(size, dtype=torch.int8, device="cuda")
@@ -191,35 +198,37 @@ def _run(function: Any, a: Any, *gradients: Any) -> Any:
     return context.run(function, a, *gradients)
 
 
-def forward(a: Any) -> tuple[Tensor, Tensor | None]:
-    """Compute ``ops.ssd_pack``."""
+def forward(a: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Compute ``ops.ssd_pack``; return states where segments start, too, for the backward; None: there are none."""
     return _run(_forward, a)
 
 
 def backward(
-    a: Any, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...] | None = None
+    a: Any, starts: Tensor | None, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor | None, ...]:
     """Return gradients of x, delta, A, B, C, D, z, delta_bias and the initial state; None where absent.
 
+    starts: states where segments start, of ``forward``; None: they are computed again.
     into: tensors for the gradients of x, delta, B and C,
     slices of contiguous (B, L, ...); None: they are allocated.
     """
-    return _run(_backward, a, dy, dfinal, into)
+    return _run(_backward, a, starts, dy, dfinal, into)
 
 
-def _forward(a: Any) -> tuple[Tensor, Tensor | None]:
+def _forward(a: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
     y = a.x.new_empty(a.x.shape)
     final = a.A.new_zeros(a.state_shape) if a.return_final_state else None
     if not len(a.layout.starts):
-        return y.zero_(), final
+        return y.zero_(), final, None
     problem = Problem(a)
-    problem.walk(problem.inputs(z=a.z), problem.between(a.initial_state, final), y)
+    starts = problem.between(a.initial_state, final)
+    problem.walk(problem.inputs(z=a.z), starts, y)
     problem.zero_padding(y)
-    return y, final
+    return y, final, starts
 
 
 def _backward(
-    a: Any, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...] | None
+    a: Any, starts: Tensor | None, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...] | None
 ) -> tuple[Tensor | None, ...]:
     dx, ddelta, dB, dC = into or [tensor.new_empty(tensor.shape) for tensor in (a.x, a.delta, a.B, a.C)]
     # Boundaries at documents' edges matter where states come from outside, or gradients do.
@@ -228,8 +237,8 @@ def _backward(
     channels, states_of_group = a.x.shape[3], a.B.shape[3]
     dy = a.x.new_zeros(a.x.shape) if dy is None else dy.contiguous()
     dfinal, dinitial = dense(dfinal), None if a.initial_state is None else torch.zeros_like(a.initial_state)
-    # The forward keeps no states: those at starts of segments are computed again.
-    starts = problem.between(a.initial_state, None)
+    if starts is None:
+        starts = problem.between(a.initial_state, None)
     # Gate. ``dz`` holds y before the gate at first; ``gate_gradients`` replaces it.
     dz = None
     if a.z is not None:
@@ -240,13 +249,31 @@ def _backward(
             P=channels, T=triton.next_power_of_2(channels), ROWS=32,
         )  # fmt: skip
         dy = ungated
-    # Gradients of states after segments; ``dinitial`` those before documents.
-    ends = problem.between(dfinal, dinitial, dy)
-
-    # States before chunks, and gradients of states after chunks.
     inputs = problem.inputs(dy=dy)
     described = problem.described(inputs, whole=True)
-    # Stored in the activations' dtype, a whole tile (M, T) for each part of a head's channels.
+    sums = {kernel: problem.sums(kernel) for kernel in SUMMED}
+    programs = {kernel: problem.chunks * groups * of.shares for kernel, of in sums.items()}
+    tables = (problem.decays, plan.chunks, sizes)
+    # By row of chunks and head, for ``step_gradients``.
+    found = ByRow(*(problem.by_row() for _ in ByRow._fields))
+
+    # dC and dB of pairs of tokens: three products of blocks for each chunk and share. They need no
+    # states, so they are computed beside them. What the second stream reads and writes is held here
+    # until the first one has waited for it.
+    pairs = a.A.new_empty(programs["pair_parts"], 3, BLOCK.value, BLOCK.value)
+    partial_D = None if a.D is None else a.A.new_zeros(2 * problem.chunks, *a.D.shape)
+    first, second = torch.cuda.current_stream(a.x.device), _second_stream(a.x.device)
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        problem.launch(
+            "pair_parts", 3 * programs["pair_parts"], inputs, pairs, found, partial_D, *tables, sums["pair_parts"],
+            tile=described,
+        )  # fmt: skip
+
+    # Gradients of states after segments; ``dinitial`` those before documents.
+    ends = problem.between(dfinal, dinitial, dy)
+    # States before chunks, and gradients of states after chunks. Stored in the activations'
+    # dtype, a whole tile (M, T) for each part of a head's channels.
     states, dstates = (
         a.x.new_empty(count, problem.heads, problem.parts, problem.M, problem.T)
         for count in (
@@ -256,33 +283,22 @@ def _backward(
     forward, reverse = Role(a.initial_state, starts, None, states), Role(dfinal, ends, None, dstates)
     problem.walk_states(inputs, forward, reverse, FORWARD=True, REVERSE=True)
 
-    # What states give to dB, dC and step sizes, then what pairs of tokens give.
-    sums = {kernel: problem.sums(kernel) for kernel in SUMMED}
-    programs = {kernel: problem.chunks * groups * of.shares for kernel, of in sums.items()}
-    tables = (problem.decays, plan.chunks, sizes)
-    # By row of chunks and head, for ``step_gradients``; ``through`` by chunk and head.
-    found = ByRow(*(problem.by_row() for _ in ByRow._fields))
+    # dx, from gradients of states and from later tokens of the chunk.
+    second.wait_stream(first)
+    with torch.cuda.stream(second):
+        problem.launch(
+            "input_gradients", 2 * programs["input_gradients"], inputs, a.D, dstates, slots_of(dx), *tables,
+            sums["input_gradients"],
+        )  # fmt: skip
+    # What states give to dB, dC and step sizes: dC and dB by share of a group's heads, which
+    # ``finish`` sums; ``through`` by chunk and head.
     through = a.A.new_empty(problem.chunks, problem.heads)
-    # dC and dB of states, by share of a group's heads: ``finish`` sums the shares.
     shares = a.A.new_empty(2, sums["state_parts"].shares, groups, sizes.rows, states_of_group)
     problem.launch(
         "state_parts", 4 * programs["state_parts"], inputs, states, dstates, found, through, shares, *tables,
         sums["state_parts"], tile=described,
     )  # fmt: skip
-    # Memory: from here on the gradients of states alone are read.
-    del states, forward
-    # dC and dB of pairs of tokens: three products of blocks for each chunk and share.
-    pairs = a.A.new_empty(programs["pair_parts"], 3, BLOCK.value, BLOCK.value)
-    partial_D = None if a.D is None else a.A.new_zeros(2 * problem.chunks, *a.D.shape)
-    problem.launch(
-        "pair_parts", 3 * programs["pair_parts"], inputs, pairs, found, partial_D, *tables, sums["pair_parts"], tile=described
-    )  # fmt: skip
-
-    # dx, from gradients of states and from later tokens of the chunk.
-    problem.launch(
-        "input_gradients", 2 * programs["input_gradients"], inputs, a.D, dstates, slots_of(dx), *tables, sums["input_gradients"]
-    )  # fmt: skip
-    del dstates, reverse
+    first.wait_stream(second)
     # dB and dC: shares in order, then pairs by C and B.
     columns = min(64, problem.M)
     problem.launch(
