@@ -233,6 +233,10 @@ def _check_rules(config: Config) -> None:
     _check_keys_in_use(config, strategy, boundary)
     row_length_is_known = data.row_length or not strategy.needs_row_length
     rule(row_length_is_known, "data.row_length", f"an integer with {data.strategy}")
+    longest = data.cut_documents or float("inf")
+    fits = data.overlong != "error" or strategy.splits_documents or longest <= (data.row_length or longest)
+    unknown = "truncate or split with data.streaming, in which the longest document is not known"
+    rule(fits or not data.streaming, "data.overlong", unknown)
     has_kernels = config.ops.backend != "mamba_ssm" or config.model.mixer not in ("mamba2", "mamba3")
     rule(has_kernels, "ops.backend", f"auto, reference, cpu or cuda with model.mixer={config.model.mixer}")
     if boundary.continues:
@@ -279,6 +283,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     graphs = "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
     used: dict[str, tuple[Any, str]] = {
         "data.path": (not data.sources, "data.sources is empty"),
+        "data.streaming": (not data.sources, "data.sources is empty"),
         "data.unit": (data.source == "packages", "data.source=packages"),
         "data.streams": (strategy.splits_documents, "data.strategy=concat_split"),
         "data.stagger": (is_stream and strategy.splits_documents, "in streams of concat_split"),

@@ -92,6 +92,9 @@ class DataConfig:
     task: Optional[str] = key(None, "Task of source task.", choices="packmamba.data.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
+    streaming: bool = key(
+        False, "Train while documents are tokenized: in the source's order, shuffled within shards."
+    )
     num_proc: Optional[int] = key(None, "Threads that tokenize.", null="a core each, at most 16", low=1)
     batching: str = key("matched", "Arrange a step's documents, or stream into rows.", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)

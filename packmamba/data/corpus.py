@@ -13,6 +13,7 @@ so resuming a run is counting, as with one corpus.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import hashlib
 import json
@@ -40,6 +41,8 @@ class Documents:
 
     groups: Any = None
     source_names: Sequence[str] = ()  # of a mixture
+    has_windows = False  # whether ``window`` draws documents; else the schedule cuts the corpus in windows
+    is_streamed = False  # whether there may be more documents than are known
 
     def __init__(self, tokens: Any, lengths: Any, targets: Any = None) -> None:
         self.tokens = tokens
@@ -110,7 +113,40 @@ class Corpus(Documents):
         return Corpus, (self.folder, self.split)
 
 
-class Mixture(Documents):
+class Joined(Documents):
+    """Number the documents of several corpora one after the other; their tokens stay where they are.
+
+    Attributes:
+        parts: the corpora.
+        firsts: number of each part's first document, and the number of all documents.
+    """
+
+    has_windows = True
+    parts: list[Corpus]
+    firsts: Any
+
+    @property
+    def has_answers(self) -> bool:
+        """Tell whether any part has prompts, whose tokens are no targets."""
+        return any(part.has_answers for part in self.parts)
+
+    def _find(self, document: int) -> tuple[Corpus, int]:
+        """Return a document's part, and its number there."""
+        part = bisect.bisect_right(self.firsts, document) - 1
+        return self.parts[part], document - self.firsts[part]
+
+    def document(self, index: int) -> np.ndarray:
+        """Return a document's tokens, by its number over all parts."""
+        part, number = self._find(index)
+        return part.document(number)
+
+    def read(self, document: int, start: int, length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
+        """Return a piece's tokens and targets, as ``Documents.read``."""
+        part, number = self._find(document)
+        return part.read(number, start, length, ends)
+
+
+class Mixture(Joined):
     """Hold the same split of several corpora as one, whose groups are the parts.
 
     Attributes, as of ``Corpus``: ``lengths`` (n,) of all parts' documents, ``groups`` (n,) their
@@ -118,7 +154,6 @@ class Mixture(Documents):
     """
 
     def __init__(self, parts: list[Corpus], names: list[str], weights: list[float]) -> None:
-        # Tokens stay in the parts: ``read`` and ``document`` find them there.
         super().__init__(tokens=None, lengths=np.concatenate([part.lengths for part in parts]))
         self.parts = parts
         self.group_names = self.source_names = names
@@ -128,7 +163,7 @@ class Mixture(Documents):
         self.num_tokens = sum(part.num_tokens for part in parts)
         self.num_documents = len(self.lengths)
         counts = [part.num_documents for part in parts]
-        self._first = np.cumsum([0, *counts])
+        self.firsts = np.cumsum([0, *counts])
         self.groups = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
         identity = [[part.corpus_hash for part in parts], weights]
         self.corpus_hash = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
@@ -138,23 +173,8 @@ class Mixture(Documents):
         # A window may touch two passes of a part.
         self._shuffled = functools.lru_cache(2 * len(parts))(self._shuffle)
 
-    @property
-    def has_answers(self) -> bool:
-        """Tell whether any source has prompts, whose tokens are no targets."""
-        return any(part.has_answers for part in self.parts)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return Mixture, (self.parts, self.group_names, self.weights)
-
-    def document(self, index: int) -> np.ndarray:
-        """Return a document's tokens, by its number over all sources."""
-        part = self.groups[index]
-        return self.parts[part].document(index - self._first[part])
-
-    def read(self, document: int, start: int, length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
-        """Return a piece's tokens and targets, as ``Documents.read``."""
-        part = self.groups[document]
-        return self.parts[part].read(document - self._first[part], start, length, ends)
 
     def window(self, seed: int, number: int, size: int) -> np.ndarray:
         """Draw the documents of a window of about ``size``: those of each part in the order of its passes."""
@@ -172,7 +192,7 @@ class Mixture(Documents):
     def _shuffle(self, seed: int, part: int, index: int) -> np.ndarray:
         """Shuffle a part's documents for one of its passes."""
         order = np.random.default_rng([seed, part, index]).permutation(self.parts[part].num_documents)
-        return self._first[part] + order
+        return self.firsts[part] + order
 
     def passes(self, tokens: float) -> dict[str, float]:
         """Return how often each part is read in so many tokens of the mixture."""

@@ -167,7 +167,7 @@ class StepSchedule:
     Raises ConfigError where a document fits no row.
     """
 
-    corpus: Any  # a Corpus or a Mixture
+    corpus: Any  # a Corpus, a Mixture or a StreamedCorpus
     data: DataConfig
     seed: int
     carry: bool = False
@@ -176,10 +176,10 @@ class StepSchedule:
     def __post_init__(self) -> None:
         self._check_row_length()
         self.exact = self.data.batching == "matched" and self.data.cut_at_steps
-        self.tokens = int(self.corpus.lengths.sum(dtype=np.int64))
-        # A corpus smaller than a step is one step: no step holds a document twice.
-        self.budget = min(self.data.tokens_per_step, self.tokens)
-        self.windows_per_epoch = ceil_div(self.corpus.num_documents, WINDOW_DOCUMENTS)
+        self.budget = self.data.tokens_per_step
+        if not self.corpus.is_streamed:
+            # A corpus smaller than a step is one step: no step holds a document twice.
+            self.budget = min(self.budget, self._count_tokens())
         # First step of each window, or its first token where steps are exact.
         self._firsts = [0]
         # The last window used, by its number. Steps come in order, so one is enough.
@@ -187,7 +187,8 @@ class StepSchedule:
 
     def _check_row_length(self) -> None:
         data = self.data
-        if data.row_length is None or data.overlong != "error":
+        # Of a streamed corpus, whose longest document is not known, the configuration is checked.
+        if data.row_length is None or data.overlong != "error" or self.corpus.is_streamed:
             return
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or LONGEST)
         fits = longest <= data.row_length or STRATEGIES[data.strategy].splits_documents
@@ -218,10 +219,21 @@ class StepSchedule:
         return rows, np.arange(len(rows))
 
     def epoch_steps(self) -> int:
-        """Count the steps of the first epoch."""
+        """Count the steps of the first epoch; of a streamed corpus wait for its last document."""
+        if self.corpus.is_streamed:
+            self.corpus.wait()
         if self.exact:
-            return ceil_div(self.tokens, self.budget)
-        return sum(self._size(window) for window in range(self.windows_per_epoch))
+            return ceil_div(self._count_tokens(), self.budget)
+        return sum(self._size(window) for window in range(self._windows_per_epoch))
+
+    def _count_tokens(self) -> int:
+        return int(self.corpus.lengths.sum(dtype=np.int64))
+
+    @property
+    def _windows_per_epoch(self) -> int:
+        if self.corpus.is_streamed:
+            return len(self.corpus.parts)
+        return ceil_div(self.corpus.num_documents, WINDOW_DOCUMENTS)
 
     def turn(self, numbers: Integers) -> int:
         """Return which group of streams a batch holds, whose carried states are stored under it.
@@ -263,15 +275,15 @@ class StepSchedule:
 
     def _documents(self, window: int) -> tuple[np.random.Generator, Integers]:
         """Return a window's documents, and what shuffles them."""
-        # A mixture draws windows without end; a corpus goes through its windows once an epoch.
-        if self.corpus.source_names:
+        # A mixture or a stream has windows without end; a corpus goes through its windows once an epoch.
+        if self.corpus.has_windows:
             size = min(self.corpus.num_documents, WINDOW_DOCUMENTS)
             documents = self.corpus.window(self.seed, window, size)
             return np.random.default_rng([self.seed, window]), documents
-        epoch, place = divmod(window, self.windows_per_epoch)
+        epoch, place = divmod(window, self._windows_per_epoch)
         # Windows come in another order each epoch; documents are shuffled within a window only.
         shuffle_windows = np.random.default_rng([self.seed, epoch])
-        part = int(shuffle_windows.permutation(self.windows_per_epoch)[place])
+        part = int(shuffle_windows.permutation(self._windows_per_epoch)[place])
         first = part * WINDOW_DOCUMENTS
         last = min(first + WINDOW_DOCUMENTS, self.corpus.num_documents)
         return np.random.default_rng([self.seed, epoch, part]), np.arange(first, last)

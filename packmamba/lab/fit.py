@@ -242,12 +242,17 @@ class _Run:
         epochs = tokens / train.num_tokens
         of_sources = [f"{passes:.2g} of {name}" for name, passes in self._passes(tokens).items()]
         sources = f" ({', '.join(of_sources)})" if of_sources else ""
+        passes = f", {epochs:.2g} epochs{sources}"
+        so_far = ""
+        if train.is_streamed:
+            passes = ""
+            so_far = " in the first shard"
         from_step = f", from step {callbacks.step_of(resume)}" if resume else ""
         print(
-            f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; "
+            f"{train.num_documents:,} documents with {train.num_tokens:,} tokens{so_far}; "
             f"validation on {validated} of {held_out} held out; "
             f"{parameters:,} parameters; backend {self.backend}; "
-            f"{max_steps} steps, {epochs:.2g} epochs{sources}; run {self.folder}{from_step}",
+            f"{max_steps} steps{passes}; run {self.folder}{from_step}",
             flush=True,
         )
 

@@ -1,0 +1,232 @@
+"""Train while documents are tokenized: a corpus in shards, written ahead of training by a process of its own.
+
+    source      document, document, ...       read once, in its order
+    writer      shard 0 | shard 1 | ...       each whole or absent, of growing size
+    training    window 0 = shard 0, shuffled; window 1 = shard 1; ...
+
+The first shard is small, so that training begins after seconds; later ones double, so that documents
+are shuffled over more of them. A shard ends with the first chunk of documents at which it has its
+tokens: it is a function of source and tokenizer, and a step, which waits for its shard, a function of
+its number. After the last shard all come again, in another order each epoch. What is held out of the
+first shard is the validation split; what is held out of later ones is left out.
+
+The writer goes on after the shards that are there. Each process that trains starts one, a lock lets
+one of them write, and it ends with the process that started it, so another one takes over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from filelock import FileLock, Timeout
+
+from packmamba.config import ConfigError, DataConfig, import_plugins, need
+from packmamba.data.corpus import META, Corpus, Joined
+from packmamba.data.encoding import Opened, SplitWriter, encode, open_documents, write_meta
+from packmamba.data.sources import SOURCES
+
+# Tokens of the first shard, and how often the next ones double them.
+FIRST_TOKENS = 1 << 21
+DOUBLINGS = 5
+# Names in a streamed corpus's folder, beside its shards.
+COMPLETE = "complete"
+ERROR = "error"
+LOCK = ".writer.lock"
+# Seconds between two looks for a shard, and for which a writer may be starting.
+INTERVAL = 0.2
+STARTING = 60.0
+
+_writers: dict[Path, subprocess.Popen] = {}
+
+
+def open_stream(data: DataConfig) -> tuple[StreamedCorpus, Corpus, str]:
+    """Start a writer unless the corpus is complete; wait for the first shard.
+
+    Returns training documents, validation documents, and a hash of the first shard and of what
+    decides the others. Raises ConfigError.
+    """
+    opened = open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS])
+    need(opened.source.read_test is None, "data.streaming", "false with a test split", "true")
+    folder = opened.folder(data)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"data.cache_dir: cannot write '{data.cache_dir}' ({error})") from None
+    # One process of each machine starts a writer.
+    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
+    if not (folder / COMPLETE).exists() and folder not in _writers and local_rank == "0":
+        (folder / ERROR).unlink(missing_ok=True)
+        _writers[folder] = _start_writer(data)
+    train = StreamedCorpus(folder)
+    corpus_hash = f"{train.parts[0].corpus_hash}-{folder.name.rpartition('-')[2]}"
+    return train, Corpus(train.parts[0].folder, "validation"), corpus_hash
+
+
+class StreamedCorpus(Joined):
+    """Hold the training documents of the shards so far, and wait for others that are asked for.
+
+    Attributes, as of ``Corpus``, of the shards that were opened: ``lengths`` (n,),
+    ``num_documents``, ``num_tokens``.
+    """
+
+    is_streamed = True
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(tokens=None, lengths=np.zeros(0, "<i4"))
+        self.folder = folder
+        self.split = "train"
+        self.parts = []
+        self.firsts = [0]
+        self.num_tokens = 0
+        self._open(0)
+        self.vocab_size = self.parts[0].vocab_size
+
+    @property
+    def num_documents(self) -> int:
+        """Count the documents of the shards that were opened."""
+        return len(self.lengths)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StreamedCorpus, (self.folder,)
+
+    def wait(self) -> None:
+        """Wait until all documents are tokenized, and open all shards."""
+        while self._open(len(self.parts)):
+            pass
+
+    def window(self, seed: int, number: int, size: int) -> np.ndarray:
+        """Return the numbers of a shard's documents: in the first epoch shard ``number``, later in another order."""
+        if not self._open(number):
+            epoch, place = divmod(number, len(self.parts))
+            number = int(np.random.default_rng([seed, epoch]).permutation(len(self.parts))[place])
+        return np.arange(self.firsts[number], self.firsts[number + 1])
+
+    def _open(self, number: int) -> bool:
+        """Open the shards up to a number, waiting for them; return whether there are so many."""
+        last_written = time.monotonic()
+        while len(self.parts) <= number:
+            shard = _shard(self.folder, len(self.parts))
+            if shard.exists():
+                self._add(Corpus(shard, "train"))
+            elif (self.folder / COMPLETE).exists() and not shard.exists():
+                return False
+            else:
+                if _is_written(self.folder):
+                    last_written = time.monotonic()
+                need(time.monotonic() - last_written < STARTING, "data.streaming", "a process that tokenizes", "none")
+                time.sleep(INTERVAL)
+        return True
+
+    def _add(self, shard: Corpus) -> None:
+        self.parts.append(shard)
+        self.firsts.append(self.firsts[-1] + shard.num_documents)
+        self.lengths = np.concatenate([self.lengths, shard.lengths])
+        self.num_tokens += shard.num_tokens
+
+
+def _shard(folder: Path, number: int) -> Path:
+    return folder / f"shard-{number:05d}"
+
+
+def _is_written(folder: Path) -> bool:
+    """Return whether a process writes shards. Raises ConfigError with the reason if it failed."""
+    if (folder / ERROR).exists():
+        raise ConfigError((folder / ERROR).read_text())
+    try:
+        with FileLock(folder / LOCK, timeout=0):
+            return False
+    except Timeout:
+        return True
+
+
+def _start_writer(data: DataConfig) -> subprocess.Popen:
+    """Start ``main`` in a process of its own, which ends when its input does: with this process."""
+    command = [sys.executable, "-m", "packmamba.data.streaming"]
+    writer = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
+    # A source may be a plugin's: its module is imported first.
+    plugin = SOURCES[data.source].__module__
+    assert writer.stdin is not None
+    writer.stdin.write(json.dumps([plugin, dataclasses.asdict(data)]).encode() + b"\n")
+    writer.stdin.flush()
+    return writer
+
+
+def main() -> None:
+    """Write the shards of the configuration in the first line of the input, until the input ends."""
+    plugin, keys = json.loads(sys.stdin.readline())
+    threading.Thread(target=_exit_with_input, daemon=True).start()
+    import_plugins([plugin])
+    data = DataConfig(**keys)
+    opened = open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS])
+    folder = opened.folder(data)
+    with FileLock(folder / LOCK):
+        try:
+            write_shards(folder, data, opened)
+        except Exception as error:
+            reason = error if isinstance(error, ConfigError) else f"data.streaming: {type(error).__name__}: {error}"
+            (folder / ERROR).write_text(str(reason))
+
+
+def _exit_with_input() -> None:
+    sys.stdin.read()
+    os._exit(0)
+
+
+def write_shards(folder: Path, data: DataConfig, opened: Opened) -> None:
+    """Write the shards that are missing, then ``COMPLETE``. Raises ConfigError."""
+    tokenizer = opened.load_tokenizer()
+    number = 0
+    documents_read = 0
+    while (shard := _shard(folder, number)).exists():
+        documents_read += json.loads((shard / META).read_text())["documents_read"]
+        number += 1
+    chunks = encode(itertools.islice(opened.source.read(), documents_read, None), tokenizer, data)
+    while _write_shard(folder, number, opened, chunks):
+        number += 1
+    expected = "documents in training and validation"
+    need(
+        number, "data.path", expected, f"too few in '{data.path}'; add others with text, or raise validation_fraction"
+    )
+    (folder / COMPLETE).touch()
+
+
+def _write_shard(folder: Path, number: int, opened: Opened, chunks: Iterator[list]) -> bool:
+    """Write a shard under a temporary name, then rename it; return False if the source has ended."""
+    shard = _shard(folder, number)
+    work = folder / f".{shard.name}.part"
+    shutil.rmtree(work, ignore_errors=True)  # what a killed process left behind
+    work.mkdir()
+    tokenizer = opened.load_tokenizer()
+    writers = {"train": SplitWriter(work / "train", tokenizer)}
+    if number == 0:
+        writers["validation"] = SplitWriter(work / "validation", tokenizer)
+    documents_read = 0
+    is_filled = False
+    for chunk in chunks:
+        documents_read += len(chunk)
+        for split, writer in writers.items():
+            writer.add([pair for pair in chunk if pair[0].held_out == (split == "validation")])
+        is_filled = all(writer.counts["documents"] for writer in writers.values())
+        if is_filled and writers["train"].counts["tokens"] >= FIRST_TOKENS << min(number, DOUBLINGS):
+            break
+    if is_filled:
+        write_meta(work, opened, tokenizer, writers, documents_read=documents_read)
+        os.rename(work, shard)
+    shutil.rmtree(work, ignore_errors=True)
+    return is_filled
+
+
+if __name__ == "__main__":
+    main()
