@@ -3,12 +3,14 @@
 import gzip
 import json
 import struct
+import threading
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from packmamba.config import ConfigError, DataConfig
+from packmamba.data import encoding, streaming
 from packmamba.data.sources import open_source
 from packmamba.data.token_store import load_corpora
 
@@ -41,6 +43,20 @@ def write_lines(path: Path, texts=TEXTS) -> Path:
 
 def of(path, source="jsonl", **keys):
     return DataConfig(source=source, path=str(path), **{"validation_fraction": 0.2, **keys})
+
+
+def write_small_shards(monkeypatch, tokens):
+    """Write shards of a streamed corpus in a thread of this process, the first of so many tokens."""
+    monkeypatch.setattr(streaming, "FIRST_TOKENS", tokens)
+    monkeypatch.setattr(encoding, "CHUNK_DOCUMENTS", 3)
+
+    def start(data):
+        opened = encoding.open_documents(data, shards=[tokens, streaming.DOUBLINGS])
+        thread = threading.Thread(target=streaming.write_shards, args=(opened.folder(data), data, opened))
+        thread.start()
+        return thread
+
+    monkeypatch.setattr(streaming, "_start_writer", start)
 
 
 def write_megatron(prefix, documents, code=8, dtype="<u2", cut=1):

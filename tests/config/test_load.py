@@ -187,8 +187,8 @@ def test_a_configuration_built_in_code_is_checked():
 
 def test_a_run_of_an_older_version_names_its_old_keys(tmp_path):
     path = tmp_path / "configuration.yaml"
-    path.write_text("data: {streaming: 1}\n")
-    with pytest.raises(ConfigError, match="^unknown key 'data.streaming' .*: remove it$"):
+    path.write_text("data: {bad_lines: 1}\n")
+    with pytest.raises(ConfigError, match="^unknown key 'data.bad_lines' .*: remove it$"):
         load_config(path)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from packmamba.config import DataConfig
-from packmamba.data import token_store
+from packmamba.data import encoding, token_store
 from packmamba.data.token_store import load_corpora
 from written import TEXTS, of, refused, write_lines
 
@@ -27,7 +27,7 @@ def data(tmp_path):
 @pytest.fixture
 def chunks(tmp_path, monkeypatch):
     """A corpus of many chunks, and a tokenizer of words, which threads encode."""
-    monkeypatch.setattr(token_store, "CHUNK_CHARACTERS", 4000)
+    monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 4000)
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {word: i for i, word in enumerate(["[unk]", *WORDS, "<s>", "</s>"])}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[unk]"))
@@ -130,12 +130,12 @@ def test_the_bytes_do_not_depend_on_threads_or_chunks_or_a_kill(chunks, monkeypa
             files(chunks, "killed")
     (left,) = [path for path in Path(chunks.cache_dir).with_name("killed").iterdir() if path.is_dir()]
     assert left.name.startswith(".") and files(chunks, "killed") == whole
-    monkeypatch.setattr(token_store, "CHUNK_DOCUMENTS", 3)
+    monkeypatch.setattr(encoding, "CHUNK_DOCUMENTS", 3)
     assert files(chunks, "small") == whole
 
 
 def test_memory_does_not_grow_with_the_corpus(data, monkeypatch):
-    monkeypatch.setattr(token_store, "CHUNK_CHARACTERS", 1 << 18)
+    monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 1 << 18)
     with open(data.path, "w") as file:
         for i in range(4000):
             file.write(json.dumps({"text": f"{i} " + "x" * 8000}) + "\n")

@@ -1,4 +1,4 @@
-"""Runs on a mixture: losses and epochs of each source, ranks, and a stop in the middle."""
+"""Runs on a mixture and on a streamed corpus: losses and epochs of each source, ranks, and a stop in the middle."""
 
 import json
 
@@ -11,6 +11,7 @@ from packmamba.lab.run_id import run_folder
 from packmamba.training import PackedDataModule, PackedLitModule
 from packmamba.training.datamodule import StepDataset
 from runs import final_state, losses_of, tiny_config
+from written import write_small_shards
 
 LETTERS = {"a": "ab", "b": "cdefgh"}
 WEIGHTS = {"a": 3, "b": 1}
@@ -26,8 +27,11 @@ def write_sources(folder):
     return entries
 
 
-def configure(folder, *overrides):
-    keys = ["data.source=stdlib", "data.path=null", f"data.sources={json.dumps(write_sources(folder))}"]
+def configure(folder, *overrides, streamed=False):
+    entries = write_sources(folder)
+    keys = ["data.source=stdlib", "data.path=null", f"data.sources={json.dumps(entries)}"]
+    if streamed:
+        keys = ["data.source=jsonl", f"data.path={entries[0]['path']}", "data.streaming=true", "data.overlong=split"]
     return tiny_config(folder, *keys, *overrides)
 
 
@@ -49,8 +53,11 @@ def test_a_run_says_the_loss_and_the_epochs_of_each_source(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
-    whole, stopped = configure(tmp_path, f"runs_dir={tmp_path}/whole"), configure(tmp_path)
+@pytest.mark.parametrize("streamed", [False, True], ids=["mixture", "streamed"])
+def test_a_stopped_run_ends_as_one_that_was_not(tmp_path, monkeypatch, streamed):
+    write_small_shards(monkeypatch, tokens=50)
+    whole = configure(tmp_path, f"runs_dir={tmp_path}/whole", streamed=streamed)
+    stopped = configure(tmp_path, streamed=streamed)
     expected = fit(whole, progress=False)
     with pytest.raises(Stopped):
         fit(stopped, progress=False, stop=lambda metrics: len(metrics.train) == 3)
@@ -60,8 +67,10 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
     assert run_folder(stopped) != run_folder(whole)
 
 
-def test_two_ranks_have_the_gradient_of_one(tmp_path):
-    config = configure(tmp_path)
+@pytest.mark.parametrize("streamed", [False, True], ids=["mixture", "streamed"])
+def test_two_ranks_have_the_gradient_of_one(tmp_path, monkeypatch, streamed):
+    write_small_shards(monkeypatch, tokens=50)
+    config = configure(tmp_path, streamed=streamed)
     data = PackedDataModule.from_config(config, progress=False)
     module = PackedLitModule.from_config(config, data.vocab_size).double()
     gradients = []

@@ -178,13 +178,14 @@ def open_huggingface(data: DataConfig) -> Source:
     else:
         builder, revision = _builder(name, data.subset)
         version = builder.hash
-        options = {"split": data.split, "revision": revision}
+        # Streamed, rows are read from the Hub as they are needed.
+        options = {"split": data.split, "revision": revision, "streaming": data.streaming}
         load = functools.partial(extra("datasets").load_dataset, builder.repo_id or name, data.subset, **options)
 
     def rows() -> Iterator[Any]:
         loaded = load()
         table = loaded[data.split] if isinstance(loaded, dict) else loaded
-        columns = _columns(table.column_names, data)
+        columns = _columns(table.column_names or [*next(iter(table))], data)
         for batch in table.select_columns(columns).with_format("arrow").iter(ROWS):
             yield from batch.to_pylist()
 
