@@ -117,22 +117,16 @@ def compiled(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
 
 def _forward(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]:
     outputs, saved = _allocate(a, needs_backward)
-    arguments = _inputs(a)
-    arguments["y"] = outputs.y
-    arguments["final_state"] = outputs.final_state
-    KERNELS[a.x.device.type]["conv1d_forward"](arguments)
+    KERNELS[a.x.device.type]["conv1d_forward"](_inputs(a) | outputs._asdict())
     return outputs, saved
 
 
 def _allocate(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]:
-    final_state = allocate_conv_state(a.weight, a.layout) if a.return_final_state else None
+    """Allocate y (B, L, D), and final states (S, D, W-1) if returned."""
+    channels, width = a.weight.shape
+    documents = a.layout.starts.shape[0]
+    final_state = a.weight.new_empty(documents, channels, width - 1) if a.return_final_state else None
     return Outputs(y=empty_grad_like(a.x), final_state=final_state), Nothing()
-
-
-def allocate_conv_state(weight: Tensor, layout: SequenceLayout) -> Tensor:
-    """Allocate final states (S, D, W-1)."""
-    channels, width = weight.shape
-    return weight.new_empty(layout.starts.shape[0], channels, width - 1)
 
 
 def _backward(a: ConvArguments, saved: Nothing, grads: Outputs) -> dict[str, Tensor | None]:
@@ -150,22 +144,18 @@ def backward_into(a: ConvArguments, dy: Tensor, dfinal: Tensor | None, **gradien
 
 
 def _inputs(a: ConvArguments) -> dict[str, Any]:
-    """Name what both kernels read; activations lie as they came."""
-    silu = a.activation == "silu"
-    return {"x": a.x, **conv_inputs(a.weight, a.bias, a.initial_state, a.layout, silu)}
+    """Name what both kernels read, as kernels/*/bindings do.
 
-
-def conv_inputs(
-    weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, layout: SequenceLayout, silu: bool
-) -> dict[str, Any]:
-    """Name what kernels read beside x, as kernels/*/bindings do; parameters and states are made dense."""
+    x lies as it came; parameters and states are made dense.
+    """
     return {
-        "weight": dense(weight),
-        "bias": dense(bias),
-        "starts": layout.starts,
-        "ends": layout.ends,
-        "initial_state": dense(initial_state),
-        "silu": silu,
+        "x": a.x,
+        "weight": dense(a.weight),
+        "bias": dense(a.bias),
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": dense(a.initial_state),
+        "silu": a.activation == "silu",
     }
 
 

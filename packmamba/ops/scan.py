@@ -171,11 +171,7 @@ def allocate_scan(
 
 def _forward(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
     outputs, saved = _allocate(a, needs_backward)
-    arguments = _inputs(a)
-    arguments["y"] = outputs.y
-    arguments["final_state"] = outputs.final_state
-    arguments["saved"] = saved.states
-    KERNELS[a.u.device.type]["ssm_forward"](arguments)
+    KERNELS[a.u.device.type]["ssm_forward"]({**_inputs(a), **outputs._asdict(), "saved": saved.states})
     return outputs, saved
 
 
@@ -185,38 +181,38 @@ def _allocate(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSave
 
 def _backward(a: ScanArguments, saved: ScanSaved, grads: Outputs) -> dict[str, Tensor | None]:
     gradients = compiled.signature.allocate_gradients(a)
-    arguments = _inputs(a) | gradients
     # No gradient of y: only the final state was used.
-    arguments["dy"] = a.u.new_zeros(a.u.shape) if grads.y is None else unit_stride(grads.y)
-    arguments["dfinal"] = dense(grads.final_state) if a.return_final_state else None
-    arguments["saved"] = saved.states
-    KERNELS[a.u.device.type]["ssm_backward"](arguments)
+    dy = a.u.new_zeros(a.u.shape) if grads.y is None else unit_stride(grads.y)
+    backward_into(a, saved.states, dy, grads.final_state, **gradients)
     return gradients
 
 
+def backward_into(
+    a: ScanArguments, states: Tensor | None, dy: Tensor, dfinal: Tensor | None, **gradients: Tensor | None
+) -> None:
+    """Compute gradients into ``d<argument>``, and y where that is given; states: saved by the forward."""
+    dfinal = dense(dfinal) if a.return_final_state else None
+    KERNELS[a.u.device.type]["ssm_backward"]({**_inputs(a), "saved": states, "dy": dy, "dfinal": dfinal, **gradients})
+
+
 def _inputs(a: ScanArguments) -> dict[str, Any]:
-    """Name what both kernels read; activations lie as they came."""
-    parameters = scan_inputs(a.A, a.D, a.delta_bias, a.initial_state, a.layout, a.delta_softplus)
-    return {"u": a.u, "delta": a.delta, "B": a.B, "C": a.C, "z": a.z, **parameters}
+    """Name what both kernels read, as kernels/*/bindings do.
 
-
-def scan_inputs(
-    A: Tensor,
-    D: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-    layout: SequenceLayout,
-    delta_softplus: bool,
-) -> dict[str, Any]:
-    """Name what kernels read beside activations, as kernels/*/bindings do; parameters and states are made dense."""
+    Activations lie as they came; parameters and states are made dense.
+    """
     return {
-        "A": dense(A),
-        "D": dense(D),
-        "delta_bias": dense(delta_bias),
-        "delta_softplus": delta_softplus,
-        "starts": layout.starts,
-        "ends": layout.ends,
-        "initial_state": dense(initial_state),
+        "u": a.u,
+        "delta": a.delta,
+        "A": dense(a.A),
+        "B": a.B,
+        "C": a.C,
+        "D": dense(a.D),
+        "z": a.z,
+        "delta_bias": dense(a.delta_bias),
+        "delta_softplus": a.delta_softplus,
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": dense(a.initial_state),
     }
 
 
