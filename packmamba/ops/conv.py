@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
@@ -75,8 +76,7 @@ def conv1d_pack(
         bias=(bias, (channels,)),
         initial_state=(initial_state, (layout.num_documents, channels, width - 1)),
     )
-    if activation not in (None, "silu"):
-        raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
+    expect(activation in (None, "silu"), "activation", "'silu' or None", repr(activation))
     checks.check_flags(return_final_state=return_final_state)
     arguments = ConvArguments(
         x=x,

@@ -71,6 +71,24 @@ def ssm_pack(
     """
     # u alone comes first: the other checks compare shapes, dtypes and devices with u's.
     checks.check_activations(u, "u")
+    layout = checks.check_layout(layout, u, "u")
+    rows, row_length, channels = u.shape
+    states = checks.check_columns(A, "A", channels, 1, 256)
+    by_token = (rows, row_length, states)
+    # Activations have u's dtype, parameters and states that of sums.
+    checks.check_tensors(
+        u, "u", (u.dtype,), True, delta=(delta, u.shape), B=(B, by_token), C=(C, by_token), z=(z, u.shape)
+    )
+    checks.check_tensors(
+        u,
+        "u",
+        (checks.accumulation_dtype(u.dtype),),
+        A=(A, (channels, states)),
+        D=(D, (channels,)),
+        delta_bias=(delta_bias, (channels,)),
+        initial_state=(initial_state, (layout.num_documents, channels, states)),
+    )
+    checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     arguments = ScanArguments(
         u=u,
         delta=delta,
@@ -81,11 +99,10 @@ def ssm_pack(
         z=z,
         delta_bias=delta_bias,
         initial_state=initial_state,
-        layout=checks.check_layout(layout, u, "u"),
+        layout=layout,
         delta_softplus=delta_softplus,
         return_final_state=return_final_state,
     )
-    _check(arguments)
     y, final_state = choose(backend, u.device, "ssm_pack")(arguments)
     return (y, final_state) if return_final_state else y
 
@@ -105,36 +122,6 @@ class ScanArguments(NamedTuple):
     layout: SequenceLayout
     delta_softplus: bool
     return_final_state: bool
-
-
-def _check(a: ScanArguments) -> None:
-    """Check what ``ssm_pack`` takes beside u and the layout. Raises TypeError or ValueError."""
-    u = a.u
-    rows, row_length, channels = u.shape
-    states = checks.check_columns(a.A, "A", channels, 1, 256)
-    activation_dtypes = (u.dtype,)
-    accumulation_dtypes = (checks.accumulation_dtype(u.dtype),)
-    # Activations have u's dtype, parameters and states that of sums.
-    checks.check_tensors(
-        u,
-        "u",
-        activation_dtypes,
-        True,
-        delta=(a.delta, u.shape),
-        B=(a.B, (rows, row_length, states)),
-        C=(a.C, (rows, row_length, states)),
-        z=(a.z, u.shape),
-    )
-    checks.check_tensors(
-        u,
-        "u",
-        accumulation_dtypes,
-        A=(a.A, (channels, states)),
-        D=(a.D, (channels,)),
-        delta_bias=(a.delta_bias, (channels,)),
-        initial_state=(a.initial_state, (a.layout.num_documents, channels, states)),
-    )
-    checks.check_flags(delta_softplus=a.delta_softplus, return_final_state=a.return_final_state)
 
 
 class ScanSaved(NamedTuple):
