@@ -132,7 +132,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
     # The last token of a document must not predict the first one of the next.
     if packing.packed:
-        kwargs |= _own_labels(kwargs, packing)
+        _mask_labels(kwargs, packing)
     if packing.last is not None:
         return kwargs | {"packing": packing}
     expect(not (packing.packed and cached), "use_cache", "False and no cache for several documents a row", "one")
@@ -145,16 +145,14 @@ def _continues(model: Any, cache: Any) -> bool:
     return bool(cache.get_seq_length() if mixer is None else cache.has_previous_state(mixer.layer_idx))
 
 
-def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
-    """Mask first tokens' labels."""
+def _mask_labels(kwargs: dict[str, Any], packing: Packing) -> None:
+    """Mask first tokens' labels, in copies."""
     starts = packing.layout.position_indices == 0
-    masked = {}
     # shift_labels are labels moved by one already.
     for name, targets in (("labels", starts), ("shift_labels", starts.roll(-1, dims=1))):
         labels = kwargs.get(name)
         if isinstance(labels, Tensor) and labels.shape == starts.shape:
-            masked[name] = labels.masked_fill(targets.to(labels.device), -100)
-    return masked
+            kwargs[name] = labels.masked_fill(targets.to(labels.device), -100)
 
 
 def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, Any]:
