@@ -65,13 +65,11 @@ class InnerArguments(NamedTuple):
     recompute: bool
 
     @property
-    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+    def weights(self) -> tuple[Tensor, ...]:
         """(x_weight, dt_weight, out_weight) in xz's dtype."""
-        return (
-            self.x_weight if self.x_used is None else self.x_used,
-            self.dt_weight if self.dt_used is None else self.dt_used,
-            self.out_weight if self.out_used is None else self.out_used,
-        )
+        weights = (self.x_weight, self.dt_weight, self.out_weight)
+        copies = (self.x_used, self.dt_used, self.out_used)
+        return tuple(weight if copy is None else copy for weight, copy in zip(weights, copies))
 
     def parts(self, projected: Tensor) -> tuple[Tensor, ...]:
         """Split (B, L, R + 2 N) into views: delta at low rank (B, L, R), B and C (B, L, N)."""

@@ -79,12 +79,8 @@ def _channels_first(tensor: Tensor | None) -> Tensor | None:
 
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.conv1d_pack`` by causal-conv1d, without states."""
-    expect(
-        a.initial_state is None and not a.return_final_state,
-        "initial_state, return_final_state",
-        "None and False in backend 'mamba_ssm'",
-        "others",
-    )
+    expect(a.initial_state is None, "initial_state", "None in backend 'mamba_ssm'", "a tensor")
+    expect(not a.return_final_state, "return_final_state", "False in backend 'mamba_ssm'", True)
     layout = a.layout
     real = _real(layout)
     convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")

@@ -229,13 +229,9 @@ def _check_backward_fits(device: torch.device) -> None:
     """Check the GPU's shared memory before the forward. Raises KernelError."""
     properties = torch.cuda.get_device_properties(device)
     available = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
-    expect(
-        available >= BACKWARD_SHARED_BYTES,
-        "GPU",
-        f"{BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block",
-        f"{available >> 10}; take float16 or float32 activations instead of bfloat16",
-        KernelError,
-    )
+    expected = f"{BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block"
+    got = f"{available >> 10}; take float16 or float32 activations instead of bfloat16"
+    expect(available >= BACKWARD_SHARED_BYTES, "GPU", expected, got, KernelError)
 
 
 def _is_even(tensor: Tensor) -> bool:
