@@ -93,6 +93,5 @@ def backend_name(backend: str | None, device: torch.device, operator: str = "ssm
         load()  # a plugin's
     if (name, operator) not in _implementations:
         names = sorted(other for other, implemented in _implementations if implemented == operator)
-        available = ", ".join(names)
-        raise ValueError(f"backend: no compiled '{name}' kernels for {device}; available: {available}")
+        raise ValueError(f"backend: expected one of {', '.join(names)} for {operator}, got '{name}' for {device}")
     return name

@@ -173,10 +173,8 @@ class Kernel:
         return self._operator(*self._in_order(arguments))
 
 
-@functools.cache
-def kernel(kind: str, name: str) -> Kernel:
-    """Return the kernel of a library, loaded. Raises KernelError."""
-    return Kernel(kind, name)
+# (kind, name) -> the kernel of a library, loaded, the same at each call. Raises KernelError.
+kernel = functools.cache(Kernel)
 
 
 def ready(kind: str) -> bool:
@@ -196,17 +194,16 @@ def info() -> list[dict[str, Any]]:
     rows = []
     for kind in ("cpu", "cuda"):
         row = {"kind": kind, "compiler": None, "target": None, "built": False, "problem": None}
-        rows.append(row)
         try:
             if library := shipped(kind):
                 row |= {"compiler": "the wheel's maker", "target": library.name, "built": True}
-                continue
-            recipe = describe(kind)
-            row["compiler"] = f"{recipe.compiler} ({recipe.version})"
-            row["target"] = recipe.target
-            row["built"] = recipe.path.is_file()
+            else:
+                recipe = describe(kind)
+                compiler = f"{recipe.compiler} ({recipe.version})"
+                row |= {"compiler": compiler, "target": recipe.target, "built": recipe.path.is_file()}
         except KernelError as error:
             row["problem"] = str(error)
+        rows.append(row)
     return rows
 
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from packmamba.errors import expect
-from packmamba.layout import SequenceLayout
+from packmamba.layout import SequenceLayout, check_all
 
 ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 OPTIONAL = {"bias", "D", "z", "delta_bias", "initial_state", "conv_bias"}
@@ -37,8 +37,8 @@ def check_activations(tensor: Tensor, name: str, shape: str = "(B, L, D)") -> No
     check_is_tensor(tensor, name)
     if tensor.dim() != shape.count(",") + 1 or 0 in tensor.shape:
         raise ValueError(f"{name}: expected shape {shape} with no empty dimension, got {tuple(tensor.shape)}")
-    if tensor.dtype not in ACTIVATION_DTYPES:
-        raise TypeError(f"{name}: expected bfloat16, float16, float32 or float64, got {tensor.dtype}")
+    fits = tensor.dtype in ACTIVATION_DTYPES
+    expect(fits, name, "bfloat16, float16, float32 or float64", tensor.dtype, TypeError)
     _check_channel_stride(tensor, name)
 
 
@@ -119,22 +119,15 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
     version = None if value.is_inference() else value._version
     key = (version, torch.is_inference_mode_enabled(), (rows, width), hidden.device)
     cached_key, cached, copy = getattr(value, "_packmamba_layout", (None, None, None))
-    if (
-        cached is not None
-        and version is not None
-        and cached_key == key
-        and (copy is None or torch.equal(copy, value))
-    ):
-        return cached
+    if version is not None and cached_key == key and (copy is None or torch.equal(copy, value)):
+        return cached  # type: ignore[return-value]
     if name == "cu_seqlens":
         layout = SequenceLayout.from_cu_seqlens(value, rows, width)
     elif name == "seq_idx":
         layout = SequenceLayout.from_seq_idx(value)
     else:
         layout = SequenceLayout.from_position_indices(value)
-        if layout.continues.any():
-            row = int(layout.rows[layout.continues][0])
-            raise ValueError(f"{name}[{row}, 0]: expected 0 where a row starts, got {int(value[row, 0])}")
+        check_all(value[:, :1] <= 0, name, "0 where a row starts", value)
     layout = layout.to(hidden.device)
     value._packmamba_layout = (key, layout, value.clone() if value.device.type == "cpu" else None)
     return layout
@@ -142,8 +135,7 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
 
 def check_is_tensor(tensor: object, name: str) -> None:
     """Raise TypeError unless it is a tensor."""
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+    expect(isinstance(tensor, Tensor), name, "a tensor", type(tensor).__name__, TypeError)
 
 
 def check_columns(matrix: Tensor, name: str, rows: int, least: int, most: int) -> int:
@@ -160,8 +152,7 @@ def check_columns(matrix: Tensor, name: str, rows: int, least: int, most: int) -
 def check_flags(**flags: object) -> None:
     """Raise TypeError unless each is True or False."""
     for name, flag in flags.items():
-        if flag is not True and flag is not False:
-            raise TypeError(f"{name}: expected True or False, got {flag!r}")
+        expect(flag is True or flag is False, name, "True or False", repr(flag), TypeError)
 
 
 def check_size(name: str, size: object, most: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks
 from packmamba.ops.backends import choose
@@ -75,8 +76,7 @@ def conv1d_pack(
         bias=(bias, (channels,)),
         initial_state=(initial_state, (layout.num_documents, channels, width - 1)),
     )
-    if activation not in (None, "silu"):
-        raise ValueError(f"activation: expected 'silu' or None, got {activation!r}")
+    expect(activation in (None, "silu"), "activation", "'silu' or None", repr(activation))
     checks.check_flags(return_final_state=return_final_state)
     arguments = ConvArguments(
         x=x,
@@ -117,22 +117,16 @@ def compiled(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
 
 def _forward(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]:
     outputs, saved = _allocate(a, needs_backward)
-    arguments = _inputs(a)
-    arguments["y"] = outputs.y
-    arguments["final_state"] = outputs.final_state
-    KERNELS[a.x.device.type]["conv1d_forward"](arguments)
+    KERNELS[a.x.device.type]["conv1d_forward"](_inputs(a) | outputs._asdict())
     return outputs, saved
 
 
 def _allocate(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]:
-    final_state = allocate_conv_state(a.weight, a.layout) if a.return_final_state else None
+    """Allocate y (B, L, D), and final states (S, D, W-1) if returned."""
+    channels, width = a.weight.shape
+    documents = a.layout.starts.shape[0]
+    final_state = a.weight.new_empty(documents, channels, width - 1) if a.return_final_state else None
     return Outputs(y=empty_grad_like(a.x), final_state=final_state), Nothing()
-
-
-def allocate_conv_state(weight: Tensor, layout: SequenceLayout) -> Tensor:
-    """Allocate final states (S, D, W-1)."""
-    channels, width = weight.shape
-    return weight.new_empty(layout.starts.shape[0], channels, width - 1)
 
 
 def _backward(a: ConvArguments, saved: Nothing, grads: Outputs) -> dict[str, Tensor | None]:
@@ -150,22 +144,18 @@ def backward_into(a: ConvArguments, dy: Tensor, dfinal: Tensor | None, **gradien
 
 
 def _inputs(a: ConvArguments) -> dict[str, Any]:
-    """Name what both kernels read; activations lie as they came."""
-    silu = a.activation == "silu"
-    return {"x": a.x, **conv_inputs(a.weight, a.bias, a.initial_state, a.layout, silu)}
+    """Name what both kernels read, as kernels/*/bindings do.
 
-
-def conv_inputs(
-    weight: Tensor, bias: Tensor | None, initial_state: Tensor | None, layout: SequenceLayout, silu: bool
-) -> dict[str, Any]:
-    """Name what kernels read beside x, as kernels/*/bindings do; parameters and states are made dense."""
+    x lies as it came; parameters and states are made dense.
+    """
     return {
-        "weight": dense(weight),
-        "bias": dense(bias),
-        "starts": layout.starts,
-        "ends": layout.ends,
-        "initial_state": dense(initial_state),
-        "silu": silu,
+        "x": a.x,
+        "weight": dense(a.weight),
+        "bias": dense(a.bias),
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": dense(a.initial_state),
+        "silu": a.activation == "silu",
     }
 
 

@@ -75,12 +75,6 @@ class KernelSchedule:
     memory: Tensor
     arguments: dict[str, Any]
 
-    def fill(self, made_of: tuple, memory: Tensor, plan: CutPlan) -> None:
-        """Take the table made for a batch in place of the one before."""
-        self.made_of = made_of
-        self.memory = memory
-        self.arguments = {"schedule": memory, **plan._asdict()}
-
 
 def plan(
     slots: int, longest: int, channels: int, tensor_cores: bool, device: torch.device, direction: str
@@ -148,7 +142,10 @@ def schedule(
         memory = starts.new_empty(size)
         tensors = {"starts": starts, "ends": ends, "offsets": schedules.get("offsets")}
         kernel("cuda", "schedule")({**tensors, **sizes, "memory": memory, "stream": stream})
-        cached.fill(made_of, memory, cut_plan)
+        # In place of the table made for the batch before.
+        cached.made_of = made_of
+        cached.memory = memory
+        cached.arguments = {"schedule": memory, **cut_plan._asdict()}
     return cached
 
 

@@ -10,22 +10,18 @@ Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 
 from __future__ import annotations
 
-import functools
-from collections import defaultdict
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops import checks
+from packmamba.ops import checks, conv, scan
 from packmamba.ops.backends import choose
-from packmamba.ops.conv import allocate_conv_state, conv_inputs
-from packmamba.ops.custom_op import KERNELS, PackedOperator, dense, to_dtype
-from packmamba.ops.scan import allocate_scan, scan_inputs
-
-# Kernels of a fake: tensors are allocated, and nothing writes to them.
-WITHOUT_EFFECT: defaultdict[str, Any] = defaultdict(lambda: lambda arguments: None)
+from packmamba.ops.conv import ConvArguments
+from packmamba.ops.custom_op import PackedOperator, to_dtype
+from packmamba.ops.scan import ScanArguments
 
 
 class InnerArguments(NamedTuple):
@@ -69,19 +65,46 @@ class InnerArguments(NamedTuple):
     recompute: bool
 
     @property
-    def weights(self) -> tuple[Tensor, Tensor, Tensor]:
+    def weights(self) -> tuple[Tensor, ...]:
         """(x_weight, dt_weight, out_weight) in xz's dtype."""
-        return (
-            self.x_weight if self.x_used is None else self.x_used,
-            self.dt_weight if self.dt_used is None else self.dt_used,
-            self.out_weight if self.out_used is None else self.out_used,
-        )
+        weights = (self.x_weight, self.dt_weight, self.out_weight)
+        copies = (self.x_used, self.dt_used, self.out_used)
+        return tuple(weight if copy is None else copy for weight, copy in zip(weights, copies))
 
     def parts(self, projected: Tensor) -> tuple[Tensor, ...]:
         """Split (B, L, R + 2 N) into views: delta at low rank (B, L, R), B and C (B, L, N)."""
         rank = self.dt_weight.shape[1]
         states = self.A.shape[1]
         return projected.split((rank, states, states), dim=2)
+
+    def convolution(self, x: Tensor) -> ConvArguments:
+        """Return the convolution's arguments; x (B, L, D) is its input."""
+        return ConvArguments(
+            x=x,
+            weight=self.conv_weight,
+            bias=self.conv_bias,
+            initial_state=self.conv_state,
+            layout=self.conv_layout,
+            activation="silu",
+            return_final_state=self.return_state,
+        )
+
+    def scan(self, x: Tensor, delta: Tensor, B: Tensor, C: Tensor, z: Tensor) -> ScanArguments:
+        """Return the scan's arguments; x is the convolution's output."""
+        return ScanArguments(
+            u=x,
+            delta=delta,
+            A=self.A,
+            B=B,
+            C=C,
+            D=self.D,
+            z=z,
+            delta_bias=self.delta_bias,
+            initial_state=self.ssm_state,
+            layout=self.ssm_layout,
+            delta_softplus=True,
+            return_final_state=self.return_state,
+        )
 
 
 class InnerOutputs(NamedTuple):
@@ -141,39 +164,33 @@ def _copy_if_other(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     return None if weight.dtype == dtype else weight.detach().to(dtype)
 
 
-def _forward(a: InnerArguments, needs_backward: bool, kernels: Any = None) -> tuple[InnerOutputs, InnerSaved]:
-    """Walk the block; ``kernels``: None: those of the tensors' device."""
-    if kernels is None:
-        kernels = KERNELS[a.xz.device.type]
+def _forward(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, InnerSaved]:
+    """Compute the block by compiled kernels."""
+    return _walk(a, needs_backward, conv._forward, scan._forward)
+
+
+def _fake(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, InnerSaved]:
+    """Allocate what ``_forward`` returns."""
+    return _walk(a, needs_backward, conv._allocate, scan._allocate)
+
+
+def _walk(
+    a: InnerArguments, needs_backward: bool, convolve: Callable, recur: Callable
+) -> tuple[InnerOutputs, InnerSaved]:
+    """Compute the block by the forward of two packed operators."""
     # x_in and z (B, L, D) are views: the kernels take any row stride.
     x_in, z = a.xz.chunk(2, dim=2)
-    scanned, saved = allocate_scan(x_in, a.A, a.ssm_layout.starts, a.return_state, needs_backward)
-    y = scanned.y
-    conv_state = allocate_conv_state(a.conv_weight, a.conv_layout) if a.return_state else None
-    # Convolution: x (B, L, D).
-    x = torch.empty_like(y)
-    kernels["conv1d_forward"]({**_conv_inputs(a), "x": x_in, "y": x, "final_state": conv_state})
+    convolved, _ = convolve(a.convolution(x_in), needs_backward)
+    x = convolved.y
     # Projections of x: delta's low rank, B and C; then delta (B, L, D).
     x_weight, dt_weight, out_weight = a.weights
     projected = _linear(x, x_weight)
     low_rank, B, C = a.parts(projected)
     delta = _linear(low_rank, dt_weight)
-    # Scan and gate: y (B, L, D).
-    kernels["ssm_forward"](
-        {
-            **_scan_inputs(a),
-            "u": x,
-            "delta": delta,
-            "B": B,
-            "C": C,
-            "z": z,
-            "y": y,
-            "final_state": scanned.final_state,
-            "saved": saved.states,
-        }
+    scanned, saved = recur(a.scan(x, delta, B, C, z), needs_backward)
+    outputs = InnerOutputs(
+        mixed=_linear(scanned.y, out_weight), conv_state=convolved.final_state, ssm_state=scanned.final_state
     )
-    # Output projection.
-    outputs = InnerOutputs(mixed=_linear(y, out_weight), conv_state=conv_state, ssm_state=scanned.final_state)
     keeps_all = needs_backward and not a.recompute
     # CUDA's ``ssm_backward`` can also write y, so that ``recompute`` keeps none there.
     keeps_y = keeps_all or (needs_backward and a.xz.device.type != "cuda")
@@ -182,16 +199,8 @@ def _forward(a: InnerArguments, needs_backward: bool, kernels: Any = None) -> tu
         projected=projected if needs_backward else None,
         x=x if keeps_all else None,
         delta=delta if keeps_all else None,
-        y=y if keeps_y else None,
+        y=scanned.y if keeps_y else None,
     )
-
-
-def _conv_inputs(a: InnerArguments) -> dict[str, Any]:
-    return conv_inputs(a.conv_weight, a.conv_bias, a.conv_state, a.conv_layout, silu=True)
-
-
-def _scan_inputs(a: InnerArguments) -> dict[str, Any]:
-    return scan_inputs(a.A, a.D, a.delta_bias, a.ssm_state, a.ssm_layout, delta_softplus=True)
 
 
 def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict[str, Tensor | None]:
@@ -202,23 +211,53 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict
     ``dx = du + dprojected W_x``, ``dW_x = dprojected.T x``; the convolution's backward takes dx.
     Products are over slots, in xz's dtype.
     """
+    assert saved.projected is not None
     gradients = _operator.signature.allocate_gradients(a)
     if gradients["dssm_state"] is not None:
         gradients["dssm_state"].zero_()  # nothing writes absent documents' (training.cuda_graphs)
     # Inputs: views of what the forward had, and x and delta, saved or computed again.
-    x_in, _ = a.xz.chunk(2, dim=2)
-    dx_in, _ = gradients["dxz"].chunk(2, dim=2)
-    x_weight, dt_weight, _ = a.weights
-    low_rank, _, _ = a.parts(saved.projected)  # type: ignore[arg-type]
-    x, delta = _recompute(a, saved, x_in, low_rank)
+    x_in, z = a.xz.chunk(2, dim=2)
+    dx_in, dz = gradients["dxz"].chunk(2, dim=2)
+    x_weight, dt_weight, out_weight = a.weights
+    low_rank, B, C = a.parts(saved.projected)
+    x: Any = saved.x
+    delta: Any = saved.delta
+    if a.recompute:
+        convolved, _ = conv._forward(a.convolution(x_in)._replace(return_final_state=False), False)
+        x = convolved.y
+        delta = _linear(low_rank, dt_weight)
     dmixed = grads.mixed
     if dmixed is None:
         dmixed = a.xz.new_zeros(*a.xz.shape[:2], len(a.out_weight))
     dmixed = dmixed.flatten(0, 1)
 
-    # dy, then the scan's backward: du (as dx), ddelta, dB and dC.
-    y, dx, ddelta, dprojected = _scan_backward(a, saved, grads, gradients, x, delta, dmixed)
-    dlow_rank, _, _ = a.parts(dprojected)
+    # dy = dmixed W_out, then the gate's and the scan's backward: du (as dx), ddelta, dB and dC.
+    dy = torch.empty_like(x)
+    torch.mm(dmixed, out_weight, out=dy.flatten(0, 1))
+    dx = torch.empty_like(x)
+    ddelta = torch.empty_like(x)
+    dprojected = torch.empty_like(saved.projected)
+    dlow_rank, dB, dC = a.parts(dprojected)
+    y = saved.y
+    written = {}
+    # Not saved under ``recompute`` (an empty tensor
+    # in a graph): the scan's backward writes y again.
+    if y is None or not y.numel():
+        written["y"] = y = torch.empty_like(x)
+    scan.backward_into(
+        a.scan(x, delta, B, C, z),
+        saved.states,
+        dy=dy,
+        dfinal=grads.ssm_state,
+        du=dx,
+        ddelta=ddelta,
+        dB=dB,
+        dC=dC,
+        dz=dz,
+        dinitial_state=gradients["dssm_state"],
+        **{name: gradients[name] for name in ("dA", "dD", "ddelta_bias")},
+        **written,
+    )
     # dW_out; then ddelta's low rank and dW_dt. Slots are flattened: products are over B L.
     _product(dmixed.t(), y.flatten(0, 1), gradients["dout_weight"])
     ddelta = ddelta.flatten(0, 1)
@@ -230,85 +269,16 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict
     _product(dprojected.t(), x.flatten(0, 1), gradients["dx_weight"])
     dx.flatten(0, 1).addmm_(dprojected, x_weight)
     # The convolution's backward, from dx to dx_in, a part of dxz.
-    KERNELS[dx.device.type]["conv1d_backward"](
-        {
-            **_conv_inputs(a),
-            "dy": dx,
-            "dfinal": dense(grads.conv_state) if a.return_state else None,
-            "x": x_in,
-            "dx": dx_in,
-            "dweight": gradients["dconv_weight"],
-            "dbias": gradients["dconv_bias"],
-            "dinitial_state": gradients["dconv_state"],
-        }
+    conv.backward_into(
+        a.convolution(x_in),
+        dy=dx,
+        dfinal=grads.conv_state,
+        dx=dx_in,
+        dweight=gradients["dconv_weight"],
+        dbias=gradients["dconv_bias"],
+        dinitial_state=gradients["dconv_state"],
     )
     return gradients
-
-
-def _scan_backward(
-    a: InnerArguments,
-    saved: InnerSaved,
-    grads: InnerOutputs,
-    gradients: dict[str, Any],
-    x: Tensor,
-    delta: Tensor,
-    dmixed: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Walk the last product and the scan back, into ``gradients`` where they are whole.
-
-    Takes the scan's input x and delta (B, L, D), and dmixed (B L, d_model). Returns y, du and
-    ddelta (B, L, D), and a tensor (B, L, R + 2 N) whose dB and dC are written, while its first R
-    columns wait for ddelta's product.
-    """
-    _, z = a.xz.chunk(2, dim=2)
-    _, dz = gradients["dxz"].chunk(2, dim=2)
-    _, B, C = a.parts(saved.projected)  # type: ignore[arg-type]
-    _, _, out_weight = a.weights
-    dy = torch.empty_like(x)
-    # dy = dmixed W_out, before the gate's and the scan's backward.
-    torch.mm(dmixed, out_weight, out=dy.flatten(0, 1))
-    du = torch.empty_like(x)
-    ddelta = torch.empty_like(x)
-    dprojected = torch.empty_like(saved.projected)  # type: ignore[arg-type]
-    _, dB, dC = a.parts(dprojected)
-    arguments = {
-        **_scan_inputs(a),
-        "dy": dy,
-        "dfinal": dense(grads.ssm_state) if a.return_state else None,
-        "u": x,
-        "delta": delta,
-        "B": B,
-        "C": C,
-        "z": z,
-        "saved": saved.states,
-        "du": du,
-        "ddelta": ddelta,
-        "dA": gradients["dA"],
-        "dB": dB,
-        "dC": dC,
-        "dD": gradients["dD"],
-        "dz": dz,
-        "ddelta_bias": gradients["ddelta_bias"],
-        "dinitial_state": gradients["dssm_state"],
-    }
-    # Not saved under ``recompute`` (an empty tensor
-    # in a graph): the scan's backward writes y again.
-    y = saved.y
-    if y is None or not y.numel():
-        y = torch.empty_like(x)
-        arguments["y"] = y
-    KERNELS[x.device.type]["ssm_backward"](arguments)
-    return y, du, ddelta, dprojected
-
-
-def _recompute(a: InnerArguments, saved: InnerSaved, x_in: Tensor, low_rank: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the convolution's output and delta, saved or computed again, (B, L, D) each."""
-    if not a.recompute:
-        return saved.x, saved.delta  # type: ignore[return-value]
-    x = torch.empty_like(x_in, memory_format=torch.contiguous_format)
-    KERNELS[x.device.type]["conv1d_forward"]({**_conv_inputs(a), "x": x_in, "y": x, "final_state": None})
-    _, dt_weight, _ = a.weights
-    return x, _linear(low_rank, dt_weight)
 
 
 def _linear(x: Tensor, weight: Tensor) -> Tensor:
@@ -337,7 +307,7 @@ _operator: PackedOperator[InnerArguments] = PackedOperator(
     outputs=InnerOutputs,
     saved=InnerSaved,
     forward=_forward,
-    fake=functools.partial(_forward, kernels=WITHOUT_EFFECT),
+    fake=_fake,
     backward=_backward,
     constants=("x_used", "dt_used", "out_used"),
 )

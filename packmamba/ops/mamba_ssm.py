@@ -77,26 +77,10 @@ def _channels_first(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else tensor.transpose(1, 2).contiguous()
 
 
-class _OwnStrides(torch.autograd.Function):
-    """Give the gradient its shape's strides, also where a dimension is 1: causal-conv1d needs it."""
-
-    @staticmethod
-    def forward(ctx: Any, y: Tensor) -> Tensor:
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return torch.empty(dy.shape, dtype=dy.dtype, device=dy.device).copy_(dy)
-
-
 def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.conv1d_pack`` by causal-conv1d, without states."""
-    expect(
-        a.initial_state is None and not a.return_final_state,
-        "initial_state, return_final_state",
-        "None and False in backend 'mamba_ssm'",
-        "others",
-    )
+    expect(a.initial_state is None, "initial_state", "None in backend 'mamba_ssm'", "a tensor")
+    expect(not a.return_final_state, "return_final_state", "False in backend 'mamba_ssm'", True)
     layout = a.layout
     real = _real(layout)
     convolve = _peer("causal_conv1d", "causal_conv1d_interface", "causal_conv1d_fn")
@@ -104,7 +88,10 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     x = torch.where(real, a.x, 0) if layout.num_tokens < layout.num_slots else a.x
     bias = None if a.bias is None else a.bias.to(x.dtype)
     y = convolve(x.transpose(1, 2), a.weight.to(x.dtype), bias, activation=a.activation)
-    y = _OwnStrides.apply(y.transpose(1, 2)) if y.shape[2] == 1 else y.transpose(1, 2)
+    y = y.transpose(1, 2)
+    # causal-conv1d needs a gradient with its shape's strides, also where a dimension is 1.
+    if y.requires_grad and y.shape[1] == 1:
+        y.register_hook(lambda dy: dy.new_empty(dy.shape).copy_(dy))
     return torch.where(real, y, 0), None
 
 

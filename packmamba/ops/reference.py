@@ -129,32 +129,7 @@ def mamba_inner(
     # The products are in xz's dtype, as those of the compiled operator.
     x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
     x, z = a.xz.chunk(2, dim=-1)
-    x, conv_final = conv1d_pack(
-        ConvArguments(
-            x=x,
-            weight=a.conv_weight,
-            bias=a.conv_bias,
-            initial_state=a.conv_state,
-            layout=a.conv_layout,
-            activation="silu",
-            return_final_state=a.return_state,
-        )
-    )
+    x, conv_final = conv1d_pack(a.convolution(x))
     low_rank, B, C = a.parts(F.linear(x, x_weight))
-    y, ssm_final = ssm_pack(
-        ScanArguments(
-            u=x,
-            delta=F.linear(low_rank, dt_weight),
-            A=a.A,
-            B=B,
-            C=C,
-            D=a.D,
-            z=z,
-            delta_bias=a.delta_bias,
-            initial_state=a.ssm_state,
-            layout=a.ssm_layout,
-            delta_softplus=True,
-            return_final_state=a.return_state,
-        )
-    )
+    y, ssm_final = ssm_pack(a.scan(x, F.linear(low_rank, dt_weight), B, C, z))
     return F.linear(y, out_weight), conv_final, ssm_final

@@ -71,6 +71,24 @@ def ssm_pack(
     """
     # u alone comes first: the other checks compare shapes, dtypes and devices with u's.
     checks.check_activations(u, "u")
+    layout = checks.check_layout(layout, u, "u")
+    rows, row_length, channels = u.shape
+    states = checks.check_columns(A, "A", channels, 1, 256)
+    by_token = (rows, row_length, states)
+    # Activations have u's dtype, parameters and states that of sums.
+    checks.check_tensors(
+        u, "u", (u.dtype,), True, delta=(delta, u.shape), B=(B, by_token), C=(C, by_token), z=(z, u.shape)
+    )
+    checks.check_tensors(
+        u,
+        "u",
+        (checks.accumulation_dtype(u.dtype),),
+        A=(A, (channels, states)),
+        D=(D, (channels,)),
+        delta_bias=(delta_bias, (channels,)),
+        initial_state=(initial_state, (layout.num_documents, channels, states)),
+    )
+    checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     arguments = ScanArguments(
         u=u,
         delta=delta,
@@ -81,11 +99,10 @@ def ssm_pack(
         z=z,
         delta_bias=delta_bias,
         initial_state=initial_state,
-        layout=checks.check_layout(layout, u, "u"),
+        layout=layout,
         delta_softplus=delta_softplus,
         return_final_state=return_final_state,
     )
-    _check(arguments)
     y, final_state = choose(backend, u.device, "ssm_pack")(arguments)
     return (y, final_state) if return_final_state else y
 
@@ -105,36 +122,6 @@ class ScanArguments(NamedTuple):
     layout: SequenceLayout
     delta_softplus: bool
     return_final_state: bool
-
-
-def _check(a: ScanArguments) -> None:
-    """Check what ``ssm_pack`` takes beside u and the layout. Raises TypeError or ValueError."""
-    u = a.u
-    rows, row_length, channels = u.shape
-    states = checks.check_columns(a.A, "A", channels, 1, 256)
-    activation_dtypes = (u.dtype,)
-    accumulation_dtypes = (checks.accumulation_dtype(u.dtype),)
-    # Activations have u's dtype, parameters and states that of sums.
-    checks.check_tensors(
-        u,
-        "u",
-        activation_dtypes,
-        True,
-        delta=(a.delta, u.shape),
-        B=(a.B, (rows, row_length, states)),
-        C=(a.C, (rows, row_length, states)),
-        z=(a.z, u.shape),
-    )
-    checks.check_tensors(
-        u,
-        "u",
-        accumulation_dtypes,
-        A=(a.A, (channels, states)),
-        D=(a.D, (channels,)),
-        delta_bias=(a.delta_bias, (channels,)),
-        initial_state=(a.initial_state, (a.layout.num_documents, channels, states)),
-    )
-    checks.check_flags(delta_softplus=a.delta_softplus, return_final_state=a.return_final_state)
 
 
 class ScanSaved(NamedTuple):
@@ -171,11 +158,7 @@ def allocate_scan(
 
 def _forward(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
     outputs, saved = _allocate(a, needs_backward)
-    arguments = _inputs(a)
-    arguments["y"] = outputs.y
-    arguments["final_state"] = outputs.final_state
-    arguments["saved"] = saved.states
-    KERNELS[a.u.device.type]["ssm_forward"](arguments)
+    KERNELS[a.u.device.type]["ssm_forward"]({**_inputs(a), **outputs._asdict(), "saved": saved.states})
     return outputs, saved
 
 
@@ -185,38 +168,38 @@ def _allocate(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSave
 
 def _backward(a: ScanArguments, saved: ScanSaved, grads: Outputs) -> dict[str, Tensor | None]:
     gradients = compiled.signature.allocate_gradients(a)
-    arguments = _inputs(a) | gradients
     # No gradient of y: only the final state was used.
-    arguments["dy"] = a.u.new_zeros(a.u.shape) if grads.y is None else unit_stride(grads.y)
-    arguments["dfinal"] = dense(grads.final_state) if a.return_final_state else None
-    arguments["saved"] = saved.states
-    KERNELS[a.u.device.type]["ssm_backward"](arguments)
+    dy = a.u.new_zeros(a.u.shape) if grads.y is None else unit_stride(grads.y)
+    backward_into(a, saved.states, dy, grads.final_state, **gradients)
     return gradients
 
 
+def backward_into(
+    a: ScanArguments, states: Tensor | None, dy: Tensor, dfinal: Tensor | None, **gradients: Tensor | None
+) -> None:
+    """Compute gradients into ``d<argument>``, and y where that is given; states: saved by the forward."""
+    dfinal = dense(dfinal) if a.return_final_state else None
+    KERNELS[a.u.device.type]["ssm_backward"]({**_inputs(a), "saved": states, "dy": dy, "dfinal": dfinal, **gradients})
+
+
 def _inputs(a: ScanArguments) -> dict[str, Any]:
-    """Name what both kernels read; activations lie as they came."""
-    parameters = scan_inputs(a.A, a.D, a.delta_bias, a.initial_state, a.layout, a.delta_softplus)
-    return {"u": a.u, "delta": a.delta, "B": a.B, "C": a.C, "z": a.z, **parameters}
+    """Name what both kernels read, as kernels/*/bindings do.
 
-
-def scan_inputs(
-    A: Tensor,
-    D: Tensor | None,
-    delta_bias: Tensor | None,
-    initial_state: Tensor | None,
-    layout: SequenceLayout,
-    delta_softplus: bool,
-) -> dict[str, Any]:
-    """Name what kernels read beside activations, as kernels/*/bindings do; parameters and states are made dense."""
+    Activations lie as they came; parameters and states are made dense.
+    """
     return {
-        "A": dense(A),
-        "D": dense(D),
-        "delta_bias": dense(delta_bias),
-        "delta_softplus": delta_softplus,
-        "starts": layout.starts,
-        "ends": layout.ends,
-        "initial_state": dense(initial_state),
+        "u": a.u,
+        "delta": a.delta,
+        "A": dense(a.A),
+        "B": a.B,
+        "C": a.C,
+        "D": dense(a.D),
+        "z": a.z,
+        "delta_bias": dense(a.delta_bias),
+        "delta_softplus": a.delta_softplus,
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": dense(a.initial_state),
     }
 
 
@@ -246,13 +229,9 @@ def _check_backward_fits(device: torch.device) -> None:
     """Check the GPU's shared memory before the forward. Raises KernelError."""
     properties = torch.cuda.get_device_properties(device)
     available = getattr(properties, "shared_memory_per_block_optin", BACKWARD_SHARED_BYTES)
-    expect(
-        available >= BACKWARD_SHARED_BYTES,
-        "GPU",
-        f"{BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block",
-        f"{available >> 10}; take float16 or float32 activations instead of bfloat16",
-        KernelError,
-    )
+    expected = f"{BACKWARD_SHARED_BYTES >> 10} KiB of shared memory a block"
+    got = f"{available >> 10}; take float16 or float32 activations instead of bfloat16"
+    expect(available >= BACKWARD_SHARED_BYTES, "GPU", expected, got, KernelError)
 
 
 def _is_even(tensor: Tensor) -> bool:

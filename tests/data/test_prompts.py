@@ -24,6 +24,9 @@ CHAT = [
 ]
 
 
+CHATML = {"chat_template": "chatml"}
+
+
 def write(path, records):
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return path
@@ -137,16 +140,12 @@ def test_tables_hold_prompts_too(tmp_path, kind):
     [
         ([{"prompt": "a"}], {}, "a.jsonl:1: expected both prompt and completion as text, .* got completion None"),
         ([{"messages": "hello"}], {}, "a.jsonl:1: expected messages with role and content, got 'hello'"),
-        (
-            [{"messages": CHAT[:2]}],
-            {"chat_template": "chatml"},
-            "expected an answer of the role assistant, got system, user",
-        ),
-        ([{"prompt": CHAT[:2], "completion": []}], {"chat_template": "chatml"}, "expected an answer of the role"),
+        ([{"messages": CHAT[:2]}], CHATML, "expected an answer of the role assistant, got system, user"),
+        ([{"prompt": CHAT[:2], "completion": []}], CHATML, "expected an answer of the role"),
         ([{"messages": [{"content": "hi"}]}], {}, "expected messages with role and content"),
         (
             [{"messages": [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [{}]}]}],
-            {"chat_template": "chatml"},
+            CHATML,
             "expected messages of text alone",
         ),
         ([{"instruction": "a", "output": "b"}], {}, "got None of the fields instruction, output"),

@@ -184,7 +184,6 @@ def test_functions_are_cut_out_as_they_stand_in_their_file():
     ("keys", "key"),
     [
         ({"path": "corpus"}, "data.path"),
-        ({"source": "text"}, "data.path"),
         ({"source": "jsonl", "path": "nowhere"}, "data.path"),
         ({"source": "jsonl", "path": "one"}, "data.path"),
         ({"source": "text", "path": "one"}, "data.validation_fraction"),

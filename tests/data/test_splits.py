@@ -135,17 +135,10 @@ def test_sources_without_files_have_a_test_split(tmp_path, monkeypatch, keys):
     monkeypatch.setattr(builtin, "library_files", lambda: files)
     data = DataConfig(**keys, test_fraction=0.1, cache_dir=str(tmp_path))
     corpora = load_corpora(data, progress=False)
-    train, validation, test = ({one.tobytes() for one in documents_of(corpus)} for corpus in splits_of(corpora))
+    splits_of_data = (corpora.train, corpora.validation, corpora.test)
+    train, validation, test = ({one.document(i).tobytes() for i in range(len(one))} for one in splits_of_data)
     assert test and validation and not test & (train | validation)
     assert 0.03 < corpora.test.num_documents / corpora.train.num_documents < 0.4
-
-
-def splits_of(corpora):
-    return corpora.train, corpora.validation, corpora.test
-
-
-def documents_of(corpus):
-    return [corpus.document(i) for i in range(len(corpus))]
 
 
 @pytest.mark.parametrize("single", [False, True])

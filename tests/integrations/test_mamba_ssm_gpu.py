@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 
+from hugging_face import error as off
 from operators import on
 from packmamba import leakcheck
 from packmamba.integrations.mamba_ssm import Mamba, replace
@@ -27,11 +28,6 @@ def theirs():
     except (ValueError, ImportError) as error:
         pytest.skip(f"needs mamba-ssm: {error}")
     return config_mamba.MambaConfig, mixer_seq_simple.MambaLMHeadModel, mamba_simple, InferenceParams, reference
-
-
-def off(found, expected):
-    found, expected = found.detach().double(), expected.detach().double()
-    return float((found - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize(("device", "path"), [("cpu", "slow"), on("cuda", "slow"), on("cuda", "kernels")])

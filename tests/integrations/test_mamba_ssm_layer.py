@@ -8,10 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from loops import conv1d_pack_loops, ssm_pack_loops
 from operators import relative_error
 from packmamba import MambaLM, PackedMamba, SequenceLayout, leakcheck
 from packmamba.integrations.mamba_ssm import Mamba as Ours
 from packmamba.integrations.mamba_ssm import replace
+from packmamba.ops.conv import ConvArguments
+from packmamba.ops.scan import ScanArguments
 
 LENGTHS = [[5, 1, 6], [9, 3]]
 LAYOUT = SequenceLayout.from_lengths(LENGTHS, row_length=12)
@@ -41,18 +44,14 @@ class Mamba(nn.Module):
         self.out_proj = nn.Linear(inner, d_model, bias=bias)
 
     def forward(self, hidden_states, inference_params=None):
-        state = torch.zeros(len(hidden_states), self.d_inner, self.d_state).to(hidden_states)
         x, z = self.in_proj(hidden_states).chunk(2, -1)
-        taps = F.pad(x, (0, 0, self.d_conv - 1, 0)).unfold(1, self.d_conv, 1)  # (B, L, D, W)
-        x = F.silu((taps * self.conv1d.weight[:, 0]).sum(-1) + self.conv1d.bias)
-        delta, b, c = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], -1)
-        delta = F.softplus(self.dt_proj(delta))
-        found = []
-        for t in range(x.shape[1]):
-            decay = torch.exp(-self.A_log.exp() * delta[:, t, :, None])
-            state = decay * state + (delta[:, t] * x[:, t])[..., None] * b[:, t, None]
-            found.append((state * c[:, t, None]).sum(-1) + self.D * x[:, t])
-        return self.out_proj(torch.stack(found, 1) * F.silu(z))
+        layout = SequenceLayout.from_rows(*x.shape[:2])
+        convolution = ConvArguments(x, self.conv1d.weight[:, 0], self.conv1d.bias, None, layout, "silu", False)
+        x, _ = conv1d_pack_loops(convolution)
+        delta, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], -1)
+        delta, A = self.dt_proj(delta), -self.A_log.exp()
+        y, _ = ssm_pack_loops(ScanArguments(x, delta, A, B, C, self.D, z, None, None, layout, True, False))
+        return self.out_proj(y)
 
 
 Theirs = Mamba

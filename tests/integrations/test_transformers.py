@@ -37,7 +37,8 @@ from packmamba import SequenceLayout, leakcheck  # noqa: E402
 from packmamba.integrations.transformers import delta, disable, enable, models, patch  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
-FULL = [row for row in ROWS if sum(row[0]) == 14]  # rows without padding
+OTHERS = ("seq_idx", "cu_seq_lens_q", "position_ids+seq_idx")
+slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 def random_tokens(rows=ROWS, seed=1):
@@ -261,16 +262,7 @@ def test_no_bit_crosses_a_boundary(family):
 
 
 @every_family_slowly
-@pytest.mark.parametrize(
-    "boundaries",
-    [
-        *("position_ids", "attention_mask"),
-        *(
-            pytest.param(other, marks=pytest.mark.slow)
-            for other in ("seq_idx", "cu_seq_lens_q", "position_ids+seq_idx")
-        ),
-    ],
-)
+@pytest.mark.parametrize("boundaries", ["position_ids", "attention_mask", *map(slowly, OTHERS)])
 def test_leakcheck_passes_it_alone(family, boundaries):
     """With a bias the original's padding on the left reaches what follows it."""
     model, packed = both(family, use_bias=True)
@@ -335,9 +327,7 @@ def test_required_boundaries(family):
     packed(tokens)
 
 
-@pytest.mark.parametrize(
-    "family", ["Mamba", "Mamba2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Jamba", "FalconH1"))]
-)
+@pytest.mark.parametrize("family", ["Mamba", "Mamba2", slowly("Jamba"), slowly("FalconH1")])
 def test_half_precision_and_autocast(family):
     model, packed = both(family)
     tokens = random_tokens()
@@ -370,6 +360,8 @@ REFUSALS = [  # how the error begins, and the arguments
     ("seq_idx[1, 5]: ", {"seq_idx": torch.tensor([[0] * 6, [0] * 5 + [-1]])}),
     ("cu_seq_lens_q: ", {"cu_seq_lens_q": torch.tensor([0, 6])}),
     ("cu_seq_lens_q: ", {"cu_seq_lens_q": torch.tensor([0, 12])}),
+    ("cu_seq_lens_q: ", {"cu_seq_lens_q": torch.tensor([0, 6, 9])}),
+    ("cu_seq_lens_q: ", {"cu_seq_lens_q": torch.tensor([0, 6, 6, 12])}),
     ("cu_seq_lens_q: ", {"cu_seq_lens_q": torch.tensor([0, 6, 12]), "attention_mask": torch.tensor(LEFT)}),
     ("cu_seq_lens_q: ", {"position_ids": torch.tensor([ROW, ROW]), "cu_seq_lens_q": torch.tensor([0, 6, 12])}),
     ("attention_mask[0, 3]: ", {"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1], [1] * 6])}),
@@ -385,15 +377,6 @@ REFUSALS = [  # how the error begins, and the arguments
 @pytest.mark.parametrize(("begins", "arguments"), REFUSALS)
 def test_refuses_what_it_cannot_honour(begins, arguments):
     assert refused(patch(build("Mamba", num_hidden_layers=1)), **arguments).startswith(f"{begins}expected ")
-
-
-@pytest.mark.parametrize(("cu", "says"), [([0, 6, 6, 12], "strictly"), ([0, 6, 9], "a padded tail")])
-def test_cumulative_lengths_have_one_answer(cu, says):
-    """In the layout and in the patch: no document without tokens, no padding behind the last."""
-    with pytest.raises(ValueError, match=f"^cu_seqlens: expected .*{says}"):
-        SequenceLayout.from_cu_seqlens(torch.tensor(cu), rows=2, row_length=6)
-    told = refused(patch(build("Mamba", num_hidden_layers=1)), cu_seq_lens_q=torch.tensor(cu))
-    assert told.startswith("cu_seq_lens_q: expected ") and says in told
 
 
 def patch_refuses(model):

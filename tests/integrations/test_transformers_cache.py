@@ -55,20 +55,15 @@ def test_generate_is_unchanged(family, options):
     model, packed = (m.eval() for m in both(family))
     rows = [([14], 0, 0), ([4], 10, 0), ([2], 12, 0)]
     tokens, mask = random_tokens(rows), arguments(rows)[0]
-    asked = {
-        "max_new_tokens": 6,
-        "do_sample": False,
-        "pad_token_id": 0,
-        "output_scores": True,
-        "return_dict_in_generate": True,
-    }
-    expected = model.generate(tokens, attention_mask=mask, **asked, **options)
+    asked = options | {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
+    asked |= {"output_scores": True, "return_dict_in_generate": True}
+    expected = model.generate(tokens, attention_mask=mask, **asked)
     with warned_of(CACHE):
-        found = packed.generate(tokens, attention_mask=mask, **asked, **options)
+        found = packed.generate(tokens, attention_mask=mask, **asked)
     assert torch.equal(found.sequences, expected.sequences)
     assert error(torch.stack(found.scores), torch.stack(expected.scores)) < 1e-5
-    prompt = packed.generate(tokens[:1, :1], **asked, **options).sequences
-    assert torch.equal(prompt, model.generate(tokens[:1, :1], **asked, **options).sequences)
+    prompt = packed.generate(tokens[:1, :1], **asked).sequences
+    assert torch.equal(prompt, model.generate(tokens[:1, :1], **asked).sequences)
 
 
 @every_family

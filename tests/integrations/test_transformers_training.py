@@ -106,7 +106,7 @@ def single_losses(model, batches, learning_rate=0.01):
         optimizer.zero_grad()
         total, targets = 0.0, 0
         for document in batch:
-            ids = torch.tensor(document["input_ids"])
+            ids = torch.as_tensor(document["input_ids"])
             if len(ids) > 1:
                 logits = model(ids[None]).logits[0, :-1]
                 total = total + torch.nn.functional.cross_entropy(logits, ids[1:], reduction="sum")
@@ -246,11 +246,8 @@ def test_adapters_learn(family):
 
 def split(row):
     """The documents of a packed row."""
-    ids, found = row["input_ids"], []
-    for length in row.get("seq_lengths") or [len(ids)]:
-        found.append({"input_ids": ids[:length]})
-        ids = ids[length:]
-    return found
+    ids = torch.tensor(row["input_ids"])
+    return [{"input_ids": part} for part in ids.split(row.get("seq_lengths") or len(ids))]
 
 
 @pytest.mark.extras

@@ -95,20 +95,16 @@ every_operator = pytest.mark.parametrize("operator", OPERATORS)
 def test_dtypes_and_shapes_of_what_comes_back(backend):
     for dtype in dtypes_of(backend):
         wide = accumulation_dtype(dtype)
-        given = arguments("ssm_pack", dtype, device_of(backend)) | {"backend": backend}
-        for initial in (given["initial_state"], None):
-            y, final = ops.ssm_pack(**given | {"initial_state": initial})
-            assert (y.dtype, y.shape, final.dtype, final.shape) == (dtype, (2, 7, 5), wide, (4, 5, 4))
-        given = arguments("ssd_pack", dtype, device_of(backend)) | {"backend": backend}
-        for initial in (given["initial_state"], None):
-            y, final = ops.ssd_pack(**given | {"initial_state": initial})
-            assert (y.dtype, y.shape, final.dtype, final.shape) == (dtype, (2, 7, 5, 3), wide, (4, 5, 3, 4))
-        given = arguments("conv1d_pack", dtype, device_of(backend)) | {"backend": backend}
-        for state_dtype in (dtype, torch.float32, None):
-            initial = None if state_dtype is None else given["initial_state"].to(state_dtype)
-            y, final = ops.conv1d_pack(**given | {"initial_state": initial})
-            assert (y.dtype, y.shape) == (dtype, (2, 7, 5))
-            assert (final.dtype, final.shape) == (state_dtype or dtype, (4, 5, 3))
+        for operator, shape, state_shape, state_dtypes, without in (
+            ("ssm_pack", (2, 7, 5), (4, 5, 4), [wide], wide),
+            ("ssd_pack", (2, 7, 5, 3), (4, 5, 3, 4), [wide], wide),
+            ("conv1d_pack", (2, 7, 5), (4, 5, 3), [dtype, torch.float32], dtype),
+        ):
+            given = arguments(operator, dtype, device_of(backend)) | {"backend": backend}
+            for initial in (*map(given["initial_state"].to, state_dtypes), None):
+                y, final = getattr(ops, operator)(**given | {"initial_state": initial})
+                assert (y.dtype, y.shape, final.shape) == (dtype, shape, state_shape)
+                assert final.dtype == (without if initial is None else initial.dtype)
     for operator in OPERATORS:
         given = arguments(operator, device=device_of(backend)) | {"return_final_state": False, "backend": backend}
         assert isinstance(getattr(ops, operator)(**given), torch.Tensor)
@@ -147,10 +143,8 @@ def test_autocast_rounds_nothing_inside(operator, backend):
     expected = case.run(backend)
     with torch.autocast(device, dtype=torch.bfloat16):
         results = case.run(backend)
-    if (operator, backend) == (
-        "ssd_pack",
-        "reference",
-    ):  # autograd's own products, which autocast rounds inside its region
+    # Autograd's own products, which autocast rounds inside its region.
+    if (operator, backend) == ("ssd_pack", "reference"):
         expected = {name: value for name, value in expected.items() if not name.startswith("grad")}
     assert all(torch.equal(results[name], value) for name, value in expected.items())
 

@@ -10,11 +10,6 @@ from packmamba.ops import build, custom_op
 BUSY = SequenceLayout.from_lengths([[300, 17, 900, 1, 64], [513], list(range(1, 40))], row_length=1300)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def loaded():
-    build.load("cpu")
-
-
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", [AWKWARD["chunk-edges"], LONG, BUSY], ids=["chunk-edges", "long", "busy"])

@@ -333,29 +333,41 @@ def test_a_documents_bits_in_float32(length, states):
     assert_no_neighbour_moves_a_bit("ssm_pack", length, channels=1536, states=states, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("channels", [256, 4096])
-@pytest.mark.parametrize("at", [1024, 4096, 10240])
-def test_a_pass_split_where_states_are_combined_is_one_pass(at, channels):
-    tokens, generator = at + 3000, torch.Generator("cuda").manual_seed(0)
+@pytest.mark.parametrize(
+    ("operator", "channels", "begin", "at"),
+    [
+        *(("ssm_pack", channels, 0, at) for channels in (256, 4096) for at in (1024, 4096, 10240)),
+        *(("ssd_pack", 256, 37, at) for at in (2048, 6144)),
+    ],
+)
+def test_a_pass_split_where_states_are_combined_is_one_pass(operator, channels, begin, at):
+    """Bits, gradients through the state among them; of ssd_pack the first pass begins inside a segment."""
+    end, generator = at + 3000, torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
 
-    wide = [normal(1, tokens, width).requires_grad_() for width in (channels, channels, 16, 16, channels)]
-    A = -torch.arange(1, 17, device="cuda").float().repeat(channels, 1)
-    rest = {"D": normal(channels, dtype=torch.float32), "delta_softplus": True, "return_final_state": True}
-    start, grads = normal(1, channels, 16, dtype=torch.float32).requires_grad_(), [normal(1, tokens, channels)]
-    grads.append(normal(1, channels, 16, dtype=torch.float32))
+    if operator == "ssm_pack":
+        widths, shape = ((channels,), (channels,), (16,), (16,), (channels,)), (channels, 16)
+        A, skip = -torch.arange(1, 17, device="cuda").float().repeat(channels, 1), channels
+    else:
+        skip = heads = channels // 64
+        widths, shape = ((heads, 64), (heads,), (1, 128), (1, 128), (heads, 64)), (heads, 64, 128)
+        A = -normal(heads, dtype=torch.float32).exp()
+    wide = [normal(1, end, *width).requires_grad_() for width in widths]
+    rest = {"D": normal(skip, dtype=torch.float32), "delta_softplus": True, "return_final_state": True}
+    start = normal(1, *shape, dtype=torch.float32).requires_grad_()
+    grads = [normal(1, end - begin, *widths[0]), normal(1, *shape, dtype=torch.float32)]
 
-    def scan(first, end, state):
-        layout = SequenceLayout.from_lengths([[end - first]], end - first, [[first]]).to("cuda")
-        u, delta, B, C, z = (tensor[:, first:end] for tensor in wide)
-        return ops.ssm_pack(u, delta - 2, A, B, C, z=z, layout=layout, initial_state=state, **rest)
+    def scan(first, last, state):
+        layout = SequenceLayout.from_lengths([[last - first]], last - first, [[first]]).to("cuda")
+        x, delta, B, C, z = (tensor[:, first:last] for tensor in wide)
+        return getattr(ops, operator)(x, delta - 2, A, B, C, z=z, layout=layout, initial_state=state, **rest)
 
-    y, final = scan(0, tokens, start)
+    y, final = scan(begin, end, start)
     one = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
-    y, state = scan(0, at, start)
-    more, final = scan(at, tokens, state)
+    y, state = scan(begin, at, start)
+    more, final = scan(at, end, state)
     y = torch.cat([y, more], 1)
     two = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
     for i, (a, b) in enumerate(zip(one, two, strict=True)):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
 
 from models import LAYOUT, assert_close, build, every_config, flat, gradients, random_states, random_tokens, summed_loss
 from operators import AWKWARD, relative_error
@@ -32,55 +33,41 @@ def arguments(channels=6, d_state=3, rank=2, width=3, seed=0, layout=LAYOUT, sta
     with torch.no_grad():
         x_weight /= channels**0.5
         dt_weight /= rank**0.5
-    tensors = [
-        random(*layout.shape, 2 * channels), random(channels, width), random(channels), x_weight, dt_weight,
-        (-random(channels, d_state).detach().exp()).requires_grad_(), random(channels), random(channels), random(5, channels),
-    ]  # fmt: skip
-    documents = layout.num_documents
-    given = (random(documents, channels, width - 1), random(documents, channels, d_state)) if states else (None, None)
-    return tensors, given
+    tensors = {
+        "xz": random(*layout.shape, 2 * channels),
+        "conv_weight": random(channels, width),
+        "conv_bias": random(channels),
+        "x_weight": x_weight,
+        "dt_weight": dt_weight,
+        "A": (-random(channels, d_state).detach().exp()).requires_grad_(),
+        "D": random(channels),
+        "delta_bias": random(channels),
+        "out_weight": random(5, channels),
+    }
+    if states:
+        tensors["conv_state"] = random(layout.num_documents, channels, width - 1)
+        tensors["ssm_state"] = random(layout.num_documents, channels, d_state)
+    return tensors
 
 
-def inner(tensors, given, conv_layout, ssm_layout, recompute=False, backend=None):
-    """Compute the operator of ``arguments``' tensors and states."""
-    xz, conv_weight, conv_bias, x_weight, dt_weight, A, D, delta_bias, out_weight = tensors
-    return mamba_inner(
-        InnerArguments(
-            xz=xz,
-            conv_weight=conv_weight,
-            conv_bias=conv_bias,
-            x_weight=x_weight,
-            dt_weight=dt_weight,
-            out_weight=out_weight,
-            A=A,
-            D=D,
-            delta_bias=delta_bias,
-            conv_state=given[0],
-            ssm_state=given[1],
-            x_used=None,
-            dt_used=None,
-            out_used=None,
-            conv_layout=conv_layout,
-            ssm_layout=ssm_layout,
-            return_state=True,
-            recompute=recompute,
-        ),
-        backend,
-    )
+def inner(tensors, conv_layout, ssm_layout, recompute=False, backend=None):
+    """Compute the operator of ``arguments``' tensors."""
+    absent = dict.fromkeys(("conv_state", "ssm_state", "x_used", "dt_used", "out_used"))
+    options = {"return_state": True, "recompute": recompute}
+    a = InnerArguments(**absent | tensors, conv_layout=conv_layout, ssm_layout=ssm_layout, **options)
+    return mamba_inner(a, backend)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
 @pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
 def test_the_fused_operator_is_the_composition_of_the_references(layout, states, recompute):
-    tensors, given = arguments(layout=layout, states=states)
-    inputs = [t for t in (*tensors, *given) if t is not None]
-    outputs = []
+    tensors, outputs = arguments(layout=layout, states=states), []
+    of_rows = {"ssm_state": tensors["ssm_state"][: layout.flow().num_documents]} if states else {}
     for backend in ("reference", "cpu"):
-        states_of_rows = None if given[1] is None else given[1][: layout.flow().num_documents]
-        block = inner(tensors, (given[0], states_of_rows), layout, layout.flow(), recompute, backend)
+        block = inner(tensors | of_rows, layout, layout.flow(), recompute, backend)
         total = sum((v * torch.linspace(1, 2, v.numel()).view(v.shape)).sum() for v in block)
-        found = torch.autograd.grad(total, inputs, allow_unused=True, materialize_grads=True)
+        found = torch.autograd.grad(total, [*tensors.values()], retain_graph=True, materialize_grads=True)
         outputs.append({f"output {i}": v for i, v in enumerate((*block, *found))})
     assert_close(outputs[1], outputs[0], 1e-12)
 
@@ -102,9 +89,7 @@ def test_recomputing_changes_no_bit(config, recompute, given, how):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recompute", lm.RECOMPUTE)
-@pytest.mark.parametrize(
-    "given", [pytest.param(False, id="fresh"), pytest.param(True, id="states", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("given", [False, True], ids=["fresh", "states"])
 def test_compiled_blocks_are_eager_ones(recompute, given, fresh_compiler):
     tokens = random_tokens()
     model, fast = build(n_layer=3), build(n_layer=3, recompute=recompute)
@@ -116,20 +101,15 @@ def test_compiled_blocks_are_eager_ones(recompute, given, fresh_compiler):
 
 
 def test_one_compilation_serves_all_blocks_and_layouts(fresh_compiler):
-    graphs = []
-
-    def backend(graph, example_inputs):
-        graphs.append(graph)
-        return graph.forward
-
+    graphs = CompileCounter()
     model, fast = build(n_layer=5, dtype=torch.float32), build(n_layer=5, dtype=torch.float32)
-    fast.compile_blocks(backend=backend, fullgraph=True)
+    fast.compile_blocks(backend=graphs, fullgraph=True)
     lengths = [[5, 1, 6], [14], [2, 2], [1, 2, 3, 4], [7, 7], [13, 1]]
     for i in range(len(lengths)):
         layout = SequenceLayout.from_lengths([lengths[i], lengths[i - 1]], row_length=14)
         tokens = random_tokens(layout, seed=i)
         assert torch.equal(fast(tokens, layout=layout), model(tokens, layout=layout))
-    assert len(graphs) <= 4
+    assert graphs.frame_count <= 4
 
 
 @pytest.mark.slow
@@ -169,21 +149,17 @@ def test_a_block_s_norm_is_rms_norm():
 def test_on_a_gpu(d_state, recompute):
     """Kernels write the gradients of halves and parts in place; against float64."""
     layout = AWKWARD["splits"]
-    tensors, given = arguments(channels=64, d_state=d_state, rank=8, width=4, layout=layout)
-    inputs = [*tensors, *given]
-    outputs = []
+    tensors, outputs = arguments(channels=64, d_state=d_state, rank=8, width=4, layout=layout), []
     for backend, device in (("reference", "cpu"), ("cuda", "cuda")):
-        narrow = [t.detach().to(device, torch.bfloat16) for t in inputs]
-        if backend == "cuda":
-            keep_wide = (5, 6, 7, 10)
-            leaves = [t.float() if i in keep_wide else t for i, t in enumerate(narrow)]
-        else:
-            leaves = [t.double() for t in narrow]
-        leaves = [t.requires_grad_() for t in leaves]
+        dtypes = dict.fromkeys(tensors, torch.bfloat16) | dict.fromkeys(
+            ("A", "D", "delta_bias", "ssm_state"), torch.float32
+        )
+        dtypes = dtypes if backend == "cuda" else dict.fromkeys(tensors, torch.float64)
+        leaves = {n: t.detach().bfloat16().to(device, dtypes[n]).requires_grad_() for n, t in tensors.items()}
         here = layout.to(device)
-        block = inner(leaves[:9], leaves[9:], here, here, recompute, backend)
+        block = inner(leaves, here, here, recompute, backend)
         total = sum((v.float() * torch.linspace(1, 2, v.numel()).view(v.shape).to(device)).sum() for v in block)
-        found = torch.autograd.grad(total, leaves)
+        found = torch.autograd.grad(total, [*leaves.values()])
         outputs.append([v.detach().cpu() for v in (*block, *found)])
     errors = [relative_error(result, expected.double()) for result, expected in zip(*reversed(outputs))]
     assert max(errors) <= 2e-2, errors  # a chain of bfloat16 operators
@@ -191,14 +167,14 @@ def test_on_a_gpu(d_state, recompute):
 
 @pytest.mark.gpu
 def test_gradients_of_wider_weights_are_not_rounded_to_the_activations_dtype():
-    tensors, _ = arguments(channels=64, d_state=16, rank=8, width=4, states=False)
-    projections = (3, 4, 8)
+    tensors = arguments(channels=64, d_state=16, rank=8, width=4, states=False)
+    projections = ("x_weight", "dt_weight", "out_weight")
 
     def gradients_of(dtype):
-        dtypes = [torch.bfloat16] + [dtype if i in projections else torch.float32 for i in range(1, 9)]
-        leaves = [t.detach().bfloat16().to("cuda", dtype).requires_grad_() for t, dtype in zip(tensors, dtypes)]
-        y, *_ = inner(leaves, (None, None), LAYOUT.to("cuda"), LAYOUT.to("cuda"))
-        return torch.autograd.grad(y.float().square().sum(), [leaves[i] for i in projections])
+        dtypes = dict.fromkeys(tensors, torch.float32) | dict.fromkeys(projections, dtype) | {"xz": torch.bfloat16}
+        leaves = {n: t.detach().bfloat16().to("cuda", dtypes[n]).requires_grad_() for n, t in tensors.items()}
+        y, *_ = inner(leaves, LAYOUT.to("cuda"), LAYOUT.to("cuda"))
+        return torch.autograd.grad(y.float().square().sum(), [leaves[name] for name in projections])
 
     for wide, narrow in zip(gradients_of(torch.float32), gradients_of(torch.bfloat16)):
         assert wide.dtype == torch.float32 and not torch.equal(wide, wide.bfloat16().float())

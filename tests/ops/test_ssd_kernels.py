@@ -88,35 +88,6 @@ def test_descriptors_and_pointers_have_the_same_bits():
         assert torch.equal(value, expected[name]), name
 
 
-@pytest.mark.parametrize("at", [2048, 6144])
-def test_a_pass_split_where_segments_end_is_one_pass(at):
-    """Bits, gradients through the state among them; the first pass begins inside a segment."""
-    begin, end, generator = 37, at + 3000, torch.Generator("cuda").manual_seed(0)
-
-    def normal(*shape, dtype=torch.bfloat16):
-        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
-
-    wide = [normal(1, end, *width).requires_grad_() for width in ((4, 64), (4,), (1, 128), (1, 128), (4, 64))]
-    rest = {"A": -normal(4, dtype=torch.float32).exp(), "D": normal(4, dtype=torch.float32)}
-    start, grads = normal(1, 4, 64, 128, dtype=torch.float32).requires_grad_(), [normal(1, end - begin, 4, 64)]
-    grads.append(normal(1, 4, 64, 128, dtype=torch.float32))
-
-    def scan(first, last, state):
-        layout = SequenceLayout.from_lengths([[last - first]], last - first, [[first]]).to("cuda")
-        x, delta, B, C, z = (tensor[:, first:last] for tensor in wide)
-        options = {"delta_softplus": True, "return_final_state": True, "layout": layout}
-        return ops.ssd_pack(x, delta - 2, B=B, C=C, z=z, initial_state=state, **rest, **options)
-
-    y, final = scan(begin, end, start)
-    one = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
-    y, state = scan(begin, at, start)
-    more, final = scan(at, end, state)
-    y = torch.cat([y, more], 1)
-    two = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
-    for i, (a, b) in enumerate(zip(one, two, strict=True)):
-        assert torch.equal(a, b), i
-
-
 def test_a_graph_is_replayed_with_other_documents():
     """The plan is made in the graph: its documents' number is that of the capture, absent ones are empty."""
     row_length, documents = 3000, 9

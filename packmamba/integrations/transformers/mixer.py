@@ -38,7 +38,8 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     else:
         convolved = ops.conv1d_pack(x, *_convolution(mixer), layout=layout, activation="silu")
         scan = _scan_heads if of_zamba else _scan
-        y, state = scan(mixer, convolved, z, layout, keeps)
+        options = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
+        y, state = scan(mixer, convolved, z, options)
         mixed = mixer.out_proj(_blank(y, packing))
     if keeps:
         _keep(mixer, cache, packing, x, state)
@@ -84,8 +85,11 @@ def _mix_fused(mixer: Any, xz: Tensor, layout: SequenceLayout, keeps: bool) -> t
     return mixed, state
 
 
-def _scan(mixer: Any, x: Tensor, z: Tensor, layout: SequenceLayout, keeps: bool) -> tuple[Tensor, Tensor | None]:
-    """Scan convolved x by projections that are called, as Jamba's with norms; return y, final states if ``keeps``."""
+def _scan(mixer: Any, x: Tensor, z: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """Scan convolved x by projections that are called, as Jamba's with norms; options: of ``ssm_pack``.
+
+    Returns y, and final states or None.
+    """
     A, D = _recurrence(mixer, x.dtype)
     low, B, C = _split(mixer, mixer.x_proj(x))
     if hasattr(mixer, "dt_layernorm"):
@@ -96,24 +100,20 @@ def _scan(mixer: Any, x: Tensor, z: Tensor, layout: SequenceLayout, keeps: bool)
         delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(A.dtype)
     else:
         delta, bias = mixer.dt_proj(low), None
-    options: Any = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
     y = ops.ssm_pack(x, delta, A, B, C, D, z=z, delta_bias=bias, **options)
-    return y if keeps else (y, None)
+    return y if options["return_final_state"] else (y, None)
 
 
-def _scan_heads(
-    mixer: Any, x: Tensor, z: Tensor, layout: SequenceLayout, keeps: bool
-) -> tuple[Tensor, Tensor | None]:
+def _scan_heads(mixer: Any, x: Tensor, z: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
     """Scan by Zamba's heads, each with projections and a scan of its own for D / heads channels."""
     A, D = _recurrence(mixer, x.dtype)
-    options: Any = {"delta_softplus": True, "layout": layout, "return_final_state": keeps}
     outputs = []
     for head, (u, gate) in enumerate(zip(x.chunk(len(A), -1), z.chunk(len(A), -1))):
         low, B, C = _split(mixer, F.linear(u, mixer.x_proj_weight[head]))
         delta = F.linear(low, mixer.dt_proj_weight[head])
         bias = mixer.dt_proj_bias[head].to(A.dtype)
         outputs.append(ops.ssm_pack(u, delta, A[head], B, C, D[head], z=gate, delta_bias=bias, **options))
-    if not keeps:
+    if not options["return_final_state"]:
         return torch.cat(outputs, -1), None
     return torch.cat([y for y, _ in outputs], -1), torch.stack([last for _, last in outputs], 1)
 

@@ -75,14 +75,14 @@ def check_supported(module: Any) -> None:
         known = MODEL_TAKES <= {*takes} and not {*CACHES}.isdisjoint(takes)
     else:
         known = [*takes[:2], *takes[3:]] == MIXER_TAKES and takes[2] in CACHES
-    if not known:
-        raise _different(name, f"its forward takes {', '.join(takes)}")
+    expected, release = f"that of transformers {KNOWN}", f"transformers {transformers.__version__}"
+    expect(known, name, expected, f"{release}: its forward takes {', '.join(takes)}")
     if holds is None:
         return
     # An activation function may be a module named act.
     has = {child for child, _ in module.named_children()} | {p for p, _ in module.named_parameters(recurse=False)}
-    if wrong := sorted((has - {"act"}) ^ holds):
-        raise _different(name, f"{wrong[0]} {'is new' if wrong[0] in has else 'is missing'}")
+    differs = [f"{part} {'is new' if part in has else 'is missing'}" for part in sorted((has - {"act"}) ^ holds)]
+    expect(not differs, name, expected, f"{release}: {', '.join(differs)}")
     conv = getattr(module, _convolution(holds))
     expect(type(conv) is nn.Conv1d, "conv1d", f"a plain Conv1d in {name}", type(conv).__name__)
     # Its inputs at left padding, which a cache would keep, are the biases of in_proj.
@@ -99,10 +99,6 @@ def check_supported(module: Any) -> None:
 def _convolution(holds: set[str]) -> str:
     """Return the name of a mixer's convolution."""
     return "conv1d" if "conv1d" in holds else "conv"
-
-
-def _different(name: str, what: str) -> ValueError:
-    return ValueError(f"transformers {transformers.__version__}: {name} is not that of {KNOWN}: {what}")
 
 
 def _first(kwargs: dict[str, Any], names: tuple[str, ...]) -> Any:
@@ -136,7 +132,7 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     packing = find((tokens.shape[0], tokens.shape[1]), tokens.device, mask, given)
     # The last token of a document must not predict the first one of the next.
     if packing.packed:
-        kwargs |= _own_labels(kwargs, packing)
+        _mask_labels(kwargs, packing)
     if packing.last is not None:
         return kwargs | {"packing": packing}
     expect(not (packing.packed and cached), "use_cache", "False and no cache for several documents a row", "one")
@@ -149,16 +145,14 @@ def _continues(model: Any, cache: Any) -> bool:
     return bool(cache.get_seq_length() if mixer is None else cache.has_previous_state(mixer.layer_idx))
 
 
-def _own_labels(kwargs: dict[str, Any], packing: Packing) -> dict[str, Tensor]:
-    """Mask first tokens' labels."""
+def _mask_labels(kwargs: dict[str, Any], packing: Packing) -> None:
+    """Mask first tokens' labels, in copies."""
     starts = packing.layout.position_indices == 0
-    masked = {}
     # shift_labels are labels moved by one already.
     for name, targets in (("labels", starts), ("shift_labels", starts.roll(-1, dims=1))):
         labels = kwargs.get(name)
         if isinstance(labels, Tensor) and labels.shape == starts.shape:
-            masked[name] = labels.masked_fill(targets.to(labels.device), -100)
-    return masked
+            kwargs[name] = labels.masked_fill(targets.to(labels.device), -100)
 
 
 def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, Any]:
