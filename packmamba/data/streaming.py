@@ -44,8 +44,9 @@ DOUBLINGS = 5
 COMPLETE = "complete"
 ERROR = "error"
 LOCK = ".writer.lock"
-# Seconds between two looks for a shard, and for which a writer may be starting.
+# Seconds between two looks for a shard, after which a wait is said, and for which a writer may be starting.
 INTERVAL = 0.2
+UNSAID = 5.0
 STARTING = 60.0
 
 _writers: dict[Path, subprocess.Popen] = {}
@@ -116,6 +117,7 @@ class StreamedCorpus(Joined):
     def _open(self, number: int) -> bool:
         """Open the shards up to a number, waiting for them; return whether there are so many."""
         last_written = time.monotonic()
+        said_at = last_written + UNSAID
         while len(self.parts) <= number:
             shard = _shard(self.folder, len(self.parts))
             if shard.exists():
@@ -125,7 +127,12 @@ class StreamedCorpus(Joined):
             else:
                 if _is_written(self.folder):
                     last_written = time.monotonic()
-                need(time.monotonic() - last_written < STARTING, "data.streaming", "a process that tokenizes", "none")
+                now = time.monotonic()
+                gone = "none; start the command again"
+                need(now - last_written < STARTING, "data.streaming", "a process that tokenizes", gone)
+                if now > said_at:
+                    print(f"Waiting until {shard} is tokenized ...", file=sys.stderr, flush=True)
+                    said_at = float("inf")
                 time.sleep(INTERVAL)
         return True
 
