@@ -110,7 +110,7 @@ def pairs(rows: Rows, seed: int) -> Items:
     for row, head, kind, gloss in drawn(glosses(rows), rng, PAIRS):
         what = f"Question: What does {head} ({kind}) mean?\nAnswer:"
         question, answer = (which(gloss), head) if rng.random() < 0.5 else (what, gloss)
-        yield {"id": row["id"], "group": row["group"], "question": question, "answer": f" {answer}"}
+        yield {"id": row["id"], "group": row["group"], "prompt": question, "completion": f" {answer}"}
 
 
 MAKERS = {"pairs": pairs, "headword": headwords, "module": modules, "last_word": last_words}

@@ -150,11 +150,11 @@ class Asked:
 
     def example(self, seed: int, index: int) -> Example:
         one = self.found()[index]
-        question = [BEGIN, *one.get("question", one.get("context", "")).encode()]
+        question = [BEGIN, *one.get("prompt", one.get("context", "")).encode()]
         choices = tuple([*text.encode(), *self.end] for text in one.get("choices", ()))
         right = None if not choices else one["answer"]
         answer = (
-            [*one.get("answer", one.get("continuation", "")).encode(), *self.end] if right is None else choices[right]
+            [*one.get("completion", one.get("continuation", "")).encode(), *self.end] if right is None else choices[right]
         )
         targets = {len(question) - 1 + i: token for i, token in enumerate(answer)}
         tokens = [*question, *answer[:-1]]

@@ -393,7 +393,7 @@ def numerics(records: Sequence[Record]) -> Table:
 
 def kind_of(records: Sequence[Record]) -> str:
     """Return ``tuned`` (fine-tuning), ``text``, or ``pilot``, whose seeds are for choices alone."""
-    if records[0]["config"]["data"]["source"] == "task":
+    if records[0]["config"]["data"]["source"] in ("jsonl", "task"):
         return "tuned"
     return "pilot" if all(record["seed"] >= PILOT for record in records) else "text"
 

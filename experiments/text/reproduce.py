@@ -32,7 +32,7 @@ SMALL_NUMERICS = (
     "reset-24k: {data.max_tokens_per_batch: 1024, data.row_length: 256}}",
 )
 SMALL_TUNED = (
-    *(*TINY, "data.num_documents=400", f"common={{data.task_options: {{path: {SAMPLE}}}}}"),
+    *(*TINY, "data.path=experiments/corpus/text-pairs-sample.jsonl", "data.validation_documents=40"),
     f"evaluation_options={{pairs: {HELD_OUT}, asked_headword: {HELD_OUT}}}",
 )
 # P1's, half of the leak harm in the pilot, which ran with Mamba-1 alone.

@@ -55,7 +55,6 @@ def test_small_sweeps_make_every_table(sample, tmp_path):
         given = [key.replace(reproduce.SAMPLE, str(sample)) for key in (*step.overrides, *step.small)]
         given = [key.replace("{output}", str(tmp_path / "text")) for key in given]
         fewer = ["grid.optimizer.lr=[4.0e-3]"] if "name=rates" in given else []
-        fewer += ["data.num_documents=60"] if step.file == "finetune.yaml" else []
         run_sweep(
             *load_sweep(FOLDER / step.file, [*given, *few, *fewer, f"output={tmp_path / 'text'}"]), progress=False
         )
@@ -86,8 +85,8 @@ def test_the_sealed_split_is_read_only_where_it_is_named(tmp_path):
 def test_only_the_answer_is_a_target(sample):
     example = plugin.Asked(str(sample), "pairs", "train").example(0, 3)
     one = plugin.items(str(sample), "pairs", "train")[3]
-    assert example.targets[example.mask].tolist() == [*one["answer"].encode(), plugin.END]
-    assert example.tokens[: int(example.mask.argmax()) + 1].tolist() == [plugin.BEGIN, *one["question"].encode()]
+    assert example.targets[example.mask].tolist() == [*one["completion"].encode(), plugin.END]
+    assert example.tokens[: int(example.mask.argmax()) + 1].tolist() == [plugin.BEGIN, *one["prompt"].encode()]
     asked = plugin.Asked(str(sample), "headword", "validation").example(0, 0)
     assert len(asked.choices) == 4 and list(asked.choices[asked.answer]) == asked.targets[asked.mask].tolist()
 
