@@ -72,7 +72,7 @@ class DataConfig:
     """Choose documents, and how they become rows and steps (the section ``data``)."""
 
     source: str = key("stdlib", "Where documents come from.", choices="packmamba.data.sources:SOURCES")
-    path: Optional[str] = key(None, "Folder, file or pattern; dataset (huggingface); prefix (megatron).")
+    path: Optional[str] = key(None, "Folder, file, pattern, or URL of one; dataset (huggingface); prefix (megatron).")
     sources: list[Any] = key([], "A mixture instead: [{source: text, path: a, weight: 3}, ...], by weight in tokens.")
     unit: Optional[str] = key(None, "Documents of packages.", null="files", choices=("files", "functions", "mixture"))
     text_key: str = key("text", "Field or column of the document; where it is missing, prompts are read.")

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import fsspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +104,48 @@ def test_parquet_has_the_documents_and_the_split_of_json_lines(tmp_path, dataset
     pq.write_table(pa.table({"text": pa.array(TEXTS).dictionary_encode()}), tmp_path / "words.parquet")
     for path in ("p", "p/**/*.parquet", "words.parquet"):
         assert read(of(tmp_path / path, "parquet")) == expected
+
+
+REMOTE = ["text a.txt", "jsonl a.jsonl", "jsonl a.jsonl.gz", "jsonl a.jsonl.zst", "parquet a.parquet"]
+
+
+@pytest.fixture(params=REMOTE)
+def uploaded(request, tmp_path):
+    """Return a source, a file's name, and a function that copies the folder of its files to memory://."""
+    source, name = request.param.split()
+    for number, path in enumerate([tmp_path / name, tmp_path / "deep" / name, tmp_path / ".hidden" / name]):
+        path.parent.mkdir(exist_ok=True)
+        write_lines(path, TEXTS[number * 99 : number * 99 + 99])
+        if source == "parquet":
+            table = pytest.importorskip("pyarrow.json").read_json(path)
+            pytest.importorskip("pyarrow.parquet").write_table(table, path)
+    return source, name, lambda: fsspec.filesystem("memory").put(f"{tmp_path}/", str(tmp_path), recursive=True)
+
+
+def test_a_url_has_the_documents_and_the_split_of_a_path(tmp_path, uploaded):
+    source, name, upload = uploaded
+    upload()
+    for end in ("", "/", f"/{name}", "/deep", "/*", "/**/a.*", "/d?ep/*"):
+        assert read(of(f"memory:/{tmp_path}{end}", source)) == read(of(f"{tmp_path}{end}", source)), end
+
+
+def test_the_fingerprint_of_a_url_changes_with_a_file(tmp_path, uploaded):
+    source, name, upload = uploaded
+    paths = [f"memory:/{tmp_path}", f"memory:/{tmp_path}/{name}", f"memory:/{tmp_path}/*"]
+    upload()
+    first, again = ([open_source(of(path, source)).fingerprint for path in paths] for _ in range(2))
+    upload()
+    changed = [open_source(of(path, source)).fingerprint for path in paths]
+    assert first == again and not any(old == new for old, new in zip(first, changed))
+
+
+@pytest.mark.parametrize("source", ["text", "jsonl", "parquet"])
+@pytest.mark.parametrize("url", ["memory://none", "memory://none/*", "nowhere://a", "s3://a", "https://localhost:9/a"])
+def test_a_url_that_fsspec_cannot_read_is_refused(monkeypatch, source, url):
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    error = refused(of(url, source))
+    assert error.startswith("data.path: expected ") and f"'{url}'" in error
+    assert error.endswith("; pip install s3fs") == url.startswith("s3")
 
 
 @pytest.mark.parametrize("kind", ["saved", "splits", "folder"])

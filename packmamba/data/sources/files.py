@@ -14,7 +14,7 @@ import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, extra, need
 from packmamba.data.sources.records import PROMPT_KEYS, find_chat_template, of_one_kind, read_documents
-from packmamba.data.sources.source import Document, Source, find_files, hash_files, list_files
+from packmamba.data.sources.source import Document, File, Source, find_files, hash_facts, hash_files, list_files
 from packmamba.data.sources.splits import least_length, refuse_splits, split_by_content, split_names
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
@@ -26,31 +26,32 @@ MEGATRON_DTYPES = {1: "<u1", 2: "<i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: "<u2"}
 def open_text(data: DataConfig) -> Source:
     """Open every visible file of ``data.path``, a document each, held out by name."""
     root, files = find_files(data, ("",))
-    filled = [name for name in files if (root / name).stat().st_size]
-    got = f"{len(files)} empty in '{data.path}', the first {root / files[0]}; name files with text"
+    filled = [name for name, file in files.items() if file.size != 0]
+    got = f"{len(files)} empty in '{data.path}', the first {next(iter(files.values())).place}; name files with text"
     need(filled, "data.path", "a file with text", got)
     validation, test = frozenset[str](), frozenset[str]()
     if len(filled) > 1:
         validation, test = split_names(filled, data)
     else:
-        size = (root / filled[0]).stat().st_size
+        place, size, *_ = files[filled[0]]
         least = least_length(data)
         expected = f"several files, or one of at least {least} bytes to cut"
-        need(size >= least, "data.validation_fraction", expected, f"{size} in {root / filled[0]}; add files")
+        need(size is None or size >= least, "data.validation_fraction", expected, f"{size} in {place}; add files")
 
     def documents(names: Iterable[str]) -> Iterator[Document]:
         for name in names:
-            file = root / name
+            place = files[name].place
             try:
-                text = file.read_bytes().decode("utf-8-sig")
+                with files[name].open() as file:
+                    text = file.read().decode("utf-8-sig")
             except UnicodeDecodeError as error:
-                raise ConfigError(f"data.path: expected UTF-8, got {file} ({error}); move it") from None
-            place = text.find("\0")  # git and grep call such a file binary
-            need(place < 0, "data.path", "text", f"{file} (a NUL character at {place}); move it")
+                raise ConfigError(f"data.path: expected UTF-8, got {place} ({error}); move it") from None
+            null = text.find("\0")  # git and grep call such a file binary
+            need(null < 0, "data.path", "text", f"{place} (a NUL character at {null}); move it")
             yield Document(name in validation, text)
 
     return Source(
-        [str(root.resolve()), hash_files(root, files)],
+        [root, hash_facts(files)],
         read=lambda: documents(name for name in files if name not in test),
         read_test=(lambda: documents(sorted(test))) if data.test_fraction else None,
     )
@@ -58,7 +59,7 @@ def open_text(data: DataConfig) -> Source:
 
 def open_jsonl(data: DataConfig) -> Source:
     """Open a document in each line that is not blank: text, prompt and completion, or messages."""
-    return _records(data, lambda path: _lines(path, data.text_key), JSON_LINES)
+    return _records(data, lambda file: _lines(file, data.text_key), JSON_LINES)
 
 
 def open_splits(data: DataConfig) -> Source:
@@ -67,18 +68,17 @@ def open_splits(data: DataConfig) -> Source:
     root, files = find_files(data, JSON_LINES)
 
     def documents(splits: Collection[str]) -> Iterator[Document]:
-        for name in files:
-            place = str(root / name)
-            records, fields = itertools.tee(_lines(root / name, data.text_key))
-            for document, record in zip(read_documents(place, data, records), fields):
+        for file in files.values():
+            records, fields = itertools.tee(_lines(file, data.text_key))
+            for document, record in zip(read_documents(file.place, data, records), fields):
                 split = record.get("split")
                 is_known = not document.content or split in ("train", "validation", "test")
-                need(is_known, f"data.path: {place}", "a split train, validation or test", repr(split))
+                need(is_known, f"data.path: {file.place}", "a split train, validation or test", repr(split))
                 if document.content and split in splits:
                     yield document._replace(held_out=split != "train", group=str(record.get("group")))
 
     return Source(
-        [str(root.resolve()), data.text_key, hash_files(root, files), "test", *_kind(data)],
+        [root, data.text_key, hash_facts(files), "test", *_kind(data)],
         read=lambda: of_one_kind(documents(("train", "validation"))),
         read_test=lambda: of_one_kind(documents(("test",))),
         names_splits=True,
@@ -87,18 +87,18 @@ def open_splits(data: DataConfig) -> Source:
 
 def open_parquet(data: DataConfig) -> Source:
     """Open a document in each row: the column ``data.text_key``, prompt and completion, or messages."""
-    return _records(data, lambda path: _rows(path, data), (".parquet",))
+    return _records(data, lambda file: _rows(file, data), (".parquet",))
 
 
-def _records(data: DataConfig, records: Callable[[Path], Iterator[Any]], suffixes: tuple[str, ...]) -> Source:
+def _records(data: DataConfig, records: Callable[[File], Iterator[Any]], suffixes: tuple[str, ...]) -> Source:
     root, files = find_files(data, suffixes)
 
     def documents() -> Iterator[Document]:
-        for name in files:
-            yield from read_documents(str(root / name), data, records(root / name))
+        for file in files.values():
+            yield from read_documents(file.place, data, records(file))
 
     read = split_by_content(lambda: of_one_kind(documents()), data.validation_fraction)
-    fingerprint = [str(root.resolve()), data.text_key, "error", hash_files(root, files), *_kind(data)]
+    fingerprint = [root, data.text_key, "error", hash_facts(files), *_kind(data)]
     return Source(fingerprint, read)
 
 
@@ -109,25 +109,26 @@ def _kind(data: DataConfig) -> list[Any]:
     return chosen if template is None else [*chosen, template, tokens]
 
 
-def _lines(path: Path, text_key: str) -> Iterator[Any]:
+def _lines(file: File, text_key: str) -> Iterator[Any]:
     """Yield the record of each line; of a blank one an empty text."""
-    with _open(path) as lines:
-        for line in lines:
+    with file.open() as packed:
+        for line in _unpacked(packed, Path(file.place).suffix):
             line = line.removeprefix(b"\xef\xbb\xbf").strip()
             yield json.loads(line) if line else {text_key: ""}
 
 
-def _open(path: Path) -> Any:
-    if path.suffix != ".zst":
-        return gzip.open(path) if path.suffix == ".gz" else open(path, "rb")
+def _unpacked(packed: io.BufferedReader, suffix: str) -> Any:
+    if suffix != ".zst":
+        return gzip.open(packed) if suffix == ".gz" else packed
     unpacked = extra("zstandard").ZstdDecompressor(max_window_size=1 << 31)
-    return io.BufferedReader(unpacked.stream_reader(open(path, "rb"), read_across_frames=True))
+    return io.BufferedReader(unpacked.stream_reader(packed, read_across_frames=True))
 
 
-def _rows(path: Path, data: DataConfig) -> Iterator[Any]:
-    file = extra("pyarrow.parquet").ParquetFile(path)
-    for batch in file.iter_batches(ROWS, columns=_columns(file.schema_arrow.names, data)):
-        yield from batch.to_pylist()
+def _rows(file: File, data: DataConfig) -> Iterator[Any]:
+    with file.open() as opened:
+        table = extra("pyarrow.parquet").ParquetFile(opened)
+        for batch in table.iter_batches(ROWS, columns=_columns(table.schema_arrow.names, data)):
+            yield from batch.to_pylist()
 
 
 def _columns(names: list[str], data: DataConfig) -> list[str]:

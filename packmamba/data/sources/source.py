@@ -2,6 +2,7 @@
 
 import glob
 import hashlib
+import io
 import itertools
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -9,9 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from packmamba.config import DataConfig, need
+import fsspec
+
+from packmamba.config import ConfigError, DataConfig, need
 
 SEED = 0  # of the splits, synthetic documents, examples
+# What file systems behind URLs call the time of a file's last change, or a hash of its content.
+VERSIONS = "mtime modified updated created LastModified last_modified Last-Modified ETag etag blob_id sha CRC"
 
 
 class Document(NamedTuple):
@@ -45,23 +50,81 @@ class Source:
     names_splits: bool = False
 
 
-def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[Path, list[str]]:
-    """Return a folder and the names in it that ``data.path`` means: a file, a folder's files, or a pattern's."""
+class File(NamedTuple):
+    """Hold a file that ``data.path`` means, on this machine or behind a URL.
+
+    Args:
+        place: path or URL, for messages.
+        size: bytes; None if a server does not tell.
+        version: changes when the file does, as far as its file system tells.
+        open: opens the file for reading bytes, buffered.
+    """
+
+    place: str
+    size: int | None
+    version: Any
+    open: Callable[[], io.BufferedReader]
+
+
+def find_files(data: DataConfig, suffixes: tuple[str, ...]) -> tuple[str, dict[str, File]]:
+    """Return a folder, and by their names in it, sorted, the files that ``data.path`` means.
+
+    The path or URL is a file, a folder or a pattern; of a folder the visible files with one of
+    the suffixes. Raises ConfigError, and OSError for a file of this machine.
+    """
     expected = f"a folder, file or pattern with data.source={data.source}"
     need(data.path is not None, "data.path", expected, "null; set data.path=my/folder")
-    path = Path(str(data.path))
-    names: set[str] = set()
+    path = str(data.path)
+    root, files = (_find_remote if "://" in path else _find_local)(path, suffixes)
+    kinds = " or ".join(suffixes) or "visible"
+    need(files, "data.path", f"{kinds} files for data.source={data.source}", f"none in '{path}'")
+    return root, dict(sorted(files.items()))
+
+
+def _find_local(pattern: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, File]]:
+    path = Path(pattern)
     if path.exists():
         paths, root = [path], path if path.is_dir() else path.parent
     else:
-        paths = [Path(name) for name in glob.glob(str(data.path), recursive=True)]
+        paths = [Path(name) for name in glob.glob(pattern, recursive=True)]
         root = Path(*itertools.takewhile(lambda part: not glob.has_magic(part), path.parts))
-    for one in paths:
-        inside = list_files(one, suffixes) if one.is_dir() else [""]
-        names |= {(one / name).relative_to(root).as_posix() for name in inside}
-    kinds = " or ".join(suffixes) or "visible"
-    need(names, "data.path", f"{kinds} files for data.source={data.source}", f"none in '{data.path}'")
-    return root, sorted(names)
+    files = [one / name for one in paths for name in (list_files(one, suffixes) if one.is_dir() else [""])]
+    return str(root.resolve()), {file.relative_to(root).as_posix(): _local_file(file) for file in files}
+
+
+def _local_file(path: Path) -> File:
+    stat = path.stat()
+    return File(str(path), stat.st_size, stat.st_mtime_ns, lambda: path.open("rb"))
+
+
+def _find_remote(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, File]]:
+    """Return the URL, and files by their names below it, or below a pattern's part before a wildcard."""
+    try:
+        file_system, path = fsspec.core.url_to_fs(url)
+        file_system.invalidate_cache()  # files may have changed since this process listed them
+        root = "/".join(itertools.takewhile(lambda part: not glob.has_magic(part), path.split("/")))
+        found = {path: file_system.info(path)} if root == path else file_system.glob(path, detail=True)
+        for folder, info in list(found.items()):
+            if info["type"] == "directory" or folder.endswith("/"):  # the latter over HTTP
+                inside = file_system.find(folder, detail=True)
+                del found[folder]
+                found |= {file: inside[file] for file in inside if file.endswith(suffixes)}
+        files = {file.removeprefix(root).strip("/"): _remote_file(file_system, file, found[file]) for file in found}
+    except Exception as error:  # file systems raise all kinds
+        reason = error.__cause__ or error  # the cause names the missing package, or the host
+        install = f"; pip install {reason.name}" if isinstance(reason, ModuleNotFoundError) else ""
+        got = f"'{url}' ({type(reason).__name__}: {reason}){install}"
+        raise ConfigError(f"data.path: expected what fsspec reads, got {got}") from None
+    return url, {name: file for name, file in files.items() if "/." not in f"/{name}"}
+
+
+def _remote_file(file_system: Any, path: str, info: dict[str, Any]) -> File:
+    if not info.get("size"):  # over HTTP a list has names alone
+        info = file_system.info(path)
+    version = [str(info.get(key)) for key in VERSIONS.split()]
+    # A buffer, since a file of fsspec reads a whole block for each line.
+    opened = lambda: io.BufferedReader(file_system.open(path))
+    return File(file_system.unstrip_protocol(path), info["size"], version, opened)
 
 
 def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
@@ -75,9 +138,14 @@ def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collectio
 
 
 def hash_files(root: Path, files: list[str]) -> str:
-    stats = ((name, (root / name).stat()) for name in files)
-    facts = b"".join(os.fsencode(name) + f"\0{s.st_size}\0{s.st_mtime_ns}\0".encode() for name, s in stats)
-    return hashlib.blake2b(facts, digest_size=16).hexdigest()
+    """Hash names, sizes and times of the last change of files of a folder on this machine."""
+    return hash_facts({name: _local_file(root / name) for name in files})
+
+
+def hash_facts(files: dict[str, File]) -> str:
+    """Hash name, size and version of each file."""
+    facts = (os.fsencode(name) + f"\0{file.size}\0{file.version}\0".encode() for name, file in files.items())
+    return hashlib.blake2b(b"".join(facts), digest_size=16).hexdigest()
 
 
 def share_of(name: bytes, seed: int = SEED) -> float:
