@@ -24,10 +24,11 @@ STD = 0.02  # of embeddings and heads (Mamba follows GPT-2)
 def whole_parameters(module: nn.Module) -> Iterator[None]:
     """Lend a module whole parameters of the default dtype; copy them to its own at the end.
 
-    Without gradients inside. A shard (DTensor) cannot draw what a whole parameter would: on a CPU all ranks draw the same
-    numbers, on a GPU others than one process. So each rank draws the whole and keeps its part of
-    what rank 0 drew, even if the ranks' seeds differ. A parameter of another dtype gets what
-    ``model.to(dtype)`` makes of a fresh one. Costs the module's whole parameters in memory.
+    Without gradients inside. A shard (DTensor) cannot draw what a whole parameter would: on a CPU
+    all ranks draw the same numbers, on a GPU others than one process. So each rank draws the whole
+    and keeps its part of what rank 0 drew, even if the ranks' seeds differ. A parameter of another
+    dtype gets what ``model.to(dtype)`` makes of a fresh one. Costs the module's whole parameters in
+    memory.
     """
     lent = [
         (part._parameters, name, parameter)

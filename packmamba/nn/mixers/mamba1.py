@@ -126,7 +126,7 @@ class PackedMamba(Mixer):
             mixed = mixed + self.out_proj.bias.to(mixed.dtype)
         return mixed, tuple(final_states) if return_state else None
 
-    def _mix_adapted(self, projected: Tensor, documents: tuple[Any, ...], return_state: bool) -> tuple[Tensor, Any]:
+    def _mix_adapted(self, projected: Tensor, documents: tuple, return_state: bool) -> tuple:
         """Mix as ``ops.mamba_inner`` does, but call the projections, some of which are adapters."""
         conv_layout, ssm_layout, conv_state, ssm_state = documents
         options: Any = {"return_final_state": return_state, "backend": self.backend}

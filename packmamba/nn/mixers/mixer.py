@@ -98,7 +98,12 @@ class Mixer(nn.Module):
 
         Raises TypeError or ValueError.
         """
-        self._check_hidden(hidden)
+        checks.check_is_tensor(hidden, "hidden")
+        fits = hidden.dim() == 3 and hidden.shape[2] == self.d_model
+        expect(fits, "hidden", f"shape (B, L, {self.d_model})", tuple(hidden.shape))
+        dtype = self.in_proj.weight.dtype
+        fits = hidden.dtype == dtype or torch.is_autocast_enabled(hidden.device.type)
+        expect(fits, "hidden", f"the weights' {dtype}", hidden.dtype, TypeError)
         if cu_seqlens is not None:
             layout = checks.boundary_layout(hidden, cu_seqlens=cu_seqlens, layout=layout)
         for name, to_check in (("layout", layout), ("ssm_layout", ssm_layout)):
@@ -126,14 +131,6 @@ class Mixer(nn.Module):
         else:
             projected = F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias)
         return self._mix(projected, *layouts_and_state)
-
-    def _check_hidden(self, hidden: Tensor) -> None:
-        checks.check_is_tensor(hidden, "hidden")
-        fits = hidden.dim() == 3 and hidden.shape[2] == self.d_model
-        expect(fits, "hidden", f"shape (B, L, {self.d_model})", tuple(hidden.shape))
-        dtype = self.in_proj.weight.dtype
-        fits = hidden.dtype == dtype or torch.is_autocast_enabled(hidden.device.type)
-        expect(fits, "hidden", f"the weights' {dtype}", hidden.dtype, TypeError)
 
     def start_state(self, documents: int) -> State:
         """Return initial states of so many documents: zeros."""
