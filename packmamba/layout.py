@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, chain
 from typing import Any, TypeVar
@@ -56,11 +57,13 @@ class Schedules(dict):
         return OrderedDict, ([(name, self.get(name)) for name in ("longest", "offsets")],)
 
 
+@dataclass(eq=False, repr=False)
 class SequenceLayout:
     """Hold the documents of a batch, in row order, then position order; padding is a row's tail.
 
     Build one by a ``from_*`` constructor. Each checks its arguments on the host, and raises
-    TypeError or ValueError that names what is wrong, with row and position.
+    TypeError or ValueError that names what is wrong, with row and position. ``SequenceLayout(...)``
+    trusts its arguments, tensors of one device that describe documents as below.
 
     Attributes:
         shape: (B, L).
@@ -68,7 +71,8 @@ class SequenceLayout:
             token; a row may have none.
         offsets: (S,) int32, position in its document of each document's first token here; above 0
             for a continuation.
-        num_tokens: slots that hold a token; None in torch.export if it is not known.
+        num_tokens: slots that hold a token. None: they are counted, which waits for a GPU; in
+            torch.export they stay unknown.
         longest: upper bound of the documents' lengths, offsets included, by which kernels decide
             whether to cut long ones without waiting for a GPU; None if unknown.
         flowing: what ``flow`` returns instead of computing it, or None. ``training.cuda_graphs``
@@ -77,33 +81,22 @@ class SequenceLayout:
             the values on the host finds them there without waiting for a GPU.
     """
 
-    def __init__(
-        self,
-        shape: tuple[int, int],
-        starts: Tensor,
-        ends: Tensor,
-        offsets: Tensor,
-        num_tokens: int | None = None,
-        longest: int | None = None,
-    ) -> None:
-        """Trust the arguments, tensors of one device that describe documents as the class says.
+    shape: tuple[int, int]
+    starts: Tensor
+    ends: Tensor
+    offsets: Tensor
+    num_tokens: Any = None
+    longest: int | None = None
+    flowing: SequenceLayout | None = None
+    origin: SequenceLayout | None = None
 
-        ``num_tokens`` None: they are counted, which waits for a GPU; in torch.export they stay
-        unknown.
-        """
-        if num_tokens is None and not torch.compiler.is_exporting():
-            num_tokens = int((ends - starts).sum())
-        self.shape = shape
-        self.starts = starts
-        self.ends = ends
-        self.offsets = offsets
-        self.num_tokens: Any = num_tokens
-        self.longest = longest
-        self.flowing: SequenceLayout | None = None
-        self.origin: SequenceLayout | None = None
+    def __post_init__(self) -> None:
+        if self.num_tokens is None and not torch.compiler.is_exporting():
+            self.num_tokens = int((self.ends - self.starts).sum())
         # Dynamo cannot set attributes of tensors. Layouts that share `starts` share its schedules.
-        if not torch.compiler.is_compiling() and not hasattr(starts, "schedules"):
-            starts.schedules = Schedules(longest=longest, offsets=offsets)  # type: ignore[attr-defined]
+        if not torch.compiler.is_compiling() and not hasattr(self.starts, "schedules"):
+            schedules = Schedules(longest=self.longest, offsets=self.offsets)
+            self.starts.schedules = schedules  # type: ignore[attr-defined]
 
     @classmethod
     def from_lengths(
@@ -373,10 +366,8 @@ class SequenceLayout:
         return self._moved(Tensor.pin_memory)
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
-        starts, ends, offsets = map(move, (self.starts, self.ends, self.offsets))
-        moved = SequenceLayout(self.shape, starts, ends, offsets, self.num_tokens, self.longest)
-        moved.origin = self
-        return moved
+        moved: Any = {name: move(getattr(self, name)) for name in ("starts", "ends", "offsets")}
+        return replace(self, **moved, flowing=None, origin=self)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SequenceLayout):

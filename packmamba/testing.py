@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packmamba.errors import expect
 from packmamba.isolation import LeakCheckResult, leakcheck
 from packmamba.isolation.adapters import forward_parameters
 from packmamba.isolation.batch import LeakError, check_batch, check_packed
@@ -119,9 +120,8 @@ class _LeakCheck(Saved):
         packed = hasattr(batch, "batches") and hasattr(module, "boundary")
         if self.call is None and not packed:
             models = list(_models(module))
-            if not models:
-                expected = "(module, tokens, lengths) -> logits for this LightningModule"
-                raise TypeError(f"call: expected {expected}, got None")
+            expected = "(module, tokens, lengths) -> logits for this LightningModule"
+            expect(models, "call", expected, None, TypeError)
             for model in models:
                 self.on_train_begin(model=model)
         elif self.due() and (self.call or _has_neighbours(batch, trainer.world_size)):
@@ -180,9 +180,9 @@ class _LeakCheck(Saved):
         self.checking = True
         try:
             sharded = any(type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules())
-            if sharded or any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-                expected = "expected whole weights, got sharded ones"
-                raise ValueError(f"model: {expected}; check it before or after the training")
+            sharded |= any(hasattr(parameter, "ds_id") for parameter in model.parameters())
+            got = "sharded ones; check it before or after the training"
+            expect(not sharded, "model", "whole weights", got)
             return Found.ISOLATED if check() else Found.NO_NEIGHBOURS, ""
         except Exception as error:  # only a leak ends a training
             line = " ".join(str(error).split())

@@ -160,12 +160,8 @@ class Own(lightning.LightningModule):
 
 
 def fit(module, data, callback, **options):
-    options = {
-        "max_steps": 2,
-        "accelerator": "cpu",
-        "devices": 1,
-        "callbacks": [callback] if callback else [],
-    } | options
+    options = {"max_steps": 2, "devices": 1, "callbacks": [callback] if callback else []} | options
+    options |= {"accelerator": "cpu"}
     options |= dict.fromkeys("logger enable_checkpointing enable_progress_bar enable_model_summary".split(), False)
     lightning.Trainer(**options).fit(module, data)
 

@@ -7,6 +7,7 @@ prompt's text does not depend on the other prompts; a prompt draws from random n
 import math
 from collections.abc import Callable, Sequence
 from numbers import Integral
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,9 +18,9 @@ from packmamba.evaluation.packed_forward import DocumentState, InitialStates, lo
 from packmamba.evaluation.scoring import check_ids
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
-from packmamba.nn.mixers import State
 
 
+@torch.inference_mode()
 def generate(
     model: MambaLM,
     prompts: Sequence[Sequence[int]],
@@ -53,16 +54,18 @@ def generate(
         return []
     finals: dict[int, DocumentState] = {}
     hidden = read_to_the_end(model, texts, max_slots, finals)
-    with torch.inference_mode():
-        # From the prompts' ends: by layer, states of all prompts (prompts, ...).
-        states = list(InitialStates(model, [finals[i] for i in range(len(texts))]))
+    # From the prompts' ends: by layer, states of all prompts (prompts, ...).
+    states: Any = list(InitialStates(model, [finals[i] for i in range(len(texts))]))
     # One generator a prompt: its draws do not depend on the others, or on when they end.
     draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]
     new_tokens: list[list[int]] = [[] for _ in texts]
+    returned: Any = {"return_states": True, "return_hidden": True}
     active = list(range(len(texts)))  # prompts that go on; row r of hidden and states is active[r]
     while active:
         uniform = torch.tensor([draws[i].random() for i in active], dtype=torch.float64)
-        sampled = _sample(model, hidden, temperature, top_p, uniform).tolist()
+        parts = log_probabilities(model, hidden)
+        drawn = [_draw(log_p, temperature, top_p, uniform[part]) for part, log_p in parts]
+        sampled = torch.cat(drawn).tolist()
         rows = []
         for row, (prompt, token) in enumerate(zip(active, sampled)):
             if token == stop_token:
@@ -77,33 +80,22 @@ def generate(
             states = [tuple(state.index_select(0, index) for state in layer) for layer in states]
             active = [active[row] for row in rows]
         if active:
-            hidden, states = _step(model, [sampled[row] for row in rows], states)
+            # A token of each prompt, a document of its own: hidden (1, prompts, d_model).
+            tokens = torch.tensor([[sampled[row] for row in rows]], device=hidden.device)
+            layout = SequenceLayout.from_lengths([[1] * len(rows)], len(rows)).to(hidden.device)
+            hidden, states = model(tokens, layout=layout, states=states, **returned)
+            hidden = hidden[0]
     return new_tokens
 
 
-def _step(model: MambaLM, tokens: list[int], states: list[State]) -> tuple[Tensor, list[State]]:
-    """Read a token of each document; return activations (documents, d_model) and states."""
-    device = model.lm_head.weight.device
-    layout = SequenceLayout.from_lengths([[1] * len(tokens)], row_length=len(tokens)).to(device)
-    row = torch.tensor([tokens], device=device)
-    with torch.inference_mode():
-        hidden, states = model(row, layout=layout, states=states, return_states=True, return_hidden=True)
-    return hidden[0], states
-
-
-def _sample(model: MambaLM, hidden: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:
-    """Draw a token for each row of hidden (documents, d_model) by its number in [0, 1)."""
-    sampled = []
-    for rows, log_p in log_probabilities(model, hidden):
-        if temperature == 0:
-            sampled.append(log_p.argmax(dim=1))
-        else:
-            sampled.append(_draw(log_p.double(), temperature, top_p, uniform[rows]))
-    return torch.cat(sampled)
-
-
 def _draw(log_p: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:
-    """Draw by inverting the cumulative distribution of the most likely tokens (nucleus sampling)."""
+    """Draw a token for each row of log-probabilities (documents, V) by its number in [0, 1).
+
+    By inverting the cumulative distribution of the most likely tokens (nucleus sampling).
+    """
+    if temperature == 0:
+        return log_p.argmax(dim=1)
+    log_p = log_p.double()
     # Relative to the largest, else a tiny temperature overflows.
     relative = log_p - log_p.amax(dim=1, keepdim=True)
     p, order = torch.softmax(relative / temperature, dim=1).sort(dim=1, descending=True, stable=True)

@@ -110,16 +110,16 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
 
 
 def read_to_the_end(
-    model: MambaLM, documents: Sequence[Any], max_slots: int, finals: dict[int, DocumentState] | None = None
+    model: MambaLM, documents: Sequence[Any], max_slots: int, finals: dict[int, DocumentState]
 ) -> Tensor:
     """Return activations of documents' last tokens (documents, d_model).
 
     ``finals`` receives documents' final states by their index.
     """
     last: dict[int, Tensor] = {}
-    segments = [Segment(i, document) for i, document in enumerate(documents)]
-    for i, segment in enumerate(segments):
-        segment.finish = None if finals is None else functools.partial(finals.__setitem__, i)
+    segments = []
+    for i, document in enumerate(documents):
+        segments.append(Segment(i, document, finish=functools.partial(finals.__setitem__, i)))
     for pieces in packed_forward(model, segments, max_slots):
         last |= {i: hidden[-1].clone() for i, _, hidden in pieces}
     return torch.stack([last[i] for i in range(len(documents))])

@@ -37,7 +37,15 @@ def score(
         TypeError, ValueError: naming the request that is
             empty or has an id outside of the vocabulary.
     """
-    checked = _check_requests(model, requests, begin_token)
+    begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
+    checked = []
+    for i, request in enumerate(requests):
+        name = f"requests[{i}]"
+        if not isinstance(request, (tuple, list)) or len(request) != 2:
+            raise TypeError(f"{name}: expected a pair (context, continuation), got {request!r:.60}")
+        given, continuation = request
+        context = check_ids(given if len(given) else begin, f"{name}: context", model, least=1)
+        checked.append((context, check_ids(continuation, f"{name}: continuation", model, least=1)))
     predictions: dict[Ids, dict[Ids, Predictions]] = {}
     for context, continuation in checked:
         predictions.setdefault(context, {})[continuation] = []
@@ -51,25 +59,6 @@ def score(
         is_greedy = torch.cat(most_likely).tolist() == list(continuation)
         scores.append(Score(sum(torch.cat(values).tolist()), is_greedy))
     return scores
-
-
-def _check_requests(
-    model: MambaLM, requests: Sequence[tuple[Sequence[int], Sequence[int]]], begin_token: int | None
-) -> list[tuple[Ids, Ids]]:
-    begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
-    checked = []
-    for i, request in enumerate(requests):
-        if not isinstance(request, (tuple, list)) or len(request) != 2:
-            got = f"{request!r:.60}"
-            raise TypeError(f"requests[{i}]: expected a pair (context, continuation), got {got}")
-        context = request[0] if len(request[0]) else begin
-        checked.append(
-            (
-                check_ids(context, f"requests[{i}]: context", model, least=1),
-                check_ids(request[1], f"requests[{i}]: continuation", model, least=1),
-            )
-        )
-    return checked
 
 
 def _segment(context: Ids, continuations: list[Ids]) -> Segment:

@@ -9,9 +9,8 @@ Draws keep their order and number, those of torch's defaults that are overwritte
 the weights that it gave.
 """
 
-import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,10 +24,11 @@ STD = 0.02  # of embeddings and heads (Mamba follows GPT-2)
 def whole_parameters(module: nn.Module) -> Iterator[None]:
     """Lend a module whole parameters of the default dtype; copy them to its own at the end.
 
-    A shard (DTensor) cannot draw what a whole parameter would: on a CPU all ranks draw the same
-    numbers, on a GPU others than one process. So each rank draws the whole and keeps its part of
-    what rank 0 drew, even if the ranks' seeds differ. A parameter of another dtype gets what
-    ``model.to(dtype)`` makes of a fresh one. Costs the module's whole parameters in memory.
+    Without gradients inside. A shard (DTensor) cannot draw what a whole parameter would: on a CPU
+    all ranks draw the same numbers, on a GPU others than one process. So each rank draws the whole
+    and keeps its part of what rank 0 drew, even if the ranks' seeds differ. A parameter of another
+    dtype gets what ``model.to(dtype)`` makes of a fresh one. Costs the module's whole parameters in
+    memory.
     """
     lent = [
         (part._parameters, name, parameter)
@@ -39,30 +39,19 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     for parameters, name, parameter in lent:
         parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=parameter.device))
     try:
-        yield
-        for parameters, name, parameter in lent:
-            _copy(parameters[name], parameter)
+        with torch.no_grad():
+            yield
+            for parameters, name, parameter in lent:
+                _copy(parameters[name], parameter)
     finally:
         for parameters, name, parameter in lent:
             parameters[name] = parameter
-
-
-def on_whole_parameters(reset: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Run a ``reset_parameters`` inside ``whole_parameters`` and without gradients."""
-
-    @functools.wraps(reset)
-    def wrapped(module: Any) -> None:
-        with torch.no_grad(), whole_parameters(module):
-            reset(module)
-
-    return wrapped
 
 
 def _is_shard(parameter: Tensor) -> bool:
     return hasattr(parameter, "placements")
 
 
-@torch.no_grad()
 def _copy(whole: Any, parameter: Any) -> None:
     """Copy values, distributed as the parameter is, and marks such as ``_no_weight_decay``."""
     vars(parameter).update(vars(whole))
@@ -84,11 +73,11 @@ def dt_bias_(bias: Tensor, dt_min: float, dt_max: float, dt_init_floor: float) -
 class Embedding(nn.Embedding):
     """Embed tokens; start normal."""
 
-    @on_whole_parameters
     def reset_parameters(self) -> None:
         """Draw the weight as a new model does."""
-        super().reset_parameters()
-        nn.init.normal_(self.weight, std=STD)
+        with whole_parameters(self):
+            super().reset_parameters()
+            nn.init.normal_(self.weight, std=STD)
 
 
 class Head(nn.Linear):
@@ -107,13 +96,10 @@ class Head(nn.Linear):
             # For the draws of a head alone: a seed gives the weights that it gave.
             Head(self.in_features, self.out_features, bias=False, device=self.weight.device)
             self.tie(*self.tied_to)
-        else:
-            self._draw()
-
-    @on_whole_parameters
-    def _draw(self) -> None:
-        super().reset_parameters()
-        nn.init.normal_(self.weight, std=STD)
+            return
+        with whole_parameters(self):
+            super().reset_parameters()
+            nn.init.normal_(self.weight, std=STD)
 
 
 class Projection(nn.Linear):
@@ -127,11 +113,11 @@ class Projection(nn.Linear):
         self.divisor = divisor
         self._adapt(before)
 
-    @on_whole_parameters
     def reset_parameters(self) -> None:
         """Draw the weight as a new model does."""
-        super().reset_parameters()
-        self._adapt(before=1.0)
+        with whole_parameters(self):
+            super().reset_parameters()
+            self._adapt(before=1.0)
 
     @torch.no_grad()
     def _adapt(self, before: float) -> None:
@@ -152,10 +138,10 @@ class DeltaProjection(nn.Linear):
         self.dt = dt  # nn.Linear draws
         super().__init__(dt_rank, channels)
 
-    @on_whole_parameters
     def reset_parameters(self) -> None:
         """Draw weight and bias so that step sizes lie between dt_min and dt_max."""
-        super().reset_parameters()
-        bound = self.in_features**-0.5
-        nn.init.uniform_(self.weight, -bound, bound)
-        dt_bias_(self.bias, *self.dt)
+        with whole_parameters(self):
+            super().reset_parameters()
+            bound = self.in_features**-0.5
+            nn.init.uniform_(self.weight, -bound, bound)
+            dt_bias_(self.bias, *self.dt)

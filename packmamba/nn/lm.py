@@ -181,7 +181,10 @@ class MambaLM(nn.Module):
 
         Raises TypeError or ValueError.
         """
-        self._check_tokens(tokens)
+        got = getattr(tokens, "dtype", type(tokens).__name__)
+        expect(got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError)
+        fits = tokens.dim() == 2 and 0 not in tokens.shape
+        expect(fits, "tokens", "shape (B, L) with at least one slot", tuple(tokens.shape))
         layers = self.backbone.layers
         initial_states: Any = [None] * len(layers) if states is None else states
         fits = len(initial_states) == len(layers)
@@ -197,12 +200,6 @@ class MambaLM(nn.Module):
         hidden = normed * self.backbone.norm_f.weight.to(normed.dtype)
         result = hidden if return_hidden else self.lm_head(hidden)
         return (result, final_states) if return_states else result
-
-    def _check_tokens(self, tokens: Tensor) -> None:
-        got = getattr(tokens, "dtype", type(tokens).__name__)
-        expect(got in (torch.int32, torch.int64), "tokens", "an int64 or int32 tensor", got, TypeError)
-        fits = tokens.dim() == 2 and 0 not in tokens.shape
-        expect(fits, "tokens", "shape (B, L) with at least one slot", tuple(tokens.shape))
 
     def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the residual stream before the first block (B, L, d_model), and the same normalised."""

@@ -66,11 +66,9 @@ class Boundary:
     @property
     def name(self) -> str:
         """Return the scheme's key in BOUNDARIES, or the class's name."""
-        for name, scheme in BOUNDARIES.items():
-            # The class itself: a subclass of a scheme, as a plugin's, has a name of its own.
-            if type(self) is scheme:
-                return name
-        return type(self).__name__
+        names = {scheme: name for name, scheme in BOUNDARIES.items()}
+        # The class itself: a subclass of a scheme, as a plugin's, has a name of its own.
+        return names.get(type(self), type(self).__name__)
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
         """Return the layouts of convolutions and of recurrences.
@@ -82,15 +80,8 @@ class Boundary:
 
     def hidden(self, model: MambaLM, batch: PackedBatch, **states: Any) -> Any:
         """Compute the head's input (B, L, d_model)."""
-        conv_layout, ssm_layout = self.layouts(batch.layout)
-        return model(
-            batch.tokens,
-            layout=batch.layout,
-            conv_layout=conv_layout,
-            ssm_layout=ssm_layout,
-            return_hidden=True,
-            **states,
-        )
+        layouts = dict(zip(("conv_layout", "ssm_layout"), self.layouts(batch.layout)))
+        return model(batch.tokens, layout=batch.layout, return_hidden=True, **layouts, **states)
 
     def logits(self, model: MambaLM, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Compute logits (1, L, V) of one row of documents of these lengths."""
@@ -123,26 +114,25 @@ class Reset(Boundary):
 class Leak(Boundary):
     """Read each row as one document (naive packing)."""
 
-    leaks_in_convolution = True
-    leaks_in_recurrence = True
-
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
-        """Merge each row's documents, in the convolution, the recurrence or both."""
-        conv_layout = layout.flow() if self.leaks_in_convolution else layout
-        ssm_layout = layout.flow() if self.leaks_in_recurrence else layout
-        return conv_layout, ssm_layout
+        """Merge each row's documents."""
+        return layout.flow(), layout.flow()
 
 
-class LeakConv(Leak):
+class LeakConv(Boundary):
     """Leak in convolutions alone."""
 
-    leaks_in_recurrence = False
+    def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
+        """Merge each row's documents in the convolution."""
+        return layout.flow(), layout
 
 
-class LeakScan(Leak):
+class LeakScan(Boundary):
     """Leak in recurrences alone."""
 
-    leaks_in_convolution = False
+    def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
+        """Merge each row's documents in the recurrence."""
+        return layout, layout.flow()
 
 
 class StatefulBoundary(Boundary):
@@ -309,15 +299,20 @@ class FittedNoise(Carry):
     """
 
     SAVED = ("stored", "age", "batches", "means", "squares")
-    means: list[Tensor]
-    squares: list[Tensor]
-    generator: torch.Generator | None
 
     def __init__(self, memory: float = 0.99) -> None:
         super().__init__()
         need(0 <= memory < 1, "memory", "at least 0 and below 1", memory)
         self.memory = memory
         self.reset()
+
+    def reset(self) -> None:
+        """Forget stored states and moments; the generator is seeded again when first used."""
+        super().reset()
+        self.batches = 0
+        self.means: list[Tensor] = []
+        self.squares: list[Tensor] = []
+        self.generator: torch.Generator | None = None
 
     def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
         """Draw each element from a normal with the running mean and variance of stored states."""
@@ -346,10 +341,8 @@ class FittedNoise(Carry):
             return
         # Rows that hold a document. Averages are float32 even of 16-bit states.
         (rows,) = torch.where(self.stored[batch.turn][1] >= 0)
-        states = [
-            state.to(torch.promote_types(state.dtype, torch.float32))
-            for state in flatten_states(index_states(final, rows))
-        ]
+        held = flatten_states(index_states(final, rows))
+        states = [state.to(torch.promote_types(state.dtype, torch.float32)) for state in held]
         if not self.means:
             self.means = [torch.zeros_like(state[0]) for state in states]
             self.squares = [torch.zeros_like(state[0]) for state in states]
@@ -357,14 +350,6 @@ class FittedNoise(Carry):
         torch._foreach_lerp_(self.means, [state.mean(0) for state in states], weight)
         torch._foreach_lerp_(self.squares, [state.square().mean(0) for state in states], weight)
         self.batches += 1
-
-    def reset(self) -> None:
-        """Forget stored states and moments; the generator is seeded again when first used."""
-        super().reset()
-        self.batches = 0
-        self.means = []
-        self.squares = []
-        self.generator = None
 
     def state_dict(self) -> dict[str, Any]:
         """Add the generator's state."""

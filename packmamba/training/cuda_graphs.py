@@ -63,18 +63,8 @@ class Shape(NamedTuple):
         longest = next_power(2, batch.layout.longest or ABSENT)
         if longest > row_length:
             longest = ABSENT  # that of continued documents grows from batch to batch
-        return cls(
-            rows=rows,
-            row_length=row_length,
-            documents=next_power(4, batch.layout.num_documents),
-            longest=longest,
-            accumulates=accumulates,
-        )
-
-    @property
-    def slots(self) -> tuple[int, int, bool]:
-        """Return the key of a graph: one is kept for each, with the largest maxima so far."""
-        return self.rows, self.row_length, self.accumulates
+        documents = next_power(4, batch.layout.num_documents)
+        return cls(rows, row_length, documents, longest, accumulates)
 
 
 class StaticBatch:
@@ -82,25 +72,18 @@ class StaticBatch:
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
         slots = (shape.rows, shape.row_length)
-        layout = SequenceLayout(
-            shape=slots,
-            starts=torch.zeros(shape.documents, dtype=torch.int32, device=device),
-            ends=torch.zeros(shape.documents, dtype=torch.int32, device=device),
-            offsets=torch.zeros(shape.documents, dtype=torch.int32, device=device),
-            # All slots are computed: how many hold tokens is not part of the shape.
-            num_tokens=shape.rows * shape.row_length,
-            longest=shape.longest,
-        )
+        # All slots are computed: how many hold tokens is not part of the shape.
+        num_tokens = shape.rows * shape.row_length
         # A leak flows through padding too, which nothing reads: merging the documents as
         # layout.flow() does would wait for the GPU.
-        layout.flowing = SequenceLayout.from_rows(*slots, device=device)
-        self.batch = PackedBatch(
-            tokens=torch.zeros(slots, dtype=torch.int64, device=device),
-            targets=torch.zeros(slots, dtype=torch.int64, device=device),
-            loss_mask=torch.zeros(slots, dtype=torch.bool, device=device),
-            layout=layout,
-        )
-        self.num_targets = torch.ones((), device=device)
+        flow = SequenceLayout.from_rows(*slots, device=device)
+        with device:
+            starts, ends, offsets = (torch.zeros(shape.documents, dtype=torch.int32) for _ in range(3))
+            tokens, targets = (torch.zeros(slots, dtype=torch.int64) for _ in range(2))
+            loss_mask = torch.zeros(slots, dtype=torch.bool)
+            self.num_targets = torch.ones(())
+        layout = SequenceLayout(slots, starts, ends, offsets, num_tokens, shape.longest, flow)
+        self.batch = PackedBatch(tokens, targets, loss_mask, layout)
 
     def fill(self, batch: PackedBatch, num_targets: int) -> None:
         """Copy a batch, rows padded, without waiting for the GPU."""
@@ -114,11 +97,10 @@ class StaticBatch:
         # Rows are longer here: documents of row b start b times the difference later.
         shift = batch.layout.rows * (layout.shape[1] - row_length)
         num_documents = batch.layout.num_documents
-        for places, moved in ((layout.starts, batch.layout.starts + shift), (layout.ends, batch.layout.ends + shift)):
-            places[num_documents:] = ABSENT
-            places[:num_documents].copy_(moved)
-        layout.offsets[num_documents:] = 0
-        layout.offsets[:num_documents].copy_(batch.layout.offsets)
+        for name, absent, moved_by in (("starts", ABSENT, shift), ("ends", ABSENT, shift), ("offsets", 0, 0)):
+            static = getattr(layout, name)
+            static[num_documents:] = absent
+            static[:num_documents].copy_(getattr(batch.layout, name) + moved_by)
         self.num_targets.fill_(num_targets)
 
 
@@ -176,7 +158,9 @@ class BatchGraphs:
                 torch._foreach_zero_(self.sums)
         # Without ``sums`` each graph allocates gradients of its own while it is captured.
         self._set_gradients(self.sums if shape.accumulates else None)
-        captured = self.captured.get(shape.slots)
+        # One graph is kept for each of these, with the largest maxima so far.
+        key = (shape.rows, shape.row_length, shape.accumulates)
+        captured = self.captured.get(key)
         if captured is None and len(self.captured) == MAX_GRAPHS:
             return self._run(batch, num_targets, *inputs)
         # Of the same slots there is one graph: capture it anew with room for both batches.
@@ -186,7 +170,7 @@ class BatchGraphs:
                 longest=max(shape.longest, captured.shape.longest),
             )
         if captured is None or captured.shape != shape:
-            captured = self.captured[shape.slots] = self._capture(shape, batch, num_targets, inputs)
+            captured = self.captured[key] = self._capture(shape, batch, num_targets, inputs)
         captured.static.fill(batch, num_targets)
         if inputs:
             torch._foreach_copy_(captured.inputs, list(inputs))
@@ -225,14 +209,8 @@ class BatchGraphs:
             results = self._run(static.batch, static.num_targets, *static_inputs)
         # Casts made in the capture lie in the graph's memory, where eager code must not read them.
         torch.clear_autocast_cache()
-        return Captured(
-            shape=shape,
-            graph=graph,
-            static=static,
-            inputs=static_inputs,
-            results=results,
-            gradients=[parameter.grad for parameter in self.parameters],
-        )
+        gradients = [parameter.grad for parameter in self.parameters]
+        return Captured(shape, graph, static, static_inputs, results, gradients)
 
     def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters)):

@@ -294,11 +294,9 @@ class PackedLitModule(lightning.LightningModule):
 
     def on_validation_epoch_start(self) -> None:
         """Empty the metrics and the states that validation carries."""
-        self.evaluation_boundary.reset()
-        self.alone.reset()
-        self.as_trained.reset()
-        if self.by_source is not None:
-            self.by_source.reset()
+        for part in (self.evaluation_boundary, self.alone, self.as_trained, self.by_source):
+            if part is not None:
+                part.reset()
 
     def on_validation_epoch_end(self, split: str = "val") -> None:
         """Log the losses: of all targets, of documents' first tokens, and by source of a mixture."""

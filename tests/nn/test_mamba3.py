@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from loops import mamba3_loops
-from models import LAYOUT, assert_close, build, error, random_tokens, slots, summed_loss
+from models import CONFIGS, LAYOUT, VOCAB, assert_close, build, error, random_tokens, slots, summed_loss
 from operators import AWKWARD
 from packmamba import MambaLM, PackedMamba3, SequenceLayout, leakcheck
 from packmamba.evaluation import generate, score
@@ -192,17 +192,18 @@ def model_of(dtype=torch.float32, **keys):
     return build(dtype=dtype, mixer="mamba3", **{"d_model": 16} | SIZES | keys)
 
 
-def test_nothing_leaks_and_flow_does():
-    model = model_of(vocab_size=50)
+@pytest.mark.parametrize("config", [CONFIGS["mamba2"], CONFIGS["mamba3"]], ids=["mamba2", "mamba3"])
+def test_nothing_leaks_and_flow_does(config):
+    model = build(dtype=torch.float32, **config)
     result = leakcheck(model)
     assert result.ok, str(result)
-    assert leakcheck(
-        lambda tokens, lengths: model(tokens, layout=SequenceLayout.from_rows(*tokens.shape)), vocab_size=50
-    ).leaks
+    flow = lambda tokens, lengths: model(tokens, layout=SequenceLayout.from_rows(*tokens.shape))
+    assert leakcheck(flow, vocab_size=VOCAB).leaks
 
 
-def test_generation_and_scores_are_those_of_the_whole_text():
-    model = model_of(torch.float64, d_intermediate=32)
+@pytest.mark.parametrize("config", [CONFIGS["mamba2"], CONFIGS["mamba3"]], ids=["mamba2", "mamba3"])
+def test_generation_and_scores_are_those_of_the_whole_text(config):
+    model = build(**config)
     prompts = [[1, 2, 3], [4] * 70]
     for prompt, new in zip(prompts, generate(model, prompts, max_new_tokens=5, max_slots=64)):
         for i in range(5):
@@ -213,12 +214,8 @@ def test_generation_and_scores_are_those_of_the_whole_text():
 def official(folder, **ssm_cfg):
     """Write a folder as state-spaces/mamba3-siso-1.5b has it, small: a gated MLP, bfloat16, a padded vocabulary."""
     generator = torch.Generator().manual_seed(8)
-    mixer = {
-        "in_proj.weight": (2 * 32 + 2 * 16 + 3 * 4 + 4, 16),
-        "out_proj.weight": (16, 32),
-        "dt_bias": (4,),
-        "D": (4,),
-    }
+    mixer = {"in_proj.weight": (2 * 32 + 2 * 16 + 3 * 4 + 4, 16), "out_proj.weight": (16, 32)}
+    mixer |= {"dt_bias": (4,), "D": (4,)}
     mixer |= {f"{name}_bias": (4, 1, 16) for name in "BC"} | {f"{name}_norm.weight": (16,) for name in "BC"}
     layer = {f"mixer.{name}": shape for name, shape in mixer.items()}
     layer |= {"norm.weight": (16,), "norm2.weight": (16,)}
@@ -228,15 +225,8 @@ def official(folder, **ssm_cfg):
     weights = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in shapes.items()}
     weights["lm_head.weight"] = weights["backbone.embedding.weight"]
     config = {"d_model": 16, "d_intermediate": 100, "n_layer": 2, "vocab_size": 50, "pad_vocab_size_multiple": 16}
-    cfg = {
-        "layer": "Mamba3",
-        "d_state": 16,
-        "expand": 2,
-        "headdim": 8,
-        "ngroups": 1,
-        "chunk_size": 64,
-        "is_mimo": False,
-    }
+    cfg = {"layer": "Mamba3", "d_state": 16, "expand": 2, "headdim": 8, "ngroups": 1}
+    cfg |= {"chunk_size": 64, "is_mimo": False}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | {"ssm_cfg": cfg | ssm_cfg, "tie_embeddings": True}))
     torch.save(weights, folder / "pytorch_model.bin")

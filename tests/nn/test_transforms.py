@@ -165,25 +165,17 @@ def test_every_operator_names_itself():
             call()
 
 
-@every_layer
-def test_the_reference_gives_gradients_by_sample(make):
-    layer = make(16, backend="reference").double()
-    parameters, loss = dict(layer.named_parameters()), losses_of(layer)
-    x = torch.randn(3, 2, 9, 16, dtype=torch.float64)
+@every_mixer
+@pytest.mark.parametrize("part", ["layer", "model"])
+def test_the_reference_gives_gradients_by_sample(mixer, part):
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=20, d_model=16, n_layer=2, backend="reference", **MIXERS[mixer]).double()
+    module, x = model, torch.randint(20, (3, 2, 9))
+    if part == "layer":
+        module, x = model.backbone.layers[0].mixer, torch.randn(3, 2, 9, 16, dtype=torch.float64)
+    parameters, loss = dict(module.named_parameters()), losses_of(module)
     by_sample = vmap(grad(loss), (None, 0))(parameters, x)
     for i in range(3):
         expected = torch.autograd.grad(loss(parameters, x[i]), list(parameters.values()))
         for name, gradient in zip(parameters, expected):
             torch.testing.assert_close(by_sample[name][i], gradient, rtol=1e-10, atol=1e-12)
-
-
-@every_mixer
-def test_the_reference_model_gives_gradients_by_sample(mixer):
-    torch.manual_seed(0)
-    model = MambaLM(vocab_size=20, d_model=16, n_layer=2, backend="reference", **MIXERS[mixer]).double()
-    parameters, loss = dict(model.named_parameters()), losses_of(model)
-    tokens = torch.randint(20, (3, 2, 9))
-    by_sample = vmap(grad(loss), (None, 0))(parameters, tokens)
-    expected = torch.autograd.grad(loss(parameters, tokens[1]), list(parameters.values()))
-    for name, gradient in zip(parameters, expected):
-        torch.testing.assert_close(by_sample[name][1], gradient, rtol=1e-10, atol=1e-12)

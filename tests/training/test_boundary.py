@@ -19,7 +19,9 @@ POOL = [
     "data.strategy=concat_split", f"data.streams={STREAMS}", "data.stagger=true", "data.batching=stream",
     f"data.row_length={LENGTH}", f"data.tokens_per_step={ROWS * LENGTH}", f"data.max_tokens_per_batch={ROWS * LENGTH}",
 ]  # fmt: skip
-MAMBA3 = ["model.mixer=mamba3", "model.mixer_options={headdim: 8}"]
+HEADS = "model.mixer_options={headdim: 8}"
+MIXERS = {"mamba1": [], "mamba2": ["model.mixer=mamba2", HEADS], "mamba3": ["model.mixer=mamba3", HEADS]}
+every_mixer = pytest.mark.parametrize("mixer", MIXERS.values(), ids=MIXERS)
 PLAIN = ["data.strategy=concat_split", "data.streams=3", "data.batching=stream", "data.tokens_per_step=72"]
 
 
@@ -128,7 +130,7 @@ def test_every_scheme_is_computed_by_hand():
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("mixer", [[], MAMBA3], ids=["mamba1", "mamba3"])
+@every_mixer
 def test_losses_are_those_of_pieces_computed_by_hand(tmp_path, mixer, scheme):
     data, module = made(tmp_path, *POOL, *mixer, f"trainer.boundary={scheme}")
     lightning.seed_everything(5, verbose=False)
@@ -162,7 +164,7 @@ def test_carry_refuses_states_of_another_position(tmp_path):
 
 
 @pytest.mark.parametrize("scheme", [name for name, made in BOUNDARIES.items() if made.stateful])
-@pytest.mark.parametrize("mixer", [[], MAMBA3], ids=["mamba1", "mamba3"])
+@every_mixer
 def test_states_are_detached_and_resumed(tmp_path, mixer, scheme):
     data, module = made(tmp_path, *POOL, *mixer, f"trainer.boundary={scheme}")
     batches, boundary, fresh = batches_of(data, 14), module.boundary, BOUNDARIES[scheme]()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from packmamba import ops
 from packmamba.layout import ceil_div
 from packmamba.nn.init import DeltaProjection, Projection
-from packmamba.nn.mixers.mixer import Mixer, State, check_options, is_adapted
+from packmamba.nn.mixers.mixer import Mixer, State, is_adapted
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.inner import InnerArguments
 
@@ -68,19 +68,14 @@ class PackedMamba(Mixer):
         recompute: bool = False,
         backend: str | None = None,
     ) -> None:
-        super().__init__()
         if dt_rank == "auto" and isinstance(d_model, int):
             dt_rank = ceil_div(d_model, 16)
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "dt_rank": dt_rank}
         dt_range = (dt_min, dt_max, dt_init_floor)
-        check_options(sizes, {"bias": bias, "conv_bias": conv_bias}, dt_range, backend, d_conv)
-        self.d_model = d_model
-        self.d_state = d_state
+        super().__init__(sizes, {"bias": bias, "conv_bias": conv_bias}, dt_range, backend, d_conv)
         self.d_conv = d_conv
-        self.d_inner = expand * d_model
         self.dt_rank = int(dt_rank)
         self.recompute = recompute
-        self.backend = backend
         self.in_proj = Projection(d_model, 2 * self.d_inner, bias=bias)
         self.conv1d = nn.Conv1d(self.d_inner, self.d_inner, d_conv, groups=self.d_inner, bias=conv_bias)
         self.x_proj = nn.Linear(self.d_inner, self.dt_rank + 2 * d_state, bias=False)
@@ -104,7 +99,7 @@ class PackedMamba(Mixer):
         documents = self._check_documents(projected, conv_layout, ssm_layout, state)
         conv_layout, ssm_layout, conv_state, ssm_state = documents
         if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
-            return self._mix_adapted(projected, conv_layout, ssm_layout, conv_state, ssm_state, return_state)
+            return self._mix_adapted(projected, documents, return_state)
         wide = accumulation_dtype(projected.dtype)
         arguments = InnerArguments(
             xz=projected,
@@ -131,43 +126,31 @@ class PackedMamba(Mixer):
             mixed = mixed + self.out_proj.bias.to(mixed.dtype)
         return mixed, tuple(final_states) if return_state else None
 
-    def _mix_adapted(
-        self,
-        projected: Tensor,
-        conv_layout: Any,
-        ssm_layout: Any,
-        conv_state: Any,
-        ssm_state: Any,
-        return_state: bool,
-    ) -> tuple[Tensor, Any]:
+    def _mix_adapted(self, projected: Tensor, documents: tuple, return_state: bool) -> tuple:
         """Mix as ``ops.mamba_inner`` does, but call the projections, some of which are adapters."""
+        conv_layout, ssm_layout, conv_state, ssm_state = documents
+        options: Any = {"return_final_state": return_state, "backend": self.backend}
         x, z = projected.chunk(2, dim=-1)
+        weight = self.conv1d.weight.squeeze(1)
+        bias = self.conv1d.bias
         convolved = ops.conv1d_pack(
-            x,
-            self.conv1d.weight.squeeze(1),
-            self.conv1d.bias,
-            activation="silu",
-            layout=conv_layout,
-            initial_state=conv_state,
-            return_final_state=return_state,
-            backend=self.backend,
+            x, weight, bias, activation="silu", layout=conv_layout, initial_state=conv_state, **options
         )
         u, conv_state = convolved if return_state else (convolved, None)
         delta, B, C = self.x_proj(u).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
-        accumulation = accumulation_dtype(u.dtype)
+        wide = accumulation_dtype(u.dtype)
         scanned = ops.ssm_pack(
             u,
             self.dt_proj(delta),  # its bias included
-            -torch.exp(self.A_log.to(accumulation)),
+            -torch.exp(self.A_log.to(wide)),
             B,
             C,
-            self.D.to(accumulation),
+            self.D.to(wide),
             z=z,
             delta_softplus=True,
             layout=ssm_layout,
             initial_state=ssm_state,
-            return_final_state=return_state,
-            backend=self.backend,
+            **options,
         )
         y, ssm_state = scanned if return_state else (scanned, None)
         return self.out_proj(y), (conv_state, ssm_state) if return_state else None

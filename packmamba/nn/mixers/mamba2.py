@@ -132,12 +132,6 @@ class PackedMamba2(HeadMixer):
         return self.out_proj(normed), tuple(final_states) if return_state else None
 
     @classmethod
-    def from_hugging_face(cls, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the mixer's arguments in a Hugging Face configuration."""
-        options = super().from_hugging_face(config)
-        return options | {"dt_limit": tuple(options["dt_limit"])}
-
-    @classmethod
     def to_hugging_face(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Return the keys of a Hugging Face configuration for the mixer's arguments."""
         expect(not options.get("D_has_hdim"), "D_has_hdim", "False in this format", True)

@@ -120,12 +120,9 @@ class PackedMamba3(HeadMixer):
         nn.init.ones_(self.B_bias)
         nn.init.ones_(self.C_bias)
 
-    def _mix(
-        self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
-    ) -> tuple[Tensor, Any]:
+    def _mix(self, projected: Tensor, *layouts_and_state: Any) -> tuple[Tensor, Any]:
         """Mix in_proj's output; conv_layout says whose previous token's k and v a token reads."""
-        arguments = (projected, conv_layout, ssm_layout, state, return_state)
-        y, state = call(self._scan, *arguments, recompute=self.recompute)
+        y, state = call(self._scan, projected, *layouts_and_state, recompute=self.recompute)
         return self.out_proj(y), state
 
     def _scan(

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
-from packmamba.nn.init import Projection, dt_bias_, on_whole_parameters
+from packmamba.nn.init import Projection, dt_bias_, whole_parameters
 from packmamba.ops import checks
 
 # States of documents, tensors (S, ...): convolutions first, the recurrence last.
@@ -28,28 +28,17 @@ from packmamba.ops import checks
 State = tuple[Tensor, ...]
 
 
-def check_options(
-    sizes: dict, flags: dict, dt_range: tuple[float, float, float], backend: str | None, d_conv: int = 4
-) -> None:
-    """Check a mixer's options. Raises TypeError or ValueError that names one.
-
-    dt_range: (dt_min, dt_max, dt_init_floor). d_conv: of a mixer with a convolution.
-    """
-    for name, size in sizes.items():
-        checks.check_size(name, size, 256 if name == "d_state" else 2**20)
-    checks.check_flags(**flags)
-    expect(d_conv in (2, 3, 4), "d_conv", "2, 3 or 4", repr(d_conv))
-    dt_min, dt_max, dt_init_floor = dt_range
-    fits = 0 < dt_min <= dt_max < math.inf and 0 <= dt_init_floor <= 1
-    expect(fits, "dt_min, dt_max", "0 < dt_min <= dt_max", dt_range)
-    backends = (None, *ops.BACKENDS)
-    expect(backend in backends, "backend", f"one of {', '.join(ops.BACKENDS)}", repr(backend))
-
-
 class Mixer(nn.Module):
     """Hold what the Mambas share: a recurrence between ``in_proj`` and ``out_proj``, and what comes before it.
 
+    Args:
+        sizes: by name: d_model; d_state, N; expand; and others of the mixer.
+        flags: by name.
+        dt_range: (dt_min, dt_max, dt_init_floor).
+        d_conv: of a mixer with a convolution.
+
     Attributes:
+        d_inner: expand * d_model channels.
         EXPLICIT (optional): arguments without which a checkpoint's weights may be another model,
             which it therefore states; by name, what a new model takes.
         HUGGING_FACE: by argument, the key of transformers' configuration and its default.
@@ -62,15 +51,30 @@ class Mixer(nn.Module):
 
     HUGGING_FACE: dict[str, tuple[str, Any]]
     NO_WEIGHT_DECAY: tuple[str, ...]
-    d_model: int
     in_proj: Projection
     out_proj: Projection
-    backend: str | None
     D: nn.Parameter
     state_shapes: dict[str, tuple[int, ...]]
     # (in_proj's output (B, L, ...), conv_layout, ssm_layout, state, return_state)
     # -> (mixed (B, L, d_model), final states; None unless return_state).
     _mix: Any
+
+    def __init__(self, sizes: dict, flags: dict, dt_range: tuple, backend: str | None, d_conv: int = 4) -> None:
+        """Check the options. Raises TypeError or ValueError that names one."""
+        super().__init__()
+        for name, size in sizes.items():
+            checks.check_size(name, size, 256 if name == "d_state" else 2**20)
+        checks.check_flags(**flags)
+        expect(d_conv in (2, 3, 4), "d_conv", "2, 3 or 4", repr(d_conv))
+        dt_min, dt_max, dt_init_floor = dt_range
+        fits = 0 < dt_min <= dt_max < math.inf and 0 <= dt_init_floor <= 1
+        expect(fits, "dt_min, dt_max", "0 < dt_min <= dt_max", dt_range)
+        backends = (None, *ops.BACKENDS)
+        expect(backend in backends, "backend", f"one of {', '.join(ops.BACKENDS)}", repr(backend))
+        self.d_model = sizes["d_model"]
+        self.d_state = sizes["d_state"]
+        self.d_inner = sizes["expand"] * self.d_model
+        self.backend = backend
 
     def forward(
         self,
@@ -94,7 +98,12 @@ class Mixer(nn.Module):
 
         Raises TypeError or ValueError.
         """
-        self._check_hidden(hidden)
+        checks.check_is_tensor(hidden, "hidden")
+        fits = hidden.dim() == 3 and hidden.shape[2] == self.d_model
+        expect(fits, "hidden", f"shape (B, L, {self.d_model})", tuple(hidden.shape))
+        dtype = self.in_proj.weight.dtype
+        fits = hidden.dtype == dtype or torch.is_autocast_enabled(hidden.device.type)
+        expect(fits, "hidden", f"the weights' {dtype}", hidden.dtype, TypeError)
         if cu_seqlens is not None:
             layout = checks.boundary_layout(hidden, cu_seqlens=cu_seqlens, layout=layout)
         for name, to_check in (("layout", layout), ("ssm_layout", ssm_layout)):
@@ -123,14 +132,6 @@ class Mixer(nn.Module):
             projected = F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias)
         return self._mix(projected, *layouts_and_state)
 
-    def _check_hidden(self, hidden: Tensor) -> None:
-        checks.check_is_tensor(hidden, "hidden")
-        fits = hidden.dim() == 3 and hidden.shape[2] == self.d_model
-        expect(fits, "hidden", f"shape (B, L, {self.d_model})", tuple(hidden.shape))
-        dtype = self.in_proj.weight.dtype
-        fits = hidden.dtype == dtype or torch.is_autocast_enabled(hidden.device.type)
-        expect(fits, "hidden", f"the weights' {dtype}", hidden.dtype, TypeError)
-
     def start_state(self, documents: int) -> State:
         """Return initial states of so many documents: zeros."""
         weight = self.in_proj.weight
@@ -154,15 +155,15 @@ class Mixer(nn.Module):
             checks.check_tensors(projected, "hidden", dtypes, **{name: (given, (layout.num_documents, *shape))})
         return conv_layout, ssm_layout, *states
 
-    @on_whole_parameters
     def reset_parameters(self) -> None:
         """Initialise all parameters, those of children too, by the draws of the constructor."""
         parts: list[Any] = [part for part in self.children() if hasattr(part, "reset_parameters")]
-        for part in parts[:-1]:
-            part.reset_parameters()
-        self._reset_own()
-        parts[-1].reset_parameters()  # out_proj, made after the layer's own parameters
-        self._mark_parameters()  # ``to_empty`` makes new ones
+        with whole_parameters(self):
+            for part in parts[:-1]:
+                part.reset_parameters()
+            self._reset_own()
+            parts[-1].reset_parameters()  # out_proj, made after the layer's own parameters
+            self._mark_parameters()  # ``to_empty`` makes new ones
 
     def initialise_in_stack(self, num_residuals: int) -> None:
         """Zero biases and divide the last projection by sqrt(num_residuals) (Mamba follows GPT-2)."""
@@ -196,32 +197,26 @@ class Mixer(nn.Module):
 class HeadMixer(Mixer):
     """Hold what Mamba-2 and Mamba-3 share: heads of so many channels, whose groups share B and C.
 
-    Args (others as of ``check_options``):
-        sizes: by name: d_model; d_state, N; expand; headdim, P,
-            channels of a head; ngroups, G, which divides the heads.
+    Args (others as of Mixer):
+        sizes: also headdim, P, channels of a head; ngroups, G, which divides the heads.
 
     Attributes:
-        d_inner, nheads: channels and heads, H.
+        nheads: heads, H.
         dt_bias: (H,), of step sizes.
     """
 
     dt_bias: nn.Parameter
 
     def __init__(self, sizes: dict, flags: dict, dt_range: tuple, backend: str | None, d_conv: int = 4) -> None:
-        super().__init__()
-        check_options(sizes, flags, dt_range, backend, d_conv)
+        super().__init__(sizes, flags, dt_range, backend, d_conv)
         expect(backend != "mamba_ssm", "backend", "auto, reference, cpu or cuda for this mixer", repr(backend))
-        self.d_model = sizes["d_model"]
-        self.d_state = sizes["d_state"]
         self.headdim = sizes["headdim"]
         self.ngroups = sizes["ngroups"]
-        self.d_inner = sizes["expand"] * self.d_model
         self.nheads = self.d_inner // self.headdim
         fits = self.d_inner % self.headdim == 0 and self.nheads % self.ngroups == 0
         divides = f"a divisor of {self.d_inner}, with a multiple of {self.ngroups} heads"
         expect(fits, "headdim", divides, self.headdim)
         self.dt_range = dt_range
-        self.backend = backend
 
     @torch.no_grad()
     def _reset_own(self) -> None:
