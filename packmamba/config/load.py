@@ -200,9 +200,12 @@ def _check(name: str, value: Any, choices: Any = (), check: Any = None, null: st
     """Check a key's value against its limits; ``schema.key`` explains them."""
     if value is None:
         return
+    known = registry(choices)
     for element in value if isinstance(value, list) else [value]:
-        if choices:
-            _check_choice(name, element, registry(choices))
+        if choices and element not in known:
+            hint = suggest(element, known).partition("; known")[0]
+            names = ", ".join(map(str, known))
+            raise ConfigError(f"{name}: expected one of {names}, got {shown(element)}{hint}")
         if bounds:
             within = all(BOUNDS[bound][1](element, limit) for bound, limit in bounds.items())
             expected = " and ".join(f"{BOUNDS[bound][0]} {bounds[bound]}" for bound in bounds)
@@ -211,14 +214,6 @@ def _check(name: str, value: Any, choices: Any = (), check: Any = None, null: st
     if check is not None:
         description, holds = check
         need(holds(value), name, description, shown(value))
-
-
-def _check_choice(name: str, value: Any, choices: Any) -> None:
-    if value in choices:
-        return
-    hint = suggest(value, choices).partition("; known")[0]
-    names = ", ".join(map(str, choices))
-    raise ConfigError(f"{name}: expected one of {names}, got {shown(value)}{hint}")
 
 
 def _check_rules(config: Config) -> None:
@@ -339,8 +334,7 @@ def shown(value: Any) -> str:
 def import_plugins(plugins: Iterable[str]) -> None:
     """Import modules, found in the current folder too. Raises ConfigError."""
     for plugin in plugins:
-        if os.getcwd() not in sys.path:
-            sys.path.append(os.getcwd())
+        sys.path += {os.getcwd()}.difference(sys.path)
         try:
             importlib.import_module(plugin)
         except (ImportError, SyntaxError) as error:

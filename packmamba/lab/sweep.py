@@ -147,11 +147,6 @@ def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
     return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
 
 
-def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return all combinations of a grid's values."""
-    return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
-
-
 def _suffix(point: dict[str, Any]) -> str:
     """Name a point of a grid, as in `` lr=0.1 d_state=4``, without its seed."""
     names = {place.rpartition(".")[2]: value for place, value in point.items() if place != "seed"}
@@ -162,7 +157,8 @@ def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """Yield the keys of each run: each arm at each point of the grid."""
     names = ("plugins", "evaluations", "evaluation_options")
     shared = {name: getattr(sweep, name) for name in names if getattr(sweep, name)}
-    for point in _points(sweep.grid):
+    for values in itertools.product(*sweep.grid.values()):
+        point = dict(zip(sweep.grid, values))
         for arm, keys in sweep.arms.items():
             place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
             yield {**shared, **flatten(sweep.common), **flatten(keys), **point, **place}
@@ -258,11 +254,9 @@ def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) 
 
 def _time_arms(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:
     """Time the arms' steps in turns, unless their records are there."""
-    if not sweep.throughput_rounds:
-        return
     records = records_of(sweep.output, "throughput")
     timed = {id_of(record["arm"], record["config"]) for record in records}
-    if timed.issuperset(map(run_id, arms)):
+    if not sweep.throughput_rounds or timed.issuperset(map(run_id, arms)):
         return
     for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
         append_record(Path(sweep.output) / "records.jsonl", record)
@@ -273,10 +267,9 @@ def _write_sweep_entry(sweep: SweepConfig, configs: list[Config]) -> None:
     seeds: dict[str, list[int]] = {}
     for config in configs:
         seeds.setdefault(config.name, []).append(config.seed)
-    more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
-    if sweep.table != TableConfig():
-        more["table"] = vars(sweep.table)
-    write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)
+    table = vars(sweep.table) if sweep.table != TableConfig() else None
+    rules = {"margin": sweep.margin, "primary": sweep.primary, "table": table}
+    write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **rules)
 
 
 def _check_corpora(runs: list[Config], progress: bool) -> None:
