@@ -16,7 +16,6 @@ import math
 import os
 import shutil
 import sys
-import threading
 import time
 import warnings
 import zlib
@@ -39,7 +38,7 @@ from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, 
 from packmamba.errors import ConfigError, UserError, extra
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
-from packmamba.files import full_disk, space_for
+from packmamba.files import space_for
 from packmamba.lab import callbacks, records, run_id
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
@@ -48,17 +47,6 @@ from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
 
 MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
-_thread_failed = threading.excepthook
-
-
-def _on_thread_error(failed: threading.ExceptHookArgs) -> None:
-    """Print an error of a thread, but TensorBoard's of a full disk: its logger raises that, too."""
-    of_logger = type(failed.thread).__module__.startswith("tensorboard.")
-    if not (of_logger and failed.exc_value and full_disk(failed.exc_value, "")):
-        _thread_failed(failed)
-
-
-threading.excepthook = _on_thread_error  # for good: such a thread may end after its run
 
 
 def fit(config: Config, progress: bool = True, stop: callbacks.Stop = lambda metrics: False) -> dict[str, Any]:
@@ -78,8 +66,6 @@ def fit(config: Config, progress: bool = True, stop: callbacks.Stop = lambda met
             has_begun = bool(callbacks.checkpoints(folder / "checkpoints"))
             if is_new and not has_begun and not isinstance(error, run_id.Locked):
                 shutil.rmtree(folder, ignore_errors=True)
-                with suppress(OSError):  # it holds other runs
-                    folder.parent.rmdir()
             raise
         except SystemExit:  # as Lightning ends a process after Ctrl-C
             raise KeyboardInterrupt from None
@@ -156,8 +142,7 @@ class _Run:
         self.data = PackedDataModule.from_config(config, progress=progress)
         self.saved = self.folder / "checkpoints"
         # Of what is there, not of what loads: reading a checkpoint takes a while.
-        steps = [callbacks.step_of(path) for path in callbacks.checkpoints(self.saved)]
-        self.reached = max(steps, default=0)
+        self.reached = max(map(callbacks.step_of, callbacks.checkpoints(self.saved)), default=0)
         options = config.trainer
         self.metrics = callbacks.RunMetrics(options.log_every)
         self.evaluations = callbacks.Evaluations(config, self.metrics)
@@ -173,17 +158,14 @@ class _Run:
         with run_id.RunLock(self.folder) if self.trainer.is_global_zero else nullcontext():
             found = run_id.find_record(self.config)
             if found is not None:
-                self._check_same_documents(found)
+                same = found["corpus_hash"] == self.data.corpora.corpus_hash
+                need(same, "data", "this run's documents", f"others; remove {self.record_path} and {self.folder}")
+                if self.progress:
+                    print(f"already done, nothing is trained: {self.folder}")
                 return found
             module = self._prepare()
             self._train(module)
             return self._finish(module)
-
-    def _check_same_documents(self, record: dict[str, Any]) -> None:
-        same = record["corpus_hash"] == self.data.corpora.corpus_hash
-        need(same, "data", "this run's documents", f"others; remove {self.record_path} and {self.folder}")
-        if self.progress:
-            print(f"already done, nothing is trained: {self.folder}")
 
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
@@ -422,9 +404,7 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
 def load_initial_weights(model: MambaLM, config: Config) -> None:
     """Load the weights of ``trainer.init_from``. Raises ConfigError."""
     source = str(config.trainer.init_from)
-    path = Path(source)
-    if not path.is_dir():
-        path = _run_of_sweep(source, config.seed)
+    path = Path(source) if Path(source).is_dir() else _run_of_sweep(source, config.seed)
     try:
         weights = read_pretrained(path)[1]
         load_weights(model, weights, path, "this run's keys of model")

