@@ -45,8 +45,7 @@ def seconds(call: Callable[[], Any], device: torch.device | str = "cpu") -> floa
 
 def spread(values: Iterable[float]) -> float:
     """Return the interquartile range."""
-    low, high = np.percentile(list(values), [25, 75])
-    return float(high - low)
+    return float(np.subtract(*np.percentile(list(values), [75, 25])))
 
 
 class Arm:

@@ -248,7 +248,12 @@ class _Run:
         if not self.trainer.is_global_zero:
             return record
         if self.metrics.diverged is None:
-            self._write_model(module, state)
+            names = [name for name in state if name.startswith("model.")]
+            weights = {name.removeprefix("model."): state[name] for name in names}
+            # The folder is a model: weights and, of text, the tokenizer.
+            write_pretrained(self.folder, dict(module.model.config), weights)
+            if reads_text(self.config.data):
+                write_tokenizer_of(self.config.data, self.folder)
             if self.config.evaluations:
                 self._evaluate(record)
         else:
@@ -261,14 +266,6 @@ class _Run:
         for old in callbacks.checkpoints(self.saved)[:-1]:
             old.unlink()
         return record
-
-    def _write_model(self, module: PackedLitModule, state: dict[str, Any]) -> None:
-        """Write the weights and, of text, the tokenizer: the folder is a model."""
-        names = [name for name in state if name.startswith("model.")]
-        weights = {name.removeprefix("model."): state[name] for name in names}
-        write_pretrained(self.folder, dict(module.model.config), weights)
-        if reads_text(self.config.data):
-            write_tokenizer_of(self.config.data, self.folder)
 
     def _evaluate(self, record: dict[str, Any]) -> None:
         """Evaluate the model as it was written; add metrics and curves to the record."""
@@ -348,17 +345,13 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
         raise ConfigError(f"{section}{error}") from None
     works = options.precision != "16-mixed" or trainer.strategy.root_device.type != "cpu"
     need(works, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
-    _leave_signals_to_us(trainer)
-    return trainer
-
-
-def _leave_signals_to_us(trainer: lightning.Trainer) -> None:
-    """Switch off Lightning's signal handlers, and its broadcasts of them (its issue 20806)."""
+    # Lightning's signal handlers, and its broadcasts of them (its issue 20806), are switched off.
     loop = trainer.fit_loop.epoch_loop
     methods = ((trainer._signal_connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor"))
     for part, name in methods:
         assert hasattr(part, name), name
         setattr(part, name, lambda: None)
+    return trainer
 
 
 def make_strategy(options: TrainerConfig) -> Strategy | str:
@@ -380,7 +373,7 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     described: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
     path = described["class_path"]
     try:
-        made = registry(":".join(path.rsplit(".", 1)))
+        made = registry(path)
         parameters = inspect.signature(made).parameters
         taken = {name: value for name, value in defaults.items() if name in parameters}
         return made(**taken | dict(described.get("init_args", {})))
@@ -457,7 +450,6 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: call
         "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
         "slots_per_second": timed["slots"] / timed["seconds"],
         "padding_fraction": 1 - totals["real_tokens"] / totals["slots"],
-        "documents_behind_another": totals["documents_behind"],
         "tokens_behind_another": totals["tokens_behind"],
         "train_seconds": totals["seconds"],
         "parameters": sum(parameter.numel() for parameter in module.model.parameters()),

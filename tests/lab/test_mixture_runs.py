@@ -1,16 +1,12 @@
-"""Runs on a mixture: losses and epochs of each source, ranks, and a stop in the middle."""
+"""Runs on a mixture: losses and epochs of each source."""
 
 import json
 
 import pytest
-import torch
 
-from packmamba.lab.callbacks import Stopped
 from packmamba.lab.fit import fit
-from packmamba.lab.run_id import run_folder
-from packmamba.training import PackedDataModule, PackedLitModule
-from packmamba.training.datamodule import StepDataset
-from runs import final_state, losses_of, tiny_config
+from packmamba.training import PackedDataModule
+from runs import tiny_config
 
 LETTERS = {"a": "ab", "b": "cdefgh"}
 WEIGHTS = {"a": 3, "b": 1}
@@ -46,29 +42,3 @@ def test_a_run_says_the_loss_and_the_epochs_of_each_source(tmp_path):
     for part, (name, weight) in zip(train.parts, WEIGHTS.items()):
         expected = tokens * weight / sum(WEIGHTS.values()) / part.num_tokens
         assert record["epochs_by_source"][name] == pytest.approx(expected)
-
-
-@pytest.mark.slow
-def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
-    whole, stopped = configure(tmp_path, f"runs_dir={tmp_path}/whole"), configure(tmp_path)
-    expected = fit(whole, progress=False)
-    with pytest.raises(Stopped):
-        fit(stopped, progress=False, stop=lambda metrics: len(metrics.train) == 3)
-    assert losses_of(fit(stopped, progress=False)) == losses_of(expected)
-    states = [final_state(config)["state_dict"] for config in (stopped, whole)]
-    torch.testing.assert_close(*states, rtol=0, atol=0)
-    assert run_folder(stopped) != run_folder(whole)
-
-
-def test_two_ranks_have_the_gradient_of_one(tmp_path):
-    config = configure(tmp_path)
-    data = PackedDataModule.from_config(config, progress=False)
-    module = PackedLitModule.from_config(config, data.vocab_size).double()
-    gradients = []
-    for ranks in (1, 2):
-        module.zero_grad()
-        for rank in range(ranks):
-            module.accumulate(StepDataset(data.schedule(ranks), rank)[1], torch.Tensor.backward)
-        gradients.append([parameter.grad.clone() for parameter in module.parameters()])
-    for one, two in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
