@@ -319,8 +319,7 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
     bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for message in UNWANTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    warnings.filterwarnings("ignore", message=f".*({'|'.join(UNWANTED_WARNINGS)})")
     try:
         trainer = lightning.Trainer(
             accelerator=options.accelerator,
@@ -430,10 +429,9 @@ def weights_checksum(model: MambaLM) -> int:
 def _run_of_sweep(source: str, seed: int) -> Path:
     """Return the folder of the run of this seed that ``<sweep>:<arm>`` names."""
     folder, _, arm = source.rpartition(":")
-    paths = set()
-    for record in records.records_of(folder or "."):
-        if record["arm"] == arm and record["seed"] == seed:
-            paths.add(Path(folder) / "runs" / run_id.id_of(arm, record["config"]))
+    of_arm = [record for record in records.records_of(folder or ".") if record["arm"] == arm]
+    configs = [record["config"] for record in of_arm if record["seed"] == seed]
+    paths = {Path(folder) / "runs" / run_id.id_of(arm, values) for values in configs}
     expected = f"a model's folder, or <sweep>:<arm> with one run of seed {seed}"
     need(len(paths) == 1, "trainer.init_from", expected, f"'{source}', {len(paths)} runs")
     return paths.pop()
