@@ -153,9 +153,9 @@ class Asked:
         question = [BEGIN, *one.get("prompt", one.get("context", "")).encode()]
         choices = tuple([*text.encode(), *self.end] for text in one.get("choices", ()))
         right = None if not choices else one["answer"]
-        answer = (
-            [*one.get("completion", one.get("continuation", "")).encode(), *self.end] if right is None else choices[right]
-        )
+        answer = [*one.get("completion", one.get("continuation", "")).encode(), *self.end]
+        if right is not None:
+            answer = choices[right]
         targets = {len(question) - 1 + i: token for i, token in enumerate(answer)}
         tokens = [*question, *answer[:-1]]
         return make_example(tokens, targets, load=len(question), choices=choices, answer=right)

@@ -131,22 +131,15 @@ def _unknown_key(key: str, origin: str, declared: type) -> ConfigError:
 
     By what replaces it, its other section or the nearest name.
     """
-    if key in schema.REMOVED_KEYS:
-        hint = f"; an older version's key: {schema.REMOVED_KEYS[key][1]}"
-    elif origin.endswith(CONFIGURATION):
+    if key in schema.REMOVED_KEYS or origin.endswith(CONFIGURATION):
         hint = "; an older version's key: remove it"
     else:
-        hint = _nearest_key(key, declared())
+        section, _, name = key.rpartition(".")
+        keys = [other.rpartition(".") for other, *_ in keys_of(declared())]
+        same_name = ["".join(other) for other in keys if other[2] == name]
+        same_section = ["".join(other) for other in keys if other[0] == section]
+        hint = suggest(key, same_name, cutoff=0) if same_name else suggest(key, same_section)
     return ConfigError(f"unknown key '{key}' in {origin}{hint}")
-
-
-def _nearest_key(key: str, config: Any) -> str:
-    """Suggest a key of this name in another section, else a key like it in this section."""
-    section, _, name = key.rpartition(".")
-    keys = [other.rpartition(".") for other, *_ in keys_of(config)]
-    same_name = ["".join(other) for other in keys if other[2] == name]
-    same_section = ["".join(other) for other in keys if other[0] == section]
-    return suggest(key, same_name, cutoff=0) if same_name else suggest(key, same_section)
 
 
 def _wrong_type(error: Exception, update: DictConfig, origin: str) -> ConfigError:
@@ -200,9 +193,12 @@ def _check(name: str, value: Any, choices: Any = (), check: Any = None, null: st
     """Check a key's value against its limits; ``schema.key`` explains them."""
     if value is None:
         return
+    known = registry(choices)
     for element in value if isinstance(value, list) else [value]:
-        if choices:
-            _check_choice(name, element, registry(choices))
+        if choices and element not in known:
+            hint = suggest(element, known).partition("; known")[0]
+            names = ", ".join(map(str, known))
+            raise ConfigError(f"{name}: expected one of {names}, got {shown(element)}{hint}")
         if bounds:
             within = all(BOUNDS[bound][1](element, limit) for bound, limit in bounds.items())
             expected = " and ".join(f"{BOUNDS[bound][0]} {bounds[bound]}" for bound in bounds)
@@ -211,14 +207,6 @@ def _check(name: str, value: Any, choices: Any = (), check: Any = None, null: st
     if check is not None:
         description, holds = check
         need(holds(value), name, description, shown(value))
-
-
-def _check_choice(name: str, value: Any, choices: Any) -> None:
-    if value in choices:
-        return
-    hint = suggest(value, choices).partition("; known")[0]
-    names = ", ".join(map(str, choices))
-    raise ConfigError(f"{name}: expected one of {names}, got {shown(value)}{hint}")
 
 
 def _check_rules(config: Config) -> None:
@@ -280,6 +268,10 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     sharded = trainer.strategy == "fsdp2"
     shuffles = is_stream and strategy.pads and data.row_length and not boundary.continues
     mixer = options(registry(schema.MIXERS)[config.model.mixer])
+    one_device = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto"
+    without_loss_scale = trainer.precision in ("32-true", "bf16-mixed", "bf16-true")
+    kernels = config.ops.backend in ("auto", "cuda")
+    graphs_work = one_device and trainer.accelerator in ON_GPU and without_loss_scale and kernels
     graphs = "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
     used: dict[str, tuple[Any, str]] = {
         "data.path": (not data.sources, "data.sources is empty"),
@@ -291,7 +283,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "optimizer.decay_fraction": (config.optimizer.schedule == "wsd", "optimizer.schedule=wsd"),
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.samples": (not sharded, "without fsdp2"),
-        "trainer.cuda_graphs": (_allows_cuda_graphs(config), graphs),
+        "trainer.cuda_graphs": (graphs_work, graphs),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     if config.model.pretrained is not None:
@@ -302,14 +294,6 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         default = attrgetter(name)(defaults)
         at_default = attrgetter(name)(config) == default
         _rule(config, is_used or at_default, name, f"{shown(default)}, unless {where}")
-
-
-def _allows_cuda_graphs(config: Config) -> bool:
-    trainer = config.trainer
-    one_device = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto"
-    without_loss_scale = trainer.precision in ("32-true", "bf16-mixed", "bf16-true")
-    kernels = config.ops.backend in ("auto", "cuda")
-    return one_device and trainer.accelerator in ON_GPU and without_loss_scale and kernels
 
 
 def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
@@ -371,17 +355,12 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
     kind = next((kind for key, kind in KINDS.items() if key in loaded), "train")
     got = f"one for {kind}; run {COMMAND} {kind} {path}"
     need(command in (None, kind), str(path), f"a file for {command}", got)
-    if file.name == CONFIGURATION:
-        _drop_removed_keys(loaded)
+    # Of an earlier run, removed keys that changed nothing in it are dropped.
+    for name, default in schema.REMOVED_KEYS.items() if file.name == CONFIGURATION else ():
+        if OmegaConf.select(loaded, name) == default:
+            section, _, key = name.partition(".")
+            del loaded[section][key]
     return loaded
-
-
-def _drop_removed_keys(config: DictConfig) -> None:
-    """Drop from an earlier run's configuration the removed keys that changed nothing in it."""
-    for name, (default, _) in schema.REMOVED_KEYS.items():
-        section, _, key = name.partition(".")
-        if OmegaConf.select(config, name) == default:
-            del config[section][key]
 
 
 def parse_override(override: str) -> DictConfig:

@@ -1,8 +1,8 @@
 """Keys of a training configuration, with default, help and limits."""
 
 import copy
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
@@ -25,12 +25,11 @@ LOGGERS = (
 TWO_RATES = ("two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
 
 
-_AVERAGE = "write trainer.callbacks=[lightning.pytorch.callbacks.EMAWeightAveraging]"
-# Keys of earlier versions that nothing replaces: their default, and what to do instead.
-REMOVED_KEYS: dict[str, tuple[Any, str]] = {
-    "trainer.average_snapshots": (1, _AVERAGE),
-    "trainer.average_share": (0.1, _AVERAGE),
-    "model.learned_initial_state": (False, "remove it"),
+# Keys of earlier versions that nothing replaces, and their defaults.
+REMOVED_KEYS: dict[str, Any] = {
+    "trainer.average_snapshots": 1,
+    "trainer.average_share": 0.1,
+    "model.learned_initial_state": False,
 }
 
 
@@ -54,11 +53,8 @@ def key(default: Any, help: str, **limits: Any) -> Any:
 
 
 def registry(place: Any) -> Any:
-    """Import the registry at ``module:NAME``; return other values as they are."""
-    if not isinstance(place, str):
-        return place
-    module, _, name = place.partition(":")
-    return getattr(importlib.import_module(module), name)
+    """Import the registry at ``module:NAME``, or a class by its path; return other values as they are."""
+    return pkgutil.resolve_name(place) if isinstance(place, str) else place
 
 
 def options(function: Callable[..., Any]) -> list[str]:

@@ -147,9 +147,6 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
         return model
     callable_ = callable(model) and not isinstance(model, type)
     expect(callable_, "model_or_callable", "a model or a callable", f"{model!r:.60}", TypeError)
-    size = 3 if vocab_size is None else vocab_size
-    fits = isinstance(size, int) and 3 <= size <= 2**24
-    expect(fits, "vocab_size", f"an integer from 3 to {2**24}", repr(vocab_size))
     ours = isinstance(getattr(model, "_orig_mod", model), MambaLM)  # also of a compiled model
     if not ours and isinstance(model, nn.Module) and "input_ids" in forward_parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)

@@ -175,8 +175,13 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
     Raises ValueError for logits that are not finite, or that no token moves; the model's errors.
     """
     with torch.no_grad():
-        base = _logits_or_refusal(documents, result)
-        if base is None:
+        try:
+            base = documents.logits()
+        except Exception as error:
+            if not documents.model.optional:
+                raise
+            documents.alone()  # fails too where it is no refusal of boundaries
+            result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
             return
         expect(base.isfinite().any(-1).all(), "logits", "finite numbers", "none at a token")
         # (probes, L): changed tokens, slots whose logits must stay, each token's largest change.
@@ -184,7 +189,8 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         moves = torch.stack([_moves(documents.logits(changed), base) for changed in tokens])
         # Two equal calls: what differs is noise of the model, and no change below it can be seen.
         noise = float(_moves(documents.logits(), base).max())
-        ran = probes.watch(documents)
+        with probes.eager(), probes.Watch() as ran:
+            documents.logits()
         tolerance, rounding = _limits(base, ran.dtypes)
         carried = noise > rounding
         if noise:
@@ -217,18 +223,6 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
     result.add("isolated_forward", isolated)
     if not isolated:
         _locate(documents, result, tokens, watched, slots)
-
-
-def _logits_or_refusal(documents: Documents, result: LeakCheckResult) -> Tensor | None:
-    """Return the batch's logits; None, with the reason in ``result``, where the model refuses its boundaries."""
-    try:
-        return documents.logits()
-    except Exception as error:
-        if not documents.model.optional:
-            raise
-        documents.alone()  # fails too where it is no refusal
-        result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        return None
 
 
 def _compare_with_alone(documents: Documents, base: Tensor, tolerance: float, result: LeakCheckResult) -> None:

@@ -255,13 +255,6 @@ class Watch(TorchDispatchMode):
         return result
 
 
-def watch(documents: Documents) -> Watch:
-    """Run the model once; return what was seen."""
-    with torch.no_grad(), eager(), Watch() as watched:
-        documents.logits()
-    return watched
-
-
 def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str | None:
     """Name the first module whose output changes with these tokens while its input does not.
 

@@ -209,7 +209,7 @@ Stop = Callable[[RunMetrics], bool]
 
 
 class ProgressBar(TQDMProgressBar):
-    """Show losses, speed, memory and MFU in short; end its line before an error is printed."""
+    """Show losses, speed, memory and MFU in short."""
 
     SHORT = {
         "train/real_tokens_per_second": ("tokens/s", "{:,.0f}"),
@@ -225,12 +225,6 @@ class ProgressBar(TQDMProgressBar):
             if name in metrics:
                 metrics[short] = form.format(metrics.pop(name))
         return metrics
-
-    def on_exception(self, trainer: Trainer, module: Any, exception: BaseException) -> None:
-        """Close the bars."""
-        for bar in (self._val_progress_bar, self._train_progress_bar):
-            if bar is not None:
-                bar.close()
 
 
 class CheckpointFile(TorchCheckpointIO):
@@ -338,30 +332,25 @@ def checkpoints(folder: Path) -> list[Path]:
     return sorted(folder.glob("step=*.ckpt"), key=step_of)
 
 
-def read_checkpoint(path: Path) -> dict[str, Any]:
-    """Read a checkpoint to the CPU. Raises ConfigError if it is damaged or of another version."""
-    try:
-        damaged = zipfile.ZipFile(path).testzip()  # torch.load does not check CRCs
-        if damaged is not None:
-            raise ValueError(f"{damaged} is damaged")
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        reason = str(error).partition("\n")[0]
-        raise ConfigError(f"{path}: expected a checkpoint of this version, got {reason}; remove it") from None
-
-
 def newest_checkpoint(folder: Path) -> Path | None:
-    """Return the newest checkpoint that loads. Raises ConfigError if none of several does."""
-    refused = None
+    """Return the newest checkpoint that loads. Raises ConfigError if none of several does.
+
+    Others are damaged, or of another version.
+    """
+    refused = ""
     for path in reversed(checkpoints(folder)):
         try:
-            read_checkpoint(path)
+            damaged = zipfile.ZipFile(path).testzip()  # torch.load does not check CRCs
+            if damaged is not None:
+                raise ValueError(f"{damaged} is damaged")
+            torch.load(path, map_location="cpu", weights_only=True)
             return path
-        except ConfigError as error:
-            refused = ConfigError(f"runs_dir: no checkpoint loads: {error} to train from the beginning")
-            logger.warning("%s; the run resumes from an older one", error)
+        except Exception as error:
+            reason = str(error).partition("\n")[0]
+            refused = f"{path}: expected a checkpoint of this version, got {reason}; remove it"
+            logger.warning("%s; the run resumes from an older one", refused)
     if refused:
-        raise refused
+        raise ConfigError(f"runs_dir: no checkpoint loads: {refused} to train from the beginning")
     return None
 
 

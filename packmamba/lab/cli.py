@@ -1,7 +1,7 @@
 """Commands of ``packmamba`` and ``python run.py``.
 
-A command is a function of its words, whose first line of documentation is its help. What it needs
-it imports itself: help and errors come at once, and seconds later whatever needs Lightning. An
+A command is a function of its words, whose first line of documentation is its help. It imports
+itself what takes seconds, as Lightning and pandas do: help and errors come at once. An
 error is one line on stderr with an exit status: 1 where something was found or failed, 2 for a
 wrong request, 3 where the same command goes on, 130 after Ctrl-C.
 """
@@ -33,6 +33,15 @@ try:
 
     from packmamba.config import CONFIGS, CONFIGURATION, Config, DataConfig, import_plugins, key, registry, resolve
     from packmamba.config.load import PACKAGE, keys_of, load, load_config, read_layers, shown
+    from packmamba.data.sources import read_texts, reads_text
+    from packmamba.data.tokenizer import TOKENIZER, train_tokenizer, write_template
+    from packmamba.evaluation import generate as continue_tokens
+    from packmamba.evaluation.load import load_model, read_config
+    from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, check, default_max_slots
+    from packmamba.evaluation.registry import evaluate as evaluate_built_in
+    from packmamba.isolation import leakcheck as check_isolation
+    from packmamba.lab import records
+    from packmamba.lab.run_id import RunLock, find_record, record_path, run_folder
 except ModuleNotFoundError as error:
     sys.exit(f"packmamba: error: {error}")
 
@@ -116,7 +125,6 @@ def train(words: list[str]) -> None:
 
     from packmamba.lab.fit import fit
     from packmamba.lab.report.html import format_table
-    from packmamba.lab.run_id import record_path, run_folder
 
     record = fit(config)
     checked = record.get("leakcheck", "unchecked: a record of an earlier version")
@@ -131,11 +139,7 @@ def tokenize(words: list[str]) -> None:
     """Train a tokenizer (byte-level BPE) on the training documents, for data.tokenizer."""
     _, overrides = split(words, "no file", 0, 0)
     config = load(TokenizeConfig, None, overrides)
-    from packmamba.data.sources import read_texts, reads_text
-    from packmamba.data.tokenizer import train_tokenizer
-    from packmamba.lab.records import check_writable
-
-    check_writable(config.output, "output", new=True)
+    records.check_writable(config.output, "output", new=True)
     data = config.data
     tokens = (data.begin_token, data.end_token)
     least = 256 + len({*tokens} - {None})
@@ -155,14 +159,13 @@ def tokenize(words: list[str]) -> None:
 def sweep(words: list[str]) -> None:
     """Train every run of a sweep, and report; the same command again continues."""
     (file,), overrides = split(words, "a YAML file", 1, 1)
-    from packmamba.lab.records import has_records
     from packmamba.lab.sweep import load_sweep, run_sweep
 
     config, runs = load_sweep(file, overrides)
     try:
         run_sweep(config, runs)
     finally:  # also of a sweep that stopped: what it has is reported
-        if has_records(config.output) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
+        if records.has_records(config.output) and not isinstance(sys.exc_info()[1], KeyboardInterrupt):
             report([config.output])
 
 
@@ -174,12 +177,6 @@ def demo(words: list[str]) -> None:
 def evaluate(words: list[str]) -> None:
     """Evaluate a trained model: perplexity, synthetic tasks, lm-evaluation-harness."""
     (folder,), overrides = split(words, RUN, 1, 1)
-    from packmamba.evaluation.load import load_model, read_config
-    from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
-    from packmamba.evaluation.registry import evaluate as evaluate_built_in
-    from packmamba.lab.records import check_writable
-    from packmamba.lab.run_id import RunLock
-
     run = read_config(folder)
     layers = [({"data": dataclasses.asdict(run.data)}, folder), *read_layers(None, overrides)]
     if run.data.sources and any(word.startswith(("data.source=", "data.path=")) for word in overrides):
@@ -190,7 +187,7 @@ def evaluate(words: list[str]) -> None:
         mine = name in config.tasks and type(keys) is dict
         need(mine, f"options.{name}", f"keys of one of {', '.join(config.tasks)}", keys)
     output = Path(config.output or Path(folder, "evaluation"))
-    check_writable(output, "output")
+    records.check_writable(output, "output")
     shared: dict[str, Any] = {"examples": config.examples, "seed": config.seed, "trainer": run.trainer}
     options = {name: config.options.get(name, {}) for name in config.tasks}
     contexts = {name: EvalContext(config.data, options=keys, **shared) for name, keys in options.items()}
@@ -214,7 +211,6 @@ def evaluate(words: list[str]) -> None:
 
 def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalConfig, output: Path) -> None:
     """Print an evaluation's record in ``output``; append it first if it is not there."""
-    from packmamba.lab.records import append_record, make_record, records_of, write_items
     from packmamba.lab.report.html import format_table
 
     settings: Any = {"name": name, "options": context.options, "max_slots": context.max_slots}
@@ -226,16 +222,16 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
     settings["weights"] = float(sum(sums))
     content = json.dumps(settings, sort_keys=True, default=str).encode()
     digest = hashlib.sha256(content).hexdigest()[:10]
-    done = [record for record in records_of(output, "evaluation") if record["config"].get("id") == digest]
+    done = [each for each in records.records_of(output, "evaluation") if each["config"].get("id") == digest]
     if not done:
         begun = time.perf_counter()
         result = run(name, model.model, context)
         seconds = time.perf_counter() - begun
-        write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
+        records.write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
         keys = {"id": digest, "evaluation": settings, "model": model.model.config}
         identity = ("evaluation", model.name, model.name, keys, model.config.seed, result.corpus_hash)
-        done = [make_record(*identity, result.metrics, seconds, result.curves)]
-        append_record(output / "records.jsonl", done[0])
+        done = [records.make_record(*identity, result.metrics, seconds, result.curves)]
+        records.append_record(output / "records.jsonl", done[0])
     print(f"\n{format_table(done)}")
 
 
@@ -252,8 +248,6 @@ def _is_mentioned(name: str, include_path: str | None) -> bool:
 
 def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Callable]:
     """Return a function for each task of lm-evaluation-harness. Raises ConfigError."""
-    from packmamba.evaluation.registry import EVALUATIONS, EvalResult
-
     expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
 
     def require_task(holds: object, name: str) -> None:
@@ -293,10 +287,6 @@ def generate(words: list[str]) -> None:
     folder = newest(words[0])
     prompt = words[1]
     config = load(GenerateConfig, None, words[2:])
-    from packmamba.data.tokenizer import TOKENIZER
-    from packmamba.evaluation import generate as continue_tokens
-    from packmamba.evaluation.load import load_model, read_config
-
     read_config(folder)
     need(Path(folder, TOKENIZER).is_file(), folder, "a model of text", f"one without {TOKENIZER}")
     model = load_model(folder, config.device, config.dtype)
@@ -312,11 +302,8 @@ def generate(words: list[str]) -> None:
 def export(words: list[str]) -> None:
     """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or FOLDER."""
     (folder, *target), _ = split(words, f"{RUN}, and a new folder", 1, 2)
-    from packmamba.evaluation.load import load_model
-    from packmamba.lab.records import check_writable
-
     path = Path(target[0]) if target else Path(folder, "huggingface")
-    check_writable(path, str(path), new=True)
+    records.check_writable(path, str(path), new=True)
     model = load_model(folder, "cpu")
     try:
         with space_for(path):
@@ -329,7 +316,6 @@ def export(words: list[str]) -> None:
 
 def _export(model: Any, path: Path) -> None:
     """Write weights, tokenizer and chat template."""
-    from packmamba.data.tokenizer import write_template
     from packmamba.lab.fit import write_tokenizer_of
 
     try:
@@ -351,9 +337,6 @@ def leakcheck(words: list[str]) -> int:
     """Check if anything crosses a document boundary in a model, also a Hugging Face one; exit status 1 if so."""
     (folder,), overrides = split(words, RUN, 1, 1)
     config = load(LeakcheckConfig, None, overrides)
-    from packmamba.evaluation.load import load_model
-    from packmamba.isolation import leakcheck as check
-
     published = Path(folder, "config.json")
     try:
         if published.is_file() and "model_type" in json.loads(published.read_text()):
@@ -366,13 +349,13 @@ def leakcheck(words: list[str]) -> int:
             if config.patch:
                 published_model = patch(published_model)
             model = published_model.to(config.device).eval()
-            result = check(model, config.boundaries, lengths=config.lengths)
+            result = check_isolation(model, config.boundaries, lengths=config.lengths)
         else:
             loaded = load_model(folder, config.device, config.dtype)
             trainer = loaded.config.trainer
             as_trained = loaded.trained and trainer.boundary != "reset"
             call: Any = partial(trainer.scheme().logits, loaded.model) if as_trained else loaded.model
-            result = check(call, vocab_size=len(loaded.model.lm_head.weight), lengths=config.lengths)
+            result = check_isolation(call, vocab_size=len(loaded.model.lm_head.weight), lengths=config.lengths)
             if as_trained:
                 result.boundaries = f"trainer.boundary={trainer.boundary}, as in training"
     except (ValueError, TypeError, OSError) as error:
@@ -387,31 +370,29 @@ def report(words: list[str]) -> None:
     """Make tables, figures and report.html of records or an experiment; several folders meet in one table."""
     folders, overrides = split(words, "folders of records or runs, or an experiment", 1, len(words))
     config = load(ReportConfig, None, overrides)
-    from packmamba.lab.records import read_records
     from packmamba.lab.report.aggregate import with_items
     from packmamba.lab.report.html import build_sections, format_sections, write_sections
-    from packmamba.lab.run_id import find_record
 
     clone = import_experiments("by_name") if find_clone() else None
     experiments: dict[str, Path] = clone.experiments() if clone else {}
-    records: list[Any] = []
+    found: list[Any] = []
     for name in folders:
         folder: Any = Path(name) if Path(name).is_dir() else experiments.get(name)
         need(folder, "report", "a folder or an experiment", f"'{name}'{suggest(name, experiments)}")
         run = folder / CONFIGURATION
-        loaded: Any = [find_record(load_config(run))] if run.is_file() else read_records(folder)
+        loaded: Any = [find_record(load_config(run))] if run.is_file() else records.read_records(folder)
         need(None not in loaded, folder, "a finished run", "one without a record")
-        records += with_items(folder, loaded)
-    import_plugins(plugin for record in records for plugin in record["config"].get("plugins") or ())
-    kinds = clone.kinds_of(folder, records) if clone else {}
+        found += with_items(folder, loaded)
+    import_plugins(plugin for record in found for plugin in record["config"].get("plugins") or ())
+    kinds = clone.kinds_of(folder, found) if clone else {}
     baseline = config.baseline
-    if len(folders) > 1 or baseline not in (None, records[0].get("sweep", {}).get("baseline")):
-        arms = dict.fromkeys(record["arm"] for record in records)
+    if len(folders) > 1 or baseline not in (None, found[0].get("sweep", {}).get("baseline")):
+        arms = dict.fromkeys(record["arm"] for record in found)
         need(baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{baseline}'")
-        for record in records:  # no seeds: each arm has those of its runs
+        for record in found:  # no seeds: each arm has those of its runs
             record["sweep"] = {"baseline": baseline, "apart": True, "seeds": []}
     is_written = len(folders) == 1 or config.output is not None
-    sections = build_sections(records, figures=is_written, kinds=kinds)
+    sections = build_sections(found, figures=is_written, kinds=kinds)
     print(f"\n{format_sections(sections)}")
     if is_written:
         page = write_sections(config.output or folder, sections)

@@ -16,7 +16,6 @@ import math
 import os
 import shutil
 import sys
-import threading
 import time
 import warnings
 import zlib
@@ -39,7 +38,7 @@ from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, 
 from packmamba.errors import ConfigError, UserError, extra
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
-from packmamba.files import full_disk, space_for
+from packmamba.files import space_for
 from packmamba.lab import callbacks, records, run_id
 from packmamba.nn import MambaLM
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
@@ -48,17 +47,6 @@ from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
 
 MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
-_thread_failed = threading.excepthook
-
-
-def _on_thread_error(failed: threading.ExceptHookArgs) -> None:
-    """Print an error of a thread, but TensorBoard's of a full disk: its logger raises that, too."""
-    of_logger = type(failed.thread).__module__.startswith("tensorboard.")
-    if not (of_logger and failed.exc_value and full_disk(failed.exc_value, "")):
-        _thread_failed(failed)
-
-
-threading.excepthook = _on_thread_error  # for good: such a thread may end after its run
 
 
 def fit(config: Config, progress: bool = True, stop: callbacks.Stop = lambda metrics: False) -> dict[str, Any]:
@@ -78,8 +66,6 @@ def fit(config: Config, progress: bool = True, stop: callbacks.Stop = lambda met
             has_begun = bool(callbacks.checkpoints(folder / "checkpoints"))
             if is_new and not has_begun and not isinstance(error, run_id.Locked):
                 shutil.rmtree(folder, ignore_errors=True)
-                with suppress(OSError):  # it holds other runs
-                    folder.parent.rmdir()
             raise
         except SystemExit:  # as Lightning ends a process after Ctrl-C
             raise KeyboardInterrupt from None
@@ -156,8 +142,7 @@ class _Run:
         self.data = PackedDataModule.from_config(config, progress=progress)
         self.saved = self.folder / "checkpoints"
         # Of what is there, not of what loads: reading a checkpoint takes a while.
-        steps = [callbacks.step_of(path) for path in callbacks.checkpoints(self.saved)]
-        self.reached = max(steps, default=0)
+        self.reached = max(map(callbacks.step_of, callbacks.checkpoints(self.saved)), default=0)
         options = config.trainer
         self.metrics = callbacks.RunMetrics(options.log_every)
         self.evaluations = callbacks.Evaluations(config, self.metrics)
@@ -173,17 +158,14 @@ class _Run:
         with run_id.RunLock(self.folder) if self.trainer.is_global_zero else nullcontext():
             found = run_id.find_record(self.config)
             if found is not None:
-                self._check_same_documents(found)
+                same = found["corpus_hash"] == self.data.corpora.corpus_hash
+                need(same, "data", "this run's documents", f"others; remove {self.record_path} and {self.folder}")
+                if self.progress:
+                    print(f"already done, nothing is trained: {self.folder}")
                 return found
             module = self._prepare()
             self._train(module)
             return self._finish(module)
-
-    def _check_same_documents(self, record: dict[str, Any]) -> None:
-        same = record["corpus_hash"] == self.data.corpora.corpus_hash
-        need(same, "data", "this run's documents", f"others; remove {self.record_path} and {self.folder}")
-        if self.progress:
-            print(f"already done, nothing is trained: {self.folder}")
 
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
@@ -271,7 +253,12 @@ class _Run:
         if not self.trainer.is_global_zero:
             return record
         if self.metrics.diverged is None:
-            self._write_model(module, state)
+            names = [name for name in state if name.startswith("model.")]
+            weights = {name.removeprefix("model."): state[name] for name in names}
+            # The folder is a model: weights and, of text, the tokenizer.
+            write_pretrained(self.folder, dict(module.model.config), weights)
+            if reads_text(self.config.data):
+                write_tokenizer_of(self.config.data, self.folder)
             if self.config.evaluations:
                 self._evaluate(record)
         else:
@@ -284,14 +271,6 @@ class _Run:
         for old in callbacks.checkpoints(self.saved)[:-1]:
             old.unlink()
         return record
-
-    def _write_model(self, module: PackedLitModule, state: dict[str, Any]) -> None:
-        """Write the weights and, of text, the tokenizer: the folder is a model."""
-        names = [name for name in state if name.startswith("model.")]
-        weights = {name.removeprefix("model."): state[name] for name in names}
-        write_pretrained(self.folder, dict(module.model.config), weights)
-        if reads_text(self.config.data):
-            write_tokenizer_of(self.config.data, self.folder)
 
     def _evaluate(self, record: dict[str, Any]) -> None:
         """Evaluate the model as it was written; add metrics and curves to the record."""
@@ -345,8 +324,7 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
     bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    for message in UNWANTED_WARNINGS:
-        warnings.filterwarnings("ignore", message=f".*{message}.*")
+    warnings.filterwarnings("ignore", message=f".*({'|'.join(UNWANTED_WARNINGS)})")
     try:
         trainer = lightning.Trainer(
             accelerator=options.accelerator,
@@ -371,17 +349,13 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
         raise ConfigError(f"{section}{error}") from None
     works = options.precision != "16-mixed" or trainer.strategy.root_device.type != "cpu"
     need(works, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
-    _leave_signals_to_us(trainer)
-    return trainer
-
-
-def _leave_signals_to_us(trainer: lightning.Trainer) -> None:
-    """Switch off Lightning's signal handlers, and its broadcasts of them (its issue 20806)."""
+    # Lightning's signal handlers, and its broadcasts of them (its issue 20806), are switched off.
     loop = trainer.fit_loop.epoch_loop
     methods = ((trainer._signal_connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor"))
     for part, name in methods:
         assert hasattr(part, name), name
         setattr(part, name, lambda: None)
+    return trainer
 
 
 def make_strategy(options: TrainerConfig) -> Strategy | str:
@@ -403,7 +377,7 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     described: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
     path = described["class_path"]
     try:
-        made = registry(":".join(path.rsplit(".", 1)))
+        made = registry(path)
         parameters = inspect.signature(made).parameters
         taken = {name: value for name, value in defaults.items() if name in parameters}
         return made(**taken | dict(described.get("init_args", {})))
@@ -427,9 +401,7 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
 def load_initial_weights(model: MambaLM, config: Config) -> None:
     """Load the weights of ``trainer.init_from``. Raises ConfigError."""
     source = str(config.trainer.init_from)
-    path = Path(source)
-    if not path.is_dir():
-        path = _run_of_sweep(source, config.seed)
+    path = Path(source) if Path(source).is_dir() else _run_of_sweep(source, config.seed)
     try:
         weights = read_pretrained(path)[1]
         load_weights(model, weights, path, "this run's keys of model")
@@ -462,10 +434,9 @@ def weights_checksum(model: MambaLM) -> int:
 def _run_of_sweep(source: str, seed: int) -> Path:
     """Return the folder of the run of this seed that ``<sweep>:<arm>`` names."""
     folder, _, arm = source.rpartition(":")
-    paths = set()
-    for record in records.records_of(folder or "."):
-        if record["arm"] == arm and record["seed"] == seed:
-            paths.add(Path(folder) / "runs" / run_id.id_of(arm, record["config"]))
+    of_arm = [record for record in records.records_of(folder or ".") if record["arm"] == arm]
+    configs = [record["config"] for record in of_arm if record["seed"] == seed]
+    paths = {Path(folder) / "runs" / run_id.id_of(arm, values) for values in configs}
     expected = f"a model's folder, or <sweep>:<arm> with one run of seed {seed}"
     need(len(paths) == 1, "trainer.init_from", expected, f"'{source}', {len(paths)} runs")
     return paths.pop()

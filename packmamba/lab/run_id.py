@@ -58,7 +58,7 @@ def recorded_config(config: Config) -> dict[str, Any]:
 
 # Removed keys that were not at their default are part of an earlier record's id, so that no run of
 # today has it.
-DEFAULTS = flatten(to_dict(Config())) | {name: default for name, (default, _) in REMOVED_KEYS.items()}
+DEFAULTS = flatten(to_dict(Config())) | REMOVED_KEYS
 # The values of later keys in records without them.
 LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}
 

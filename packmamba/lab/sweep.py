@@ -61,20 +61,15 @@ class SweepConfig:
     table: TableConfig = field(default_factory=TableConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
 
-    def check(self) -> None:
-        """Check rules between a sweep's own keys. Raises ConfigError."""
-        need(self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false")
-        for arm in self.arms:  # such a name would look like a point of the grid
-            need(not re.search(r" \S+=", arm), "arms", "names without ' key='", f"'{arm}'")
-        for name, values in self.grid.items():
-            distinct = values and len(values) == len(set(map(str, values)))
-            need(distinct, f"grid.{name}", "at least one value and none twice", values)
-
-    def check_contrasts(self, arms: Collection[str]) -> None:
-        """Check names of arms in ``baseline`` and ``primary``. Raises ConfigError.
+    def check(self, arms: Collection[str]) -> None:
+        """Check rules between a sweep's own keys. Raises ConfigError.
 
         arms: all of the file, also those that an override leaves out.
         """
+        need(self.train or self.throughput_rounds, "train", "true without throughput_rounds", "false")
+        for name, values in self.grid.items():
+            distinct = values and len(values) == len(set(map(str, values)))
+            need(distinct, f"grid.{name}", "at least one value and none twice", values)
         names = ", ".join(arms)
         need(self.baseline in (None, *arms), "baseline", f"one of {names} or null", f"'{self.baseline}'")
         for contrast in self.primary:
@@ -101,9 +96,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     of_runs = [override for override in overrides if re.split(r"[.=]", override)[0] in run_keys]
     of_sweep = [_grid_as_mapping(override) for override in overrides if override not in of_runs]
     sweep = load(SweepConfig, path, of_sweep, "sweep")
-    sweep.check()
     # An arm that an override leaves out is still a baseline, or a side of a contrast, by its name.
-    sweep.check_contrasts(read_yaml(path).arms | sweep.arms)
+    sweep.check(read_yaml(path).arms | sweep.arms)
     sweep.name = sweep.name or Path(path).stem
 
     bases = [] if sweep.base is None else [sweep.base]
@@ -147,24 +141,17 @@ def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
     return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
 
 
-def _points(grid: dict[str, list[Any]]) -> list[dict[str, Any]]:
-    """Return all combinations of a grid's values."""
-    return [dict(zip(grid, values)) for values in itertools.product(*grid.values())]
-
-
-def _suffix(point: dict[str, Any]) -> str:
-    """Name a point of a grid, as in `` lr=0.1 d_state=4``, without its seed."""
-    names = {place.rpartition(".")[2]: value for place, value in point.items() if place != "seed"}
-    return "".join(f" {name}={value}" for name, value in names.items())
-
-
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """Yield the keys of each run: each arm at each point of the grid."""
-    names = ("plugins", "evaluations", "evaluation_options")
-    shared = {name: getattr(sweep, name) for name in names if getattr(sweep, name)}
-    for point in _points(sweep.grid):
+    keys_of_both = ("plugins", "evaluations", "evaluation_options")
+    shared = {name: getattr(sweep, name) for name in keys_of_both if getattr(sweep, name)}
+    for values in itertools.product(*sweep.grid.values()):
+        point = dict(zip(sweep.grid, values))
+        # A point's name, as in `` lr=0.1 d_state=4``, is without its seed.
+        names = {place.rpartition(".")[2]: value for place, value in point.items() if place != "seed"}
+        suffix = "".join(f" {name}={value}" for name, value in names.items())
         for arm, keys in sweep.arms.items():
-            place = {"name": arm + _suffix(point), "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
+            place = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
             yield {**shared, **flatten(sweep.common), **flatten(keys), **point, **place}
 
 
@@ -190,8 +177,13 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) 
     progress_of_runs = _Progress(progress)
 
     _time_arms(sweep, arms, progress)
-    if sweep.train:
-        _write_sweep_entry(sweep, configs)
+    seeds: dict[str, list[int]] = {}
+    for config in runs:
+        seeds.setdefault(config.name, []).append(config.seed)
+    if seeds:  # what the report needs to know of the sweep
+        table = vars(sweep.table) if sweep.table != TableConfig() else None
+        rules = {"margin": sweep.margin, "primary": sweep.primary, "table": table}
+        write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **rules)
     _train(runs, start, progress_of_runs)
     progress_of_runs.check_finished(total=len(runs))
     return Path(sweep.output)
@@ -225,12 +217,11 @@ class _Progress:
     def check_finished(self, total: int) -> None:
         """Raise Unfinished unless all runs are done."""
         done = self.states["done"]
-        failed = self.states["failed"]
-        locked = self.states["locked"]
-        if failed:
+        if failed := self.states["failed"]:
             counts = f"{failed} of {total} runs failed, {done} are done"
             raise Unfinished(f"{counts}; the same command tries again")
         if done < total:
+            locked = self.states["locked"]
             elsewhere = f", other processes train {locked}" if locked else ""
             counts = f"{done} of {total} runs are done{elsewhere}"
             raise Unfinished(f"{counts}; the same command resumes", status=3)
@@ -258,25 +249,12 @@ def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) 
 
 def _time_arms(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:
     """Time the arms' steps in turns, unless their records are there."""
-    if not sweep.throughput_rounds:
-        return
     records = records_of(sweep.output, "throughput")
     timed = {id_of(record["arm"], record["config"]) for record in records}
-    if timed.issuperset(map(run_id, arms)):
+    if not sweep.throughput_rounds or timed.issuperset(map(run_id, arms)):
         return
     for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
         append_record(Path(sweep.output) / "records.jsonl", record)
-
-
-def _write_sweep_entry(sweep: SweepConfig, configs: list[Config]) -> None:
-    """Write to sweep.json what the report needs to know of the sweep."""
-    seeds: dict[str, list[int]] = {}
-    for config in configs:
-        seeds.setdefault(config.name, []).append(config.seed)
-    more: dict[str, Any] = {"margin": sweep.margin, "primary": sweep.primary}
-    if sweep.table != TableConfig():
-        more["table"] = vars(sweep.table)
-    write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **more)
 
 
 def _check_corpora(runs: list[Config], progress: bool) -> None:

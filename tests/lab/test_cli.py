@@ -203,13 +203,12 @@ def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "message"), [("mqarr", "did you mean 'mqar'?"), ("arc_eas", "tasks: ")])
-def test_an_unknown_task_is_named_before_weights_are_read(tmp_path, capsys, name, message):
+def test_an_unknown_task_is_named_before_weights_are_read(tmp_path, capsys):
     """With lm-evaluation-harness, whose files are searched, or without."""
     MambaLM(40, 16, 1).save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
-    assert cli.main(["eval", str(tmp_path), f"tasks=[{name}]"]) == 2
-    assert message in capsys.readouterr().err.splitlines()[-1]
+    assert cli.main(["eval", str(tmp_path), "tasks=[arc_eas]"]) == 2
+    assert "tasks: " in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_an_error_does_not_stand_on_the_line_of_a_bar(monkeypatch, capsys):

@@ -115,7 +115,7 @@ def test_weights_that_cannot_be_are_refused(tmp_path, source):
     config = tiny_config(tmp_path, *LATER, f"trainer.init_from={source.format(tmp_path)}")
     with pytest.raises(ConfigError, match=r"trainer\.init_from") as refused:
         fit(config, progress=False)
-    assert "\n" not in str(refused.value) and not run_folder(config).parent.exists()
+    assert "\n" not in str(refused.value) and not run_folder(config).exists()
 
 
 def test_what_is_overridden_of_lightning_exists(tmp_path, monkeypatch):

@@ -79,8 +79,6 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"jobs": 0}, "jobs: expected auto or an integer"),
         ({"primary": ["a - lost"]}, "primary: expected"),
         ({"primary": ["packed - packed"]}, "primary: expected"),
-        ({"primary": [["packed"]]}, "primary: expected"),
-        ({"arms": {"x lr=1": {}}}, "arms: expected names without"),
         ({"primary": ["padded"], "baseline": "padded"}, "primary: expected .*, not the baseline"),
         ({"margin": 0}, "margin: expected"),
         ({"baseline": "padde"}, "baseline: expected one of padded, packed or null"),

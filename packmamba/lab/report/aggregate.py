@@ -169,7 +169,10 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
         runs.loc[runs["diverged_at_step"].notna(), losses] = math.nan
     # Runs of one name that differ in a key, as after a change of the sweep's file, are
     # different arms.
-    keys = _varied_keys(runs)
+    excluded = {f"config.{key}" for key in NOT_SETTINGS}
+    settings = [column for column in runs if column.startswith("config.") and column not in excluded]
+    varies = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
+    keys = sorted(column.removeprefix("config.") for column in varies.index[varies])
     variants = [tuple((key, run[f"config.{key}"]) for key in keys) for _, run in runs.iterrows()]
     runs["variant"] = variants
     arms = []
@@ -180,14 +183,6 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     for arm in arms:
         arm.baseline = _baseline(arm, arms)
     return arms
-
-
-def _varied_keys(runs: pd.DataFrame) -> list[str]:
-    """Return the keys of the configuration in which runs of one name differ."""
-    keys = [column.removeprefix("config.") for column in runs if column.startswith("config.")]
-    settings = [f"config.{key}" for key in keys if key not in NOT_SETTINGS]
-    varies = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
-    return sorted(column.removeprefix("config.") for column in varies.index[varies])
 
 
 def timed_arms(records: Records) -> list[Arm]:

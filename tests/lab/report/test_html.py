@@ -20,11 +20,6 @@ def test_the_footer_names_the_command_that_is_installed(tmp_path, monkeypatch, u
     assert "<code>packmamba report</code>" in page and "run.py" not in page
 
 
-def test_a_folder_without_records_is_named(tmp_path):
-    with pytest.raises(ValueError, match="nothing"):
-        write_report(tmp_path / "nothing")
-
-
 @pytest.mark.slow
 def test_the_report_is_one_file_that_makes_no_requests(tmp_path):
     arms = ["single", "padded", "packed-reset", "packed-leak"]
