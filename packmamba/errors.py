@@ -49,7 +49,9 @@ class ConfigError(UserError, ValueError):
     """An invalid configuration, in one line."""
 
     def __str__(self) -> str:
-        return " ".join(super().__str__().split())
+        line = " ".join(super().__str__().split())
+        # Of a DataLoader's worker: PyTorch puts its traceback before the message.
+        return line.rpartition("packmamba.errors.ConfigError: ")[2]
 
 
 need = functools.partial(expect, kind=ConfigError)

@@ -5,6 +5,7 @@ import json
 import struct
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -50,11 +51,10 @@ def write_small_shards(monkeypatch, tokens):
     monkeypatch.setattr(streaming, "FIRST_TOKENS", tokens)
     monkeypatch.setattr(encoding, "CHUNK_DOCUMENTS", 3)
 
-    def start(data):
+    def start(data, folder):
         opened = encoding.open_documents(data, shards=[tokens, streaming.DOUBLINGS])
-        thread = threading.Thread(target=streaming.write_shards, args=(opened.folder(data), data, opened))
-        thread.start()
-        return thread
+        threading.Thread(target=streaming.write_shards, args=(folder, data, opened)).start()
+        return SimpleNamespace(poll=lambda: None)
 
     monkeypatch.setattr(streaming, "_start_writer", start)
 

@@ -53,6 +53,8 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 KINDS = {"bench": "bench", "arms": "sweep"}
 # Values of ``trainer.accelerator`` that may take a GPU.
 ON_GPU = ("auto", "gpu", "cuda")
+# Modules that ``import_plugins`` has imported, for processes that are started.
+IMPORTED_PLUGINS: list[str] = []
 
 Keys = TypeVar("Keys")
 to_dict = dataclasses.asdict
@@ -332,6 +334,7 @@ def import_plugins(plugins: Iterable[str]) -> None:
             sys.path.append(os.getcwd())
         try:
             importlib.import_module(plugin)
+            IMPORTED_PLUGINS.append(plugin)
         except (ImportError, SyntaxError) as error:
             raise ConfigError(f"plugins: cannot import '{plugin}' ({error})") from None
 

@@ -60,7 +60,7 @@ class Documents:
 
     def document(self, index: int) -> np.ndarray:
         """Return a document's tokens."""
-        return self.tokens[self.bounds[index] : self.bounds[index + 1]]
+        return self.read(index, start=0, length=int(self.lengths[index]), ends=True)[0]
 
     def read(self, document: int, start: int, length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and targets, -1 for none, of a piece: both (length,).
@@ -130,20 +130,10 @@ class Joined(Documents):
         """Tell whether any part has prompts, whose tokens are no targets."""
         return any(part.has_answers for part in self.parts)
 
-    def _find(self, document: int) -> tuple[Corpus, int]:
-        """Return a document's part, and its number there."""
-        part = bisect.bisect_right(self.firsts, document) - 1
-        return self.parts[part], document - self.firsts[part]
-
-    def document(self, index: int) -> np.ndarray:
-        """Return a document's tokens, by its number over all parts."""
-        part, number = self._find(index)
-        return part.document(number)
-
     def read(self, document: int, start: int, length: int, ends: bool) -> tuple[np.ndarray, np.ndarray]:
         """Return a piece's tokens and targets, as ``Documents.read``."""
-        part, number = self._find(document)
-        return part.read(number, start, length, ends)
+        part = bisect.bisect_right(self.firsts, document) - 1
+        return self.parts[part].read(document - self.firsts[part], start, length, ends)
 
 
 class Mixture(Joined):

@@ -33,9 +33,12 @@ import numpy as np
 from filelock import FileLock, Timeout
 
 from packmamba.config import ConfigError, DataConfig, import_plugins, need
+from packmamba.config.load import IMPORTED_PLUGINS
 from packmamba.data.corpus import META, Corpus, Joined
 from packmamba.data.encoding import Opened, SplitWriter, encode, open_documents, write_meta
-from packmamba.data.sources import SOURCES
+from packmamba.data.tokenizer import Tokenizer
+from packmamba.errors import UserError
+from packmamba.files import space_for, write_whole
 
 # Tokens of the first shard, and how often the next ones double them.
 FIRST_TOKENS = 1 << 21
@@ -63,14 +66,13 @@ def open_stream(data: DataConfig) -> tuple[StreamedCorpus, Corpus, str]:
     folder = opened.folder(data)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        is_missing = folder not in _writers or _writers[folder].poll() is not None
+        if is_missing and not (folder / COMPLETE).exists():
+            (folder / ERROR).unlink(missing_ok=True)
+            _writers[folder] = _start_writer(data, folder)
+        train = StreamedCorpus(folder)
     except OSError as error:
         raise ConfigError(f"data.cache_dir: cannot write '{data.cache_dir}' ({error})") from None
-    # One process of each machine starts a writer.
-    local_rank = os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0"))
-    if not (folder / COMPLETE).exists() and folder not in _writers and local_rank == "0":
-        (folder / ERROR).unlink(missing_ok=True)
-        _writers[folder] = _start_writer(data)
-    train = StreamedCorpus(folder)
     corpus_hash = f"{train.parts[0].corpus_hash}-{folder.name.rpartition('-')[2]}"
     return train, Corpus(train.parts[0].folder, "validation"), corpus_hash
 
@@ -87,7 +89,6 @@ class StreamedCorpus(Joined):
     def __init__(self, folder: Path) -> None:
         super().__init__(tokens=None, lengths=np.zeros(0, "<i4"))
         self.folder = folder
-        self.split = "train"
         self.parts = []
         self.firsts = [0]
         self.num_tokens = 0
@@ -121,8 +122,10 @@ class StreamedCorpus(Joined):
         while len(self.parts) <= number:
             shard = _shard(self.folder, len(self.parts))
             if shard.exists():
-                self._add(Corpus(shard, "train"))
+                self._add(shard)
             elif (self.folder / COMPLETE).exists() and not shard.exists():
+                written = int((self.folder / COMPLETE).read_text())
+                need(len(self.parts) == written, "data.cache_dir", f"{shard}", "none; delete its folder")
                 return False
             else:
                 if _is_written(self.folder):
@@ -136,11 +139,15 @@ class StreamedCorpus(Joined):
                 time.sleep(INTERVAL)
         return True
 
-    def _add(self, shard: Corpus) -> None:
-        self.parts.append(shard)
-        self.firsts.append(self.firsts[-1] + shard.num_documents)
-        self.lengths = np.concatenate([self.lengths, shard.lengths])
-        self.num_tokens += shard.num_tokens
+    def _add(self, shard: Path) -> None:
+        try:
+            part = Corpus(shard, "train")
+        except (OSError, ValueError, KeyError) as error:
+            raise ConfigError(f"data.cache_dir: the shard {shard} is damaged ({error}); delete its folder") from None
+        self.parts.append(part)
+        self.firsts.append(self.firsts[-1] + part.num_documents)
+        self.lengths = np.concatenate([self.lengths, part.lengths])
+        self.num_tokens += part.num_tokens
 
 
 def _shard(folder: Path, number: int) -> Path:
@@ -151,6 +158,8 @@ def _is_written(folder: Path) -> bool:
     """Return whether a process writes shards. Raises ConfigError with the reason if it failed."""
     if (folder / ERROR).exists():
         raise ConfigError((folder / ERROR).read_text())
+    status = folder in _writers and _writers[folder].poll()
+    need(not status, "data.streaming", "a process that tokenizes", f"its exit status {status}; see its message above")
     try:
         with FileLock(folder / LOCK, timeout=0):
             return False
@@ -158,32 +167,33 @@ def _is_written(folder: Path) -> bool:
         return True
 
 
-def _start_writer(data: DataConfig) -> subprocess.Popen:
+def _start_writer(data: DataConfig, folder: Path) -> subprocess.Popen:
     """Start ``main`` in a process of its own, which ends when its input does: with this process."""
-    command = [sys.executable, "-m", "packmamba.data.streaming"]
-    writer = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
-    # A source may be a plugin's: its module is imported first.
-    plugin = SOURCES[data.source].__module__
+    # The same modules as here, whatever else lies in the current folder.
+    code = f"import sys; sys.path[:] = {sys.path}; from packmamba.data.streaming import main; main()"
+    writer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
     assert writer.stdin is not None
-    writer.stdin.write(json.dumps([plugin, dataclasses.asdict(data)]).encode() + b"\n")
+    content = json.dumps([str(folder), IMPORTED_PLUGINS, dataclasses.asdict(data)])
+    writer.stdin.write(content.encode() + b"\n")
     writer.stdin.flush()
     return writer
 
 
 def main() -> None:
     """Write the shards of the configuration in the first line of the input, until the input ends."""
-    plugin, keys = json.loads(sys.stdin.readline())
+    folder, plugins, keys = json.loads(sys.stdin.readline())
     threading.Thread(target=_exit_with_input, daemon=True).start()
-    import_plugins([plugin])
-    data = DataConfig(**keys)
-    opened = open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS])
-    folder = opened.folder(data)
-    with FileLock(folder / LOCK):
+    # Locked before documents are listed, which may take longer than others wait for a writer.
+    with FileLock(Path(folder, LOCK)):
         try:
-            write_shards(folder, data, opened)
+            import_plugins(plugins)
+            data = DataConfig(**keys)
+            with space_for(folder):
+                if not Path(folder, COMPLETE).exists():  # another process may have written meanwhile
+                    write_shards(Path(folder), data, open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS]))
         except Exception as error:
-            reason = error if isinstance(error, ConfigError) else f"data.streaming: {type(error).__name__}: {error}"
-            (folder / ERROR).write_text(str(reason))
+            reason = error if isinstance(error, UserError) else f"data.streaming: {type(error).__name__}: {error}"
+            write_whole(Path(folder, ERROR), str(reason).encode())
 
 
 def _exit_with_input() -> None:
@@ -200,40 +210,36 @@ def write_shards(folder: Path, data: DataConfig, opened: Opened) -> None:
         documents_read += json.loads((shard / META).read_text())["documents_read"]
         number += 1
     chunks = encode(itertools.islice(opened.source.read(), documents_read, None), tokenizer, data)
-    while _write_shard(folder, number, opened, chunks):
+    while _write_shard(folder, number, opened, tokenizer, chunks):
         number += 1
     expected = "documents in training and validation"
-    need(
-        number, "data.path", expected, f"too few in '{data.path}'; add others with text, or raise validation_fraction"
-    )
-    (folder / COMPLETE).touch()
+    remedy = "none of one of them; add others with text, or change validation_fraction"
+    need(number, "data.path", expected, f"'{data.path}' with {remedy}")
+    write_whole(folder / COMPLETE, str(number).encode())
 
 
-def _write_shard(folder: Path, number: int, opened: Opened, chunks: Iterator[list]) -> bool:
+def _write_shard(folder: Path, number: int, opened: Opened, tokenizer: Tokenizer, chunks: Iterator[list]) -> bool:
     """Write a shard under a temporary name, then rename it; return False if the source has ended."""
     shard = _shard(folder, number)
     work = folder / f".{shard.name}.part"
     shutil.rmtree(work, ignore_errors=True)  # what a killed process left behind
     work.mkdir()
-    tokenizer = opened.load_tokenizer()
     writers = {"train": SplitWriter(work / "train", tokenizer)}
     if number == 0:
         writers["validation"] = SplitWriter(work / "validation", tokenizer)
     documents_read = 0
     is_filled = False
-    for chunk in chunks:
-        documents_read += len(chunk)
-        for split, writer in writers.items():
-            writer.add([pair for pair in chunk if pair[0].held_out == (split == "validation")])
-        is_filled = all(writer.counts["documents"] for writer in writers.values())
-        if is_filled and writers["train"].counts["tokens"] >= FIRST_TOKENS << min(number, DOUBLINGS):
-            break
-    if is_filled:
-        write_meta(work, opened, tokenizer, writers, documents_read=documents_read)
-        os.rename(work, shard)
-    shutil.rmtree(work, ignore_errors=True)
+    try:
+        for chunk in chunks:
+            documents_read += len(chunk)
+            for split, writer in writers.items():
+                writer.add([pair for pair in chunk if pair[0].held_out == (split == "validation")])
+            is_filled = all(writer.counts["documents"] for writer in writers.values())
+            if is_filled and writers["train"].counts["tokens"] >= FIRST_TOKENS << min(number, DOUBLINGS):
+                break
+        if is_filled:
+            write_meta(work, opened, tokenizer, writers, documents_read=documents_read)
+            os.rename(work, shard)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     return is_filled
-
-
-if __name__ == "__main__":
-    main()

@@ -221,17 +221,14 @@ class _Run:
         parameters = sum(parameter.numel() for parameter in module.model.parameters())
         max_steps = self.config.trainer.max_steps
         tokens = max_steps * min(self.config.data.tokens_per_step, train.num_tokens)
-        epochs = tokens / train.num_tokens
         of_sources = [f"{passes:.2g} of {name}" for name, passes in self._passes(tokens).items()]
         sources = f" ({', '.join(of_sources)})" if of_sources else ""
-        passes = f", {epochs:.2g} epochs{sources}"
-        so_far = ""
+        passes = f", {tokens / train.num_tokens:.2g} epochs{sources}"
         if train.is_streamed:
-            passes = ""
-            so_far = " in the first shard"
+            passes = " on a stream that begins with these documents"
         from_step = f", from step {callbacks.step_of(resume)}" if resume else ""
         print(
-            f"{train.num_documents:,} documents with {train.num_tokens:,} tokens{so_far}; "
+            f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; "
             f"validation on {validated} of {held_out} held out; "
             f"{parameters:,} parameters; backend {self.backend}; "
             f"{max_steps} steps{passes}; run {self.folder}{from_step}",

@@ -2,13 +2,16 @@
 
 import dataclasses
 import json
+import os
 import pickle
+import sys
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from packmamba.config import ConfigError, load_config
+from packmamba.config import ConfigError, import_plugins, load_config
 from packmamba.data import streaming
 from packmamba.data.encoding import open_documents
 from packmamba.data.schedule import StepSchedule
@@ -95,7 +98,7 @@ def test_the_writer_is_a_process_that_ends_with_its_parent(data):
     (writer,) = [writer for folder, writer in streaming._writers.items() if folder == corpora.train.folder]
     corpora.train.wait()
     assert writer.wait(timeout=60) == 0 and (corpora.train.folder / streaming.COMPLETE).exists()
-    waiting = streaming._start_writer(data)
+    waiting = streaming._start_writer(data, corpora.train.folder)
     waiting.stdin.close()
     assert waiting.wait(timeout=60) == 0
 
@@ -103,11 +106,43 @@ def test_the_writer_is_a_process_that_ends_with_its_parent(data):
 def test_a_writer_that_fails_is_a_line_where_its_shard_is_missing(data, tmp_path):
     with open(data.path, "a") as file:
         file.write("not JSON\n")
-    assert f"data.path: {data.path}:{len(TEXTS) + 1}: " in refused(data)
+    message = f"data.path: {data.path}:{len(TEXTS) + 1}: "
+    for _ in range(2):  # a second call starts another writer
+        assert refused(data).startswith(message)
+    traceback = f"Caught ConfigError in DataLoader worker process 0.\n  packmamba.errors.ConfigError: {message}"
+    assert str(ConfigError(traceback)) == message.strip()
+
+
+def test_the_writer_has_the_modules_of_its_parent(data, tmp_path, monkeypatch):
+    """Plugins, whatever module made their source, and no file of the current folder by a library's name."""
+    (tmp_path / "maker.py").write_text("from packmamba.data.sources.files import open_jsonl as make")
+    plugin = "from packmamba.data.sources import SOURCES\nfrom maker import make\nSOURCES['made'] = make"
+    (tmp_path / "maker_plugin.py").write_text(plugin)
+    (tmp_path / "tokenize.py").write_text("raise SystemExit('a script of the user')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr("sys.path", [*sys.path[1:], sys.path[0]])
+    import_plugins(["maker_plugin"])
+    assert load_corpora(dataclasses.replace(data, source="made"), progress=False).train.num_documents
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut"])
+def test_a_damaged_shard_is_named(data, monkeypatch, damage):
+    write_small_shards(monkeypatch, tokens=300)
+    train = load_corpora(data, progress=False).train
+    train.wait()
+    while not (train.folder / streaming.COMPLETE).exists():
+        time.sleep(0.01)
+    if damage == "removed":
+        train.parts[1].folder.rename(train.folder / "elsewhere")
+    else:
+        os.truncate(train.parts[1].folder / "train.tokens", 10)
+    with pytest.raises(ConfigError, match="^data.cache_dir: .*shard-00001.* delete its folder$"):
+        pickle.loads(pickle.dumps(train)).wait()
 
 
 def test_a_writer_that_died_is_said(data, monkeypatch):
-    monkeypatch.setattr(streaming, "_start_writer", lambda data: None)
+    monkeypatch.setattr(streaming, "_start_writer", lambda data, folder: SimpleNamespace(poll=lambda: None))
     monkeypatch.setattr(streaming, "STARTING", 0.5)
     started = time.monotonic()
     assert "data.streaming: expected a process that tokenizes" in refused(data)
