@@ -21,6 +21,7 @@ from written import TEXTS, of, refused, write_lines, write_small_shards
 
 @pytest.fixture
 def data(tmp_path):
+    streaming.IMPORTED_PLUGINS.clear()  # of other tests, whose files are gone
     path = write_lines(tmp_path / "a.jsonl")
     return of(path, streaming=True, cache_dir=str(tmp_path / "cache"), row_length=64, overlong="split")
 
