@@ -41,8 +41,8 @@ from packmamba.errors import UserError
 from packmamba.files import space_for, write_whole
 
 # Tokens of the first shard, and how often the next ones double them.
-FIRST_TOKENS = 1 << 21
-DOUBLINGS = 5
+FIRST_TOKENS = 1 << 20
+DOUBLINGS = 6
 # Names in a streamed corpus's folder, beside its shards.
 COMPLETE = "complete"
 ERROR = "error"
