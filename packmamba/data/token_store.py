@@ -21,7 +21,11 @@ from packmamba.files import DiskFull, space_for
 
 
 class Corpora(NamedTuple):
-    """Hold a corpus or a mixture, and a hash of training and validation, equal on every machine."""
+    """Hold a corpus or a mixture, and a hash of training and validation.
+
+    The hash is equal on every machine, but for a streamed corpus, whose later documents are not
+    known: there it holds what names the corpus, times of files among it.
+    """
 
     train: Any
     validation: Any

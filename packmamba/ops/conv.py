@@ -103,6 +103,19 @@ class ConvArguments(NamedTuple):
     return_final_state: bool
 
 
+def of_layer(a: Any, x: Tensor) -> ConvArguments:
+    """Return the convolution's arguments in a layer's fused operator, whose own have equal names; x is its input."""
+    return ConvArguments(
+        x=x,
+        weight=a.conv_weight,
+        bias=a.conv_bias,
+        initial_state=a.conv_state,
+        layout=a.conv_layout,
+        activation="silu",
+        return_final_state=a.return_state,
+    )
+
+
 def compiled(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.conv1d_pack`` by compiled kernels, which take parameters and state in the accumulation dtype."""
     wide = checks.accumulation_dtype(a.x.dtype)

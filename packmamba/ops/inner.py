@@ -19,7 +19,6 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, conv, scan
 from packmamba.ops.backends import choose
-from packmamba.ops.conv import ConvArguments
 from packmamba.ops.custom_op import PackedOperator, to_dtype
 from packmamba.ops.scan import ScanArguments
 
@@ -76,18 +75,6 @@ class InnerArguments(NamedTuple):
         rank = self.dt_weight.shape[1]
         states = self.A.shape[1]
         return projected.split((rank, states, states), dim=2)
-
-    def convolution(self, x: Tensor) -> ConvArguments:
-        """Return the convolution's arguments; x (B, L, D) is its input."""
-        return ConvArguments(
-            x=x,
-            weight=self.conv_weight,
-            bias=self.conv_bias,
-            initial_state=self.conv_state,
-            layout=self.conv_layout,
-            activation="silu",
-            return_final_state=self.return_state,
-        )
 
     def scan(self, x: Tensor, delta: Tensor, B: Tensor, C: Tensor, z: Tensor) -> ScanArguments:
         """Return the scan's arguments; x is the convolution's output."""
@@ -180,7 +167,7 @@ def _walk(
     """Compute the block by the forward of two packed operators."""
     # x_in and z (B, L, D) are views: the kernels take any row stride.
     x_in, z = a.xz.chunk(2, dim=2)
-    convolved, _ = convolve(a.convolution(x_in), needs_backward)
+    convolved, _ = convolve(conv.of_layer(a, x_in), needs_backward)
     x = convolved.y
     # Projections of x: delta's low rank, B and C; then delta (B, L, D).
     x_weight, dt_weight, out_weight = a.weights
@@ -223,7 +210,7 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict
     x: Any = saved.x
     delta: Any = saved.delta
     if a.recompute:
-        convolved, _ = conv._forward(a.convolution(x_in)._replace(return_final_state=False), False)
+        convolved, _ = conv._forward(conv.of_layer(a, x_in)._replace(return_final_state=False), False)
         x = convolved.y
         delta = _linear(low_rank, dt_weight)
     dmixed = grads.mixed
@@ -270,7 +257,7 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict
     dx.flatten(0, 1).addmm_(dprojected, x_weight)
     # The convolution's backward, from dx to dx_in, a part of dxz.
     conv.backward_into(
-        a.convolution(x_in),
+        conv.of_layer(a, x_in),
         dy=dx,
         dfinal=grads.conv_state,
         dx=dx_in,

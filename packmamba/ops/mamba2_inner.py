@@ -74,18 +74,6 @@ class Mamba2Arguments(NamedTuple):
         heads = len(self.A)
         return x.unflatten(2, (heads, channels // heads)), B.unflatten(2, by_group), C.unflatten(2, by_group)
 
-    def convolution(self, xBC: Tensor) -> ConvArguments:
-        """Return the convolution's arguments; xBC is its input."""
-        return ConvArguments(
-            x=xBC,
-            weight=self.conv_weight,
-            bias=self.conv_bias,
-            initial_state=self.conv_state,
-            layout=self.conv_layout,
-            activation="silu",
-            return_final_state=self.return_state,
-        )
-
     def scan(self, convolved: Tensor, delta: Tensor) -> SsdArguments:
         """Return the scan's arguments; convolved is the convolution's output, delta projected's part."""
         x, B, C = self.parts_of_scan(convolved)
@@ -143,7 +131,7 @@ def compose(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute ``ops.mamba2_inner`` by implementations of the two operators."""
     z, xBC, delta = a.parts(a.projected)
-    convolved, conv_state = conv1d_pack(a.convolution(xBC))
+    convolved, conv_state = conv1d_pack(conv.of_layer(a, xBC))
     y, ssm_state = ssd_pack(a.scan(convolved, delta))
     normed = gated_rms_norm(y.flatten(2), z, a.norm_weight, a.groups, a.epsilon)
     return normed, conv_state, ssm_state
@@ -197,7 +185,7 @@ def _walk(
 ) -> tuple[Mamba2Outputs, Mamba2Saved]:
     """Compute the block by the forward of two packed operators and of the norm."""
     z, xBC, delta = a.parts(a.projected)
-    convolved, _ = convolve(a.convolution(xBC), needs_backward)
+    convolved, _ = convolve(conv.of_layer(a, xBC), needs_backward)
     scanned, of_scan = scan(a.scan(convolved.y, delta), needs_backward)
     y = scanned.y.flatten(2)
     normed = norm(y, z, a.norm_weight, a.groups, a.epsilon)
@@ -230,7 +218,7 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
         gradients[name] = scan_gradients[name]
     gradients["dssm_state"] = scan_gradients["dinitial_state"]
     conv.backward_into(
-        a.convolution(xBC),
+        conv.of_layer(a, xBC),
         dy=dconvolved,
         dfinal=grads.conv_state,
         dx=dxBC,

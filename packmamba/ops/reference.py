@@ -18,7 +18,7 @@ from torch import Tensor
 
 from packmamba.layout import SequenceLayout
 from packmamba.ops.checks import accumulation_dtype
-from packmamba.ops.conv import ConvArguments
+from packmamba.ops.conv import ConvArguments, of_layer
 from packmamba.ops.inner import InnerArguments
 from packmamba.ops.mamba2_inner import Mamba2Arguments, compose
 from packmamba.ops.scan import ScanArguments
@@ -129,7 +129,7 @@ def mamba_inner(
     # The products are in xz's dtype, as those of the compiled operator.
     x_weight, dt_weight, out_weight = (weight.to(a.xz.dtype) for weight in (a.x_weight, a.dt_weight, a.out_weight))
     x, z = a.xz.chunk(2, dim=-1)
-    x, conv_final = conv1d_pack(a.convolution(x))
+    x, conv_final = conv1d_pack(of_layer(a, x))
     low_rank, B, C = a.parts(F.linear(x, x_weight))
     y, ssm_final = ssm_pack(a.scan(x, F.linear(low_rank, dt_weight), B, C, z))
     return F.linear(y, out_weight), conv_final, ssm_final

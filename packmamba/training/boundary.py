@@ -80,8 +80,15 @@ class Boundary:
 
     def hidden(self, model: MambaLM, batch: PackedBatch, **states: Any) -> Any:
         """Compute the head's input (B, L, d_model)."""
-        layouts = dict(zip(("conv_layout", "ssm_layout"), self.layouts(batch.layout)))
-        return model(batch.tokens, layout=batch.layout, return_hidden=True, **layouts, **states)
+        conv_layout, ssm_layout = self.layouts(batch.layout)
+        return model(
+            batch.tokens,
+            layout=batch.layout,
+            conv_layout=conv_layout,
+            ssm_layout=ssm_layout,
+            return_hidden=True,
+            **states,
+        )
 
     def logits(self, model: MambaLM, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Compute logits (1, L, V) of one row of documents of these lengths."""

@@ -64,7 +64,7 @@ class Shape(NamedTuple):
         if longest > row_length:
             longest = ABSENT  # that of continued documents grows from batch to batch
         documents = next_power(4, batch.layout.num_documents)
-        return cls(rows, row_length, documents, longest, accumulates)
+        return cls(rows=rows, row_length=row_length, documents=documents, longest=longest, accumulates=accumulates)
 
 
 class StaticBatch:
@@ -82,8 +82,10 @@ class StaticBatch:
             tokens, targets = (torch.zeros(slots, dtype=torch.int64) for _ in range(2))
             loss_mask = torch.zeros(slots, dtype=torch.bool)
             self.num_targets = torch.ones(())
-        layout = SequenceLayout(slots, starts, ends, offsets, num_tokens, shape.longest, flow)
-        self.batch = PackedBatch(tokens, targets, loss_mask, layout)
+        layout = SequenceLayout(
+            slots, starts, ends, offsets, num_tokens=num_tokens, longest=shape.longest, flowing=flow
+        )
+        self.batch = PackedBatch(tokens=tokens, targets=targets, loss_mask=loss_mask, layout=layout)
 
     def fill(self, batch: PackedBatch, num_targets: int) -> None:
         """Copy a batch, rows padded, without waiting for the GPU."""
@@ -210,7 +212,9 @@ class BatchGraphs:
         # Casts made in the capture lie in the graph's memory, where eager code must not read them.
         torch.clear_autocast_cache()
         gradients = [parameter.grad for parameter in self.parameters]
-        return Captured(shape, graph, static, static_inputs, results, gradients)
+        return Captured(
+            shape=shape, graph=graph, static=static, inputs=static_inputs, results=results, gradients=gradients
+        )
 
     def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters)):
