@@ -17,10 +17,9 @@ from packmamba.lab.report.tables import Cell, Table, make_table
 
 SCAN, SCAN_STATES, SCAN_INDICES = (GPU_ARMS[name] for name in ("scan", "scan-states", "scan-indices"))
 UNPACKED, BY_DOCUMENT, PADDED = (GPU_ARMS[f"mamba-ssm-{name}"] for name in ("unpacked", "by-document", "padded"))
-BESIDE_SCAN = (*(f"mamba-ssm-{name}" for name in ("unpacked", "by-document", "padded")), "mamba2-ssd")
-BESIDE_SCAN += ("scan-states", "scan-indices")
+BESIDE_SCAN = (*(f"mamba-ssm-{name}" for name in ("unpacked", "by-document", "padded")), "mamba2-ssd", "scan-states")
 CONV, CONV_INDICES, CAUSAL_CONV = (GPU_ARMS[name] for name in ("conv1d", "conv1d-indices", "causal-conv1d"))
-SSD, PROJECTIONS = GPU_ARMS["mamba2-ssd"], GPU_ARMS["projections"]
+SSD, PEER_SSD, PROJECTIONS = GPU_ARMS["ssd"], GPU_ARMS["mamba2-ssd"], GPU_ARMS["projections"]
 # config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved rounds,
 # spreads interquartile ranges, activations bfloat16 tensors of tokens x channels, errors relative to float64, position bytes
 # what all warps read together; null where it was not measured or has no meaning.
@@ -28,9 +27,14 @@ SSD, PROJECTIONS = GPU_ARMS["mamba2-ssd"], GPU_ARMS["projections"]
 # special-function units (16 a clock), the rest as polynomials; or u, delta, z read and y, kept states written. Backward:
 # instruction slots (128 a clock) a state: 18 multiply-adds, 2 exponentials, 1.5 exchanges; or 14 bytes, u, delta, z, dy and
 # three gradients. The convolution: bytes alone.
+# Mamba-2's scan, heads of 64 channels, 128 states: products on tensor cores (4096 operations a clock in bfloat16; float32 takes
+# three products for one) in chunks of 128 tokens. Forward: states, outputs from them, and scores, of which a mask leaves half.
+# Backward: five products of states, and scores twice. Or 6 and 10 bytes.
 # In other dtypes bytes grow with an element's.
 EXPONENTIALS, FORWARD_BYTES = 0.75, 10
 BACKWARD_SLOTS, BACKWARD_BYTES = 21.5, 14
+SSD_OPERATIONS, SSD_BYTES = (4 * 128 + 128, 10 * 128 + 2 * 128), (6, 10)
+SSD_PRODUCTS = {"bfloat16": 1, "float16": 1, "float32": 3}
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
 CONV_BYTES = (4, 6)
 
@@ -45,15 +49,18 @@ Arms = Mapping[GpuArm, Record]
 Shapes = Mapping[Shape, Arms]
 
 
-def by_shape(records: Sequence[Record], dtype: str = "bfloat16") -> dict[Shape, dict[GpuArm, Record]]:
-    """Arms of each shape, which were timed in turns; of equal ones the latest."""
-    groups: dict[Shape, dict[GpuArm, Record]] = {}
+def by_shape(
+    records: Sequence[Record], dtype: str = "bfloat16", holding: GpuArm | None = None
+) -> dict[Shape, dict[GpuArm, Record]]:
+    """Arms of each shape, which were timed in turns: those of its latest commit, or of the latest that timed ``holding``."""
+    runs: dict[tuple[Shape, str], dict[GpuArm, Record]] = {}
     for record in sorted(records_of(records, "gpu_operators"), key=lambda record: record["time"]):
         config = record["config"]
         if config["dtype"] != dtype:
             continue
         shape = Shape(config["tokens"], config["channels"], config["documents"])
-        groups.setdefault(shape, {})[GpuArm.of(record)] = record
+        runs.setdefault((shape, record["commit"]), {})[GpuArm.of(record)] = record
+    groups = {shape: arms for (shape, _), arms in runs.items() if holding is None or holding in arms}
 
     def order(shape: Shape) -> tuple:
         return shape.documents != "documents-2k", shape.channels, shape.tokens, natural(shape.documents)
@@ -82,6 +89,16 @@ def scan_limit(record: Record) -> tuple[float, float]:
     return forward, max(BACKWARD_SLOTS / (128 * cycles), BACKWARD_BYTES * moved)
 
 
+def ssd_limit(record: Record) -> tuple[float, ...]:
+    """Seconds that the hardware needs at least for Mamba-2's scan, forward and backward."""
+    config, metrics = record["config"], record["metrics"]
+    elements = config["tokens"] * config["channels"]
+    seconds_a_product = SSD_PRODUCTS[config["dtype"]] / (4096 * metrics["multiprocessors"] * metrics["clock_hz"])
+    seconds_a_byte = ELEMENT_BYTES[config["dtype"]] / ELEMENT_BYTES["bfloat16"] / metrics["copy_bytes_per_second"]
+    counts = zip(SSD_OPERATIONS, SSD_BYTES)
+    return tuple(elements * max(products * seconds_a_product, moved * seconds_a_byte) for products, moved in counts)
+
+
 def copy_shares(record: Record) -> tuple[float, float]:
     """Divide the time to copy a convolution's bytes by the time that it takes, forward and backward."""
     config, metrics = record["config"], record["metrics"]
@@ -91,12 +108,17 @@ def copy_shares(record: Record) -> tuple[float, float]:
 
 def gpu_operators_tables(records: Sequence[Record]) -> list[Table]:
     """Make the tables of each dtype; names of all but bfloat16's end with it."""
-    return [table for dtype in ELEMENT_BYTES if (found := by_shape(records, dtype)) for table in _tables(found, dtype)]
+    makers = (_scan, _ssd, _conv, _bottleneck, _times)
+    tables = [table for dtype in ELEMENT_BYTES for table in _tables(makers, by_shape(records, dtype), dtype)]
+    # An earlier build of the kernels, beside the schedules of its own run.
+    return tables + _tables([_indices], by_shape(records, holding=SCAN_INDICES), "bfloat16")
 
 
-def _tables(found: Shapes, dtype: str) -> list[Table]:
+def _tables(makers: Sequence[Callable[[Shapes], Table]], found: Shapes, dtype: str) -> list[Table]:
+    tables = [table for make in makers if (table := make(found)).rows]
+    if not tables:
+        return []
     first = next(iter(next(iter(found.values())).values()))
-    tables = [table for table in (_scan(found), _conv(found), _bottleneck(found), _times(found)) if table.rows]
     layouts = max(record["config"]["layouts"] for arms in found.values() for record in arms.values())
     for table in tables:
         if dtype != "bfloat16":
@@ -137,6 +159,44 @@ def _scan(found: Shapes) -> Table:
     )
 
 
+def _ssd(found: Shapes) -> Table:
+    rows = []
+    for shape, arms in found.items():
+        if SSD not in arms:
+            continue
+        limit = sum(ssd_limit(arms[SSD]))
+        rows.append(
+            _shape_values(shape, arms[SSD])
+            | {"limit_ms": 1e3 * limit, "times_limit": arms[SSD]["metrics"]["total_seconds"] / limit}
+            | {"mamba_ssm": over(arms, PEER_SSD, SSD), "scan": over(arms, SCAN, SSD)}
+        )
+    return make_table(
+        "gpu-ssd",
+        "ssd_pack with a gate: time, what the hardware allows, and the other scans' time over it",
+        f"{SHAPE} | forward (ms) = forward_ms:.3f | backward (ms) = backward_ms:.3f | limit (ms) = limit_ms:.3f | "
+        "times the limit = times_limit:.2f | mamba-ssm's with seq_idx = mamba_ssm:.2f | ssm_pack of as many channels = scan:.2f",
+        rows,
+        "Limit: bytes at the copy rate measured in the same run, 6 and 10 a channel in bfloat16; or 640 and 1536 operations at "
+        "4096 a clock, three times as many in float32, where that is more. Heads of 64 channels, 128 states, one group. The "
+        "gate z is part of it here, and its backward computes y again; Mamba-2's models gate in their norm.",
+    )
+
+
+def _indices(found: Shapes) -> Table:
+    rows = [
+        _shape_values(shape, arms[SCAN])
+        | {"scan_indices": over(arms, SCAN_INDICES, SCAN), "conv1d_indices": over(arms, CONV_INDICES, CONV)}
+        for shape, arms in found.items()
+    ]
+    return make_table(
+        "gpu-indices",
+        "An index per token, the paper's mechanism: time over that with a schedule",
+        f"{SHAPE} | ssm_pack = scan_indices:.3f | conv1d_pack = conv1d_indices:.3f",
+        rows,
+        "An earlier build of the kernels, which read an index for each token, beside the schedules of its own run.",
+    )
+
+
 def _conv(found: Shapes) -> Table:
     rows = []
     for shape, arms in found.items():
@@ -149,7 +209,7 @@ def _conv(found: Shapes) -> Table:
             _shape_values(shape, arms[CONV])
             | {"forward_share": shares[0], "backward_share": shares[1]}
             | {"peer_forward_share": Cell("-" if peer[0] is None else f"{peer[0]:.0%}, {peer[1]:.0%}", peer)}
-            | {"causal_conv1d": over(arms, CAUSAL_CONV, CONV), "conv1d_indices": over(arms, CONV_INDICES, CONV)}
+            | {"causal_conv1d": over(arms, CAUSAL_CONV, CONV)}
             | {"copy_bytes_per_second": Cell(f"{copy / 1e12:.2f}", (copy,))}
         )
     return make_table(
@@ -158,7 +218,7 @@ def _conv(found: Shapes) -> Table:
         f"{SHAPE} | forward (ms) = forward_ms:.4f | backward (ms) = backward_ms:.4f | "
         "share of copy, forward = forward_share:% | backward = backward_share:% | "
         "causal-conv1d's shares = peer_forward_share peer_backward_share | causal-conv1d over ours = causal_conv1d:.2f | "
-        "an index per token = conv1d_indices:.3f | copy (TB/s) = copy_bytes_per_second",
+        "copy (TB/s) = copy_bytes_per_second",
         rows,
         "Bytes: x and y forward; x, dy and dx backward.",
     )
@@ -227,8 +287,8 @@ _SCANS: dict[GpuArm, dict[str, Any]] = {
     PADDED: {"color": "#E69F00", "marker": "v"},
     BY_DOCUMENT: {"color": "#7A4B9A", "marker": "^"},
     UNPACKED: {"color": "#D55E00", "marker": "s"},
-    SSD: {"color": "#009E73", "marker": "D"},
-    SCAN_INDICES: {"color": "#56B4E9", "marker": "x"},
+    PEER_SSD: {"color": "#009E73", "marker": "D"},
+    SSD: {"color": "#56B4E9", "marker": "x"},
     SCAN_STATES: {"color": "#9aa0a8", "linewidth": 5.0},
     SCAN: {"color": "#0072B2", "marker": "o"},
 }
