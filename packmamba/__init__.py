@@ -7,6 +7,16 @@ from packmamba.nn import MambaLM as MambaLM
 from packmamba.nn import PackedMamba as PackedMamba
 from packmamba.nn import PackedMamba2 as PackedMamba2
 from packmamba.nn import PackedMamba3 as PackedMamba3
+from packmamba.ops.context_parallel import ContextParallel as ContextParallel
 
 __version__ = "0.1.0"
-__all__ = ["MambaLM", "PackedMamba", "PackedMamba2", "PackedMamba3", "SequenceLayout", "leakcheck", "ops"]
+__all__ = [
+    "ContextParallel",
+    "MambaLM",
+    "PackedMamba",
+    "PackedMamba2",
+    "PackedMamba3",
+    "SequenceLayout",
+    "leakcheck",
+    "ops",
+]

@@ -79,6 +79,8 @@ class SequenceLayout:
             sets it, since in a graph the number of documents cannot depend on their values.
         origin: the layout that this is a copy of, by ``to`` or ``pin_memory``, or None: who needs
             the values on the host finds them there without waiting for a GPU.
+        crossing: where ranks share rows and documents cross their edges, which ones
+            (``ops.context_parallel``); else None.
     """
 
     shape: tuple[int, int]
@@ -89,6 +91,7 @@ class SequenceLayout:
     longest: int | None = None
     flowing: SequenceLayout | None = None
     origin: SequenceLayout | None = None
+    crossing: Any = None
 
     def __post_init__(self) -> None:
         if self.num_tokens is None and not torch.compiler.is_exporting():
@@ -350,6 +353,7 @@ class SequenceLayout:
         """Merge each row's documents into one, with the offset of the first: each leaks into the next."""
         if self.flowing is not None:
             return self.flowing
+        expect(self.crossing is None, "layout.flow", "rows that no ranks share", "shared ones")
         is_first = torch.ones_like(self.starts, dtype=torch.bool)  # of its row's documents
         is_first[1:] = self.rows[1:] != self.rows[:-1]
         starts = self.starts[is_first]
@@ -367,7 +371,8 @@ class SequenceLayout:
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
         moved: Any = {name: move(getattr(self, name)) for name in ("starts", "ends", "offsets")}
-        return replace(self, **moved, flowing=None, origin=self)
+        crossing = self.crossing and self.crossing.moved(lambda part: part.to(moved["starts"].device))
+        return replace(self, **moved, flowing=None, origin=self, crossing=crossing)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SequenceLayout):

@@ -270,7 +270,10 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     sharded = trainer.strategy == "fsdp2"
     shuffles = is_stream and strategy.pads and data.row_length and not boundary.continues
     mixer = options(registry(schema.MIXERS)[config.model.mixer])
-    one_device = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto"
+    devices = trainer.devices * trainer.num_nodes
+    shares_rows = devices % trainer.context_parallel == 0 and trainer.boundary == "reset"
+    shares_rows &= config.model.mixer in ("mamba1", "mamba2")
+    one_device = devices == 1 and trainer.strategy == "auto"
     without_loss_scale = trainer.precision in ("32-true", "bf16-mixed", "bf16-true")
     kernels = config.ops.backend in ("auto", "cuda")
     graphs_work = one_device and trainer.accelerator in ON_GPU and without_loss_scale and kernels
@@ -286,6 +289,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.samples": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (graphs_work, graphs),
+        "trainer.context_parallel": (shares_rows, "with a divisor of the devices, reset, and mamba1 or mamba2"),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     if config.model.pretrained is not None:

@@ -190,6 +190,7 @@ class TrainerConfig:
     devices: int = key(1, "Devices of each machine.", low=1)
     num_nodes: int = key(1, "Machines, each started by torchrun or SLURM.", low=1)
     strategy: str = key("auto", "Over several devices; auto is ddp.", choices=("auto", "ddp", "fsdp2"))
+    context_parallel: int = key(1, "Devices that share each row, along its length; for long documents.", low=1)
     cuda_graphs: bool = key(False, "Replay micro-batches as CUDA graphs (small models).")
     deterministic: bool = key(False, "The same bits again, on a CPU or one GPU.")
     init_from: Optional[str] = key(None, "Initial weights: folder of a run or checkpoint, or <sweep>:<arm>.")

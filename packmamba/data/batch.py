@@ -19,6 +19,7 @@ from torch import Tensor
 from packmamba.data.corpus import Documents
 from packmamba.data.packing import Integers, Pieces, RowPlan
 from packmamba.layout import SequenceLayout
+from packmamba.ops.context_parallel import ContextParallel
 
 
 @dataclass
@@ -54,6 +55,16 @@ class PackedBatch:
         """Return a copy in page-locked memory."""
         return self._map(lambda part: part.pin_memory())
 
+    def shard(self, context: ContextParallel) -> PackedBatch:
+        """Return this rank's columns of rows that ranks share."""
+        layout = context.shard(self.layout)
+        columns: Any = {name: context.columns(getattr(self, name)) for name in ("tokens", "targets", "loss_mask")}
+        source = self.source
+        if source is not None:
+            # Of each document here, by the whole batch's document at its first slot.
+            source = source[context.columns(self.layout.documents).flatten()[layout.starts]]
+        return replace(self, **columns, layout=layout, source=source)
+
     def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
         movable = {name: part for name, part in vars(self).items() if isinstance(part, Tensor | SequenceLayout)}
         return replace(self, **{name: move(part) for name, part in movable.items()})
@@ -87,6 +98,10 @@ class StepBatch(StepCounts):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
         """Return a copy on a device."""
         return replace(self, batches=[batch.to(device, non_blocking) for batch in self.batches])
+
+    def shard(self, context: ContextParallel) -> StepBatch:
+        """Return this rank's columns of all micro-batches; the counts stay the step's."""
+        return replace(self, batches=[batch.shard(context) for batch in self.batches])
 
     def pin_memory(self) -> StepBatch:
         """Return a copy in page-locked memory."""

@@ -11,6 +11,7 @@ The skip's parameter is called D, too, as in ``ssd_pack``.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -121,6 +122,9 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
     Arguments are a layer's, which has checked what its caller brought. The backward on a GPU
     computes the norm again; it keeps the convolution's and the scan's output.
     """
+    if a.ssm_layout.crossing is not None:
+        apart = (functools.partial(operator.run, backend=backend) for operator in (conv, ssd))
+        return Mamba2Outputs(*compose(a, *apart))
     return Mamba2Outputs(*choose(backend, a.projected.device, "mamba2_inner")(a))
 
 

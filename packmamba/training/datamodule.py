@@ -13,6 +13,7 @@ import lightning
 import numpy as np
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from packmamba.config import Config, DataConfig, TrainerConfig, import_plugins, need, resolve, validate
@@ -20,6 +21,7 @@ from packmamba.data.batch import PackedBatch, StepBatch, count_step, make_batch
 from packmamba.data.corpus import Corpus
 from packmamba.data.schedule import StepPlan, StepSchedule, arrange, arrange_as_trained, micro_batches, pieces_of
 from packmamba.data.token_store import Corpora, evaluation_documents, load_corpora
+from packmamba.ops.context_parallel import ContextParallel
 from packmamba.training.boundary import BOUNDARIES
 
 
@@ -36,6 +38,7 @@ class PackedDataModule(lightning.LightningDataModule):
         boundary: a key of BOUNDARIES; None: the scheme of ``trainer.lightning_module``, else reset.
         plugins: modules that loader workers import first.
             ``progress``: show a bar while a corpus is prepared.
+        context_parallel: consecutive ranks that share each row (``trainer.context_parallel``).
         keys: of the section ``data``, such as ``source="text"``.
 
     Raises ConfigError.
@@ -43,25 +46,32 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def __init__(
         self, config: DataConfig | None = None, *, seed: int = 0, boundary: str | None = None, plugins: Sequence[str] = (),
-        progress: bool = True, **keys: Any,
+        progress: bool = True, context_parallel: int = 1, **keys: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
         # First the given section, then keys over it; ``resolve``
         # checks both, and that the scheme fits them.
-        trainer = {} if boundary is None else {"boundary": boundary}
+        trainer: dict[str, Any] = {"context_parallel": context_parallel, "devices": context_parallel}
+        if boundary is not None:
+            trainer["boundary"] = boundary
         sections = (vars(config or DataConfig()), keys)
         layers = [({"data": section, "trainer": trainer}, type(self).__name__) for section in sections]
         self.config = resolve(Config, layers).data
         # The class will do: before there is a module, only its attributes are read.
         self._boundary = None if boundary is None else BOUNDARIES[boundary]
         self.seed, self.plugins, self.progress = (seed, list(plugins), progress)
+        self.context_parallel = context_parallel
+        self.context: ContextParallel | None = None
 
     @classmethod
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
         """Build from a run's configuration."""
-        name = config.trainer.boundary
-        return cls(config.data, seed=config.seed, boundary=name, plugins=config.plugins, progress=progress)
+        trainer = config.trainer
+        return cls(
+            config.data, seed=config.seed, boundary=trainer.boundary, plugins=config.plugins, progress=progress,
+            context_parallel=trainer.context_parallel,
+        )  # fmt: skip
 
     @cached_property
     def corpora(self) -> Corpora:
@@ -96,7 +106,20 @@ class PackedDataModule(lightning.LightningDataModule):
         ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         # The scheme came with the Lightning module: check only now that it fits the data.
         if self._boundary is None and self.boundary is not None:
-            validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, devices=ranks)))
+            trainer = TrainerConfig(
+                boundary=self.boundary.name, devices=ranks, context_parallel=self.context_parallel
+            )
+            validate(Config(data=self.config, trainer=trainer))
+        if self.context_parallel > 1:
+            # Ranks that share rows read the same batches, and each takes its columns of them.
+            fits = self.trainer is not None and ranks % self.context_parallel == 0
+            need(fits, "context_parallel", f"a divisor of the Trainer's {ranks} devices", self.context_parallel)
+            ranks //= self.context_parallel
+            rank //= self.context_parallel
+            if self.context is None:
+                device = cast(lightning.Trainer, self.trainer).strategy.root_device.type
+                mesh = init_device_mesh(device, (ranks, self.context_parallel))
+                self.context = ContextParallel(mesh.get_group(mesh_dim=1))
         self.steps = StepDataset(self.schedule(ranks), rank)
         if stage in (None, "fit"):
             self.steps.schedule.step(0)  # a strategy that overfills rows is refused here
@@ -184,7 +207,9 @@ class PackedDataModule(lightning.LightningDataModule):
         ]
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a step or batch, without waiting for the copy."""
+        """Move a step or batch, of rows that ranks share this rank's columns, without waiting for the copy."""
+        if self.context is not None:
+            batch = batch.shard(self.context)
         return batch.to(device, non_blocking=True)
 
     def _loader(

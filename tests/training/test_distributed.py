@@ -34,15 +34,29 @@ def train_as_a_user(path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("strategy", "precision", "tolerance"), [("ddp", "64-true", 1e-9), ("fsdp2", "32-true", 1e-4)])
-def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance):
+@pytest.mark.parametrize(
+    ("strategy", "precision", "tolerance", "sharing"),
+    [
+        ("ddp", "64-true", 1e-9, []),
+        ("fsdp2", "32-true", 1e-4, []),
+        ("ddp", "64-true", 1e-9, ["trainer.context_parallel=2"]),
+        (
+            "fsdp2",
+            "32-true",
+            1e-4,
+            ["trainer.context_parallel=2", "model.mixer=mamba2", "model.mixer_options.headdim=8"],
+        ),
+    ],
+)
+def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance, sharing):
     # Some steps' gradients are clipped, not all: Adam does not see a factor that all have.
     keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", "optimizer.grad_clip=0.9"]
     keys += [f"trainer.precision={precision}", "evaluations=[parity]", "evaluation_examples=5"]
     keys += ["trainer.evaluate_every=2"] if strategy == "ddp" else []  # where rank 0 has all weights
+    keys += [key for key in sharing if key.startswith("model.")]
     alone = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone")
     fit(alone, progress=False)
-    both = tiny_config(tmp_path, *keys, "trainer.devices=2", f"trainer.strategy={strategy}")
+    both = tiny_config(tmp_path, *keys, "trainer.devices=2", f"trainer.strategy={strategy}", *sharing)
     path, output = write_config(tmp_path / "both.yaml", both), tmp_path / "output.txt"
     if strategy == "ddp":
         processes = [fork(train_as_a_user, path, output=output, OMP_NUM_THREADS="1")]

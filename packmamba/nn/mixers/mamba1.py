@@ -98,8 +98,8 @@ class PackedMamba(Mixer):
         """Mix in_proj's output (B, L, 2 D), the convolution's input and then the gate."""
         documents = self._check_documents(projected, conv_layout, ssm_layout, state)
         conv_layout, ssm_layout, conv_state, ssm_state = documents
-        if any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
-            return self._mix_adapted(projected, documents, return_state)
+        if ssm_layout.crossing is not None or any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
+            return self._mix_apart(projected, documents, return_state)
         wide = accumulation_dtype(projected.dtype)
         arguments = InnerArguments(
             xz=projected,
@@ -126,8 +126,8 @@ class PackedMamba(Mixer):
             mixed = mixed + self.out_proj.bias.to(mixed.dtype)
         return mixed, tuple(final_states) if return_state else None
 
-    def _mix_adapted(self, projected: Tensor, documents: tuple, return_state: bool) -> tuple:
-        """Mix as ``ops.mamba_inner`` does, but call the projections, some of which are adapters."""
+    def _mix_apart(self, projected: Tensor, documents: tuple, return_state: bool) -> tuple:
+        """Mix as ``ops.mamba_inner`` does, but call operators and projections, which may be adapters."""
         conv_layout, ssm_layout, conv_state, ssm_state = documents
         options: Any = {"return_final_state": return_state, "backend": self.backend}
         x, z = projected.chunk(2, dim=-1)

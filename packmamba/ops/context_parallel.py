@@ -1,0 +1,204 @@
+"""Share rows over ranks along their length: context parallelism for the convolution and the scans.
+
+Rank r of R holds columns r L / R to (r + 1) L / R of every row. A document that crosses an edge
+needs two things of the ranks before: the convolution's last inputs, which the neighbour has, and
+the recurrence's state, which depends on all of them. The recurrence is linear in its state. So each
+rank scans its columns from zero at once, and hands on its last document's state and the factor by
+which that document's columns there shrink what enters; every rank combines what it was handed in
+the order of ranks, and adds what the entering state gives to its own outputs: a scan of zeros from
+that state. No rank waits for another's scan. Documents that cross no edge cost nothing.
+
+What is exchanged is of a state's size, a row and layer: (R, B, H, P, N) of Mamba-2.
+
+Shapes: B rows, L slots of a rank, S documents on a rank, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import torch
+import torch.distributed
+import torch.nn.functional as F
+from torch import Tensor
+
+from packmamba.errors import expect
+from packmamba.layout import SequenceLayout, ceil_div
+
+# A rank has at least this many columns, so that a convolution of four taps reaches one rank back.
+LEAST_COLUMNS = 4
+
+
+class ContextParallel:
+    """Split batches over the ranks of a process group, along the rows' length.
+
+    All ranks hold the same batch; each takes its columns of every tensor and of the layout. A model
+    of Mamba-1 or Mamba-2 then runs as it is, on ``columns(tokens)`` with ``layout=shard(layout)``;
+    every rank of the group must take part in each forward and backward.
+
+    Args:
+        group: a process group; None: all ranks.
+    """
+
+    def __init__(self, group: torch.distributed.ProcessGroup | None = None) -> None:
+        self.group = group
+        self.rank = torch.distributed.get_rank(group)
+        self.size = torch.distributed.get_world_size(group)
+
+    def width(self, row_length: int) -> int:
+        """Return how many columns a rank holds of rows of so many slots; the last ranks' may be padding."""
+        return max(ceil_div(row_length, self.size), LEAST_COLUMNS)
+
+    def columns(self, tensor: Tensor) -> Tensor:
+        """Return this rank's columns of a tensor (B, row_length), zero behind the row's end."""
+        row_length = tensor.shape[1]
+        width = self.width(row_length)
+        padded = F.pad(tensor, (0, width * self.size - row_length))
+        return padded[:, self.rank * width : (self.rank + 1) * width].contiguous()
+
+    def shard(self, layout: SequenceLayout) -> SequenceLayout:
+        """Return the layout of this rank's columns, on the CPU; ``crossing`` says what enters and what leaves."""
+        rows, row_length = layout.shape
+        width = self.width(row_length)
+        starts, ends, offsets = (tensor.cpu().long() for tensor in (layout.starts, layout.ends, layout.offsets))
+        row = starts // row_length
+        # Slots of this rank's first column, and after its last one, in the row of each document.
+        low = row * row_length + self.rank * width
+        high = low + width
+        is_here = (starts < high) & (ends > low)
+        # From the row's slots to those of the rank's columns.
+        moved = row * width - low
+        first = (torch.maximum(starts, low) + moved)[is_here]
+        last = (torch.minimum(ends, high) + moved)[is_here]
+        offset = (offsets + (low - starts).clamp(min=0))[is_here]
+        enters = (starts < low)[is_here]
+        leaves = (ends > high)[is_here]
+        shape = (rows, width)
+        # Whether a document crosses an edge anywhere: on all ranks the same.
+        columns_before = (starts - row * row_length) // width
+        any_crosses = bool((columns_before != (ends - 1 - row * row_length) // width).any())
+        sharded = SequenceLayout._checked(shape, first, last, offset)
+        if any_crosses:
+            leaving = torch.full((rows,), len(first))
+            leaving[row[is_here][leaves]] = leaves.nonzero().flatten()
+            entering = SequenceLayout._checked(shape, first[enters], last[enters], offset[enters])
+            spans = torch.zeros(rows, dtype=torch.bool)
+            spans[row[is_here][enters & leaves]] = True
+            sharded.crossing = Crossing(self, enters, entering, leaving, spans)
+        return sharded
+
+
+@dataclass
+class Crossing:
+    """Say which documents of a rank's columns began on the rank before, or go on on the next one.
+
+    Attributes:
+        context: the ranks.
+        enters: (S,) bool, whether a document began on an earlier rank.
+        entering: the layout of these documents alone.
+        leaving: (B,) the document of each row that goes on on the next rank; S: none.
+        spans: (B,) bool, whether one document fills all columns and does both.
+    """
+
+    context: ContextParallel
+    enters: Tensor
+    entering: SequenceLayout
+    leaving: Tensor
+    spans: Tensor
+
+    def moved(self, move: Callable[[Any], Any]) -> Crossing:
+        """Return a copy whose tensors and layout are moved."""
+        movable = [field.name for field in fields(self) if field.name != "context"]
+        return replace(self, **{name: move(getattr(self, name)) for name in movable})
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return every rank's tensor, in the order of ranks (R, ...), differentiably."""
+        return _Gather.apply(tensor, self.context.group)
+
+    def of_documents(self, by_row: Tensor, layout: SequenceLayout) -> Tensor:
+        """Return the states of documents (S, ...) of rows' (B, ...): zero of those that begin here."""
+        states = by_row[layout.rows]
+        return torch.where(self.enters.view(-1, *(1,) * (states.dim() - 1)), states, 0)
+
+    def last_states(self, states: Tensor) -> Tensor:
+        """Return the states (B, ...) of documents that leave, of all documents' (S, ...); zero where none does."""
+        return torch.cat([states, states.new_zeros(1, *states.shape[1:])])[self.leaving]
+
+
+class _Gather(torch.autograd.Function):
+    """Gather a tensor of all ranks; its gradient is the sum of all ranks' gradients of it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(tensor) for _ in range(torch.distributed.get_world_size(group))]
+        torch.distributed.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        total = grad.contiguous()
+        torch.distributed.all_reduce(total, group=ctx.group)
+        return total[torch.distributed.get_rank(ctx.group)], None
+
+
+@torch.compiler.disable
+def convolve(a: Any, implementation: Callable[[Any], tuple]) -> tuple[Tensor, None]:
+    """Compute ``ops.conv1d_pack``'s arguments where documents cross ranks; an entering one reads the last inputs there."""
+    _check(a)
+    crossing = a.layout.crossing
+    before = a.weight.shape[1] - 1
+    last_columns = a.x[:, -before:]
+    leaves = a.layout.documents[:, -before:] == crossing.leaving[:, None]
+    last_inputs = torch.where(leaves[..., None], last_columns, 0).transpose(1, 2)
+    # Of rank 0 nothing enters, so that it may read any rank's.
+    of_rank_before = crossing.gather(last_inputs)[crossing.context.rank - 1]
+    initial_state = crossing.of_documents(of_rank_before, a.layout)
+    return implementation(a._replace(initial_state=initial_state))[0], None
+
+
+@torch.compiler.disable
+def scan(a: Any, implementation: Callable[[Any], tuple], remaining: Callable[[Any], Tensor]) -> tuple[Tensor, None]:
+    """Compute a scan's arguments where documents cross ranks, from the states in which the ranks before end.
+
+    Args:
+        a: of ``ops.ssm_pack`` or ``ops.ssd_pack``.
+        remaining: of these arguments, the factor (B, ...) of a state that is left after all columns.
+    """
+    _check(a)
+    crossing = a.layout.crossing
+    rank = crossing.context.rank
+    inputs = a._fields[0]
+    y, states = implementation(a._replace(z=None, return_final_state=True))
+    added = crossing.last_states(states)
+    spans = crossing.spans.view(-1, *(1,) * (added.dim() - 1))
+    # Of other rows nothing is read: they may hold NaN.
+    fills = crossing.spans.view(-1, *(1,) * (a.delta.dim() - 1))
+    left = remaining(a._replace(delta=torch.where(fills, a.delta, 0)))
+    left = torch.where(spans, left.to(added.dtype), 0).expand_as(added)
+    # Ranks from this one on add nothing; what they hold may be another document's.
+    handed = crossing.gather(torch.stack([added, left]))
+    is_earlier = torch.arange(len(handed), device=y.device) < rank
+    handed = torch.where(is_earlier.view(-1, *(1,) * (handed.dim() - 1)), handed, 0)
+    entered = torch.zeros_like(added)
+    for state, remains in handed[:rank]:
+        # What another document left there is not multiplied by 0, which NaN survives.
+        entered = state + remains * torch.where(remains == 0, 0, entered)
+    # Every rank's result depends on what was gathered: in the backward all gather, too.
+    entered = entered + handed[rank:, 0].sum(0)
+    entering = crossing.entering
+    from_state = a._replace(
+        **{inputs: torch.zeros_like(a[0])}, D=None, z=None, layout=entering, initial_state=entered[entering.rows]
+    )
+    if "offsets" in a._fields:
+        from_state = from_state._replace(offsets=entering.offsets)
+    y = y + implementation(from_state)[0]
+    return (y if a.z is None else y * F.silu(a.z)), None
+
+
+def _check(a: Any) -> None:
+    """Refuse states, which a row's first rank would take and its last one return."""
+    has_states = a.initial_state is not None or a.return_final_state
+    expect(not has_states, "state", "None where ranks share rows", "states in or out")

@@ -1,0 +1,105 @@
+"""Ranks that share rows compute what one process does: outputs and gradients, document by document."""
+
+import pytest
+import torch
+import torch.distributed
+
+from packmamba import MambaLM, SequenceLayout
+from packmamba.ops.context_parallel import ContextParallel
+from processes import fork_ranks, statuses
+
+# Rows of 24 slots in 2 or 4 shares: documents that fill several shares, end at an edge, begin just before one; padding.
+LENGTHS = [[24], [5, 1, 17], [12, 6], [2, 3, 7, 4, 8]]
+
+
+def model_of(mixer, dtype=torch.float64):
+    torch.manual_seed(0)
+    return MambaLM(vocab_size=11, d_model=16, n_layer=2, mixer=mixer, **OPTIONS[mixer]).to(dtype)
+
+
+OPTIONS = {"mamba1": {"d_state": 4}, "mamba2": {"d_state": 4, "headdim": 8, "ngroups": 2}}
+
+
+def batch_of(lengths=LENGTHS):
+    layout = SequenceLayout.from_lengths(lengths, row_length=24)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(11, layout.shape, generator=generator)
+    weights = torch.randn(*layout.shape, 11, generator=generator, dtype=torch.float64)
+    return layout, tokens, weights * (layout.documents >= 0)[..., None]
+
+
+def compare(mixer):
+    """Compare a model on this rank's columns with the whole model, in one rank's process."""
+    torch.distributed.init_process_group("gloo")
+    context = ContextParallel()
+    layout, tokens, weights = batch_of()
+    whole, shared = model_of(mixer), model_of(mixer)
+    expected = whole(tokens, layout=layout)
+    (expected * weights).sum().backward()
+    local = context.shard(layout)
+    logits = shared(context.columns(tokens), layout=local)
+    share = slice(context.rank * 24 // context.size, (context.rank + 1) * 24 // context.size)
+    (logits * weights[:, share]).sum().backward()
+    is_token = local.documents >= 0
+    torch.testing.assert_close(logits[is_token], expected[:, share][is_token], rtol=1e-10, atol=1e-10)
+    for parameter, one in zip(shared.parameters(), whole.parameters()):
+        torch.distributed.all_reduce(parameter.grad)
+        torch.testing.assert_close(parameter.grad, one.grad, rtol=1e-9, atol=1e-10)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("mixer", OPTIONS)
+def test_ranks_that_share_rows_compute_what_one_does(tmp_path, ranks, mixer):
+    output = tmp_path / "output.txt"
+    assert statuses(*fork_ranks(ranks, compare, mixer, output=output)) == [0] * ranks, output.read_text()
+
+
+def poison():
+    """Compare the bits of all documents but one, with numbers and with NaN in that one's."""
+    torch.distributed.init_process_group("gloo")
+    context = ContextParallel()
+    layout, _, _ = batch_of()
+    local = context.shard(layout)
+    hidden = torch.randn(*layout.shape, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    width = context.width(24)
+    share = slice(context.rank * width, (context.rank + 1) * width)
+    for mixer in OPTIONS:
+        block = model_of(mixer).backbone.layers[0].mixer
+        # Documents that fill ranks, and one that begins just before an edge.
+        for document in (0, 3, 4, 8):
+            is_other = (layout.documents != document)[:, share] & (local.documents >= 0)
+            seen = []
+            for number in (1.0, torch.nan):
+                poisoned = torch.where((layout.documents == document)[..., None], number, hidden)[:, share]
+                poisoned = poisoned.clone().requires_grad_()
+                y = block(poisoned, layout=local)
+                y[is_other].sum().backward()
+                seen += [y[is_other], poisoned.grad[is_other]]
+            assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3]), (mixer, document)
+    torch.distributed.destroy_process_group()
+
+
+def test_no_bit_of_another_document_crosses_ranks(tmp_path):
+    output = tmp_path / "output.txt"
+    assert statuses(*fork_ranks(4, poison, output=output)) == [0] * 4, output.read_text()
+
+
+def refuse():
+    torch.distributed.init_process_group("gloo")
+    layout, tokens, _ = batch_of()
+    local = ContextParallel().shard(layout)
+    model = model_of("mamba2")
+    for call in (
+        lambda: model(tokens[:, :12], layout=local, conv_layout=local.flow()),
+        lambda: model(tokens[:, :12], layout=local, return_states=True),
+        lambda: MambaLM(11, 16, 1, mixer="mamba3", d_state=4, headdim=8)(tokens[:, :12], layout=local),
+    ):
+        with pytest.raises(ValueError, match="share"):
+            call()
+    torch.distributed.destroy_process_group()
+
+
+def test_what_ranks_cannot_share_is_refused(tmp_path):
+    output = tmp_path / "output.txt"
+    assert statuses(*fork_ranks(2, refuse, output=output)) == [0, 0], output.read_text()
