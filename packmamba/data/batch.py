@@ -19,7 +19,6 @@ from torch import Tensor
 from packmamba.data.corpus import Documents
 from packmamba.data.packing import Integers, Pieces, RowPlan
 from packmamba.layout import SequenceLayout
-from packmamba.ops.context_parallel import ContextParallel
 
 
 @dataclass
@@ -55,8 +54,8 @@ class PackedBatch:
         """Return a copy in page-locked memory."""
         return self._map(lambda part: part.pin_memory())
 
-    def shard(self, context: ContextParallel) -> PackedBatch:
-        """Return this rank's columns of rows that ranks share."""
+    def shard(self, context: Any) -> PackedBatch:
+        """Return this rank's columns of rows that ranks share; context: a ContextParallel."""
         layout = context.shard(self.layout)
         columns: Any = {name: context.columns(getattr(self, name)) for name in ("tokens", "targets", "loss_mask")}
         source = self.source
@@ -99,7 +98,7 @@ class StepBatch(StepCounts):
         """Return a copy on a device."""
         return replace(self, batches=[batch.to(device, non_blocking) for batch in self.batches])
 
-    def shard(self, context: ContextParallel) -> StepBatch:
+    def shard(self, context: Any) -> StepBatch:
         """Return this rank's columns of all micro-batches; the counts stay the step's."""
         return replace(self, batches=[batch.shard(context) for batch in self.batches])
 

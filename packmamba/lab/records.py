@@ -41,7 +41,7 @@ LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.s
     optimizer.schedule optimizer.decay_fraction
     optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
     trainer.deterministic trainer.boundary_options trainer.callbacks
-    trainer.mean_over evaluations evaluation_options evaluation_examples plugins""".split()
+    trainer.mean_over trainer.context_parallel evaluations evaluation_options evaluation_examples plugins""".split()
 
 
 def make_record(

@@ -1,0 +1,71 @@
+"""Time training passes over long rows that several GPUs share, and one GPU alone; write one JSON file.
+
+torchrun --nproc-per-node=R -m experiments.speedup.context_parallel FILE MODEL ROW_LENGTH...      needs R GPUs
+
+MODEL: a key of SIZES, of Mamba-2 in bfloat16 with each block recomputed. A pass is forward, backward and the sum of gradients
+over ranks. Rows hold one document, which crosses every edge, or documents of 57 to 2048 tokens, few of which cross one.
+"""
+
+import json
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from experiments import timing
+from experiments.operators.gpu import draw_rows
+from packmamba import ContextParallel, MambaLM, SequenceLayout
+from packmamba.lab.records import provenance
+from packmamba.nn.loss import linear_cross_entropy
+
+SIZES = {"130m": {"d_model": 768, "n_layer": 24}, "1.3b": {"d_model": 2048, "n_layer": 48}}
+VOCABULARY, PASSES = 50288, 5
+
+
+def measure(
+    model: DistributedDataParallel, context: ContextParallel, row_length: int, documents: str
+) -> dict[str, float]:
+    """Return the seconds of a pass, a median and its spread, and this rank's peak of memory."""
+    layout = SequenceLayout.from_lengths(draw_rows(documents, row_length, 1, 0), row_length)
+    local = context.shard(layout).to("cuda")
+    tokens = context.columns(torch.randint(VOCABULARY, layout.shape, generator=torch.Generator().manual_seed(0))).cuda()
+    head, is_target = model.module.lm_head.weight, torch.ones_like(tokens, dtype=torch.bool)
+    times = []
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(2 + PASSES):
+        torch.cuda.synchronize()
+        dist.barrier()
+        begin = time.perf_counter()
+        model.zero_grad()
+        with torch.autocast("cuda", torch.bfloat16):
+            hidden = model(tokens, layout=local, return_hidden=True)
+            loss, _ = linear_cross_entropy(hidden, head, tokens, is_target)
+        (loss / row_length).backward()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - begin)
+    seconds = {"seconds": timing.median(times[2:]), "spread": timing.spread(times[2:])}
+    return seconds | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "documents": layout.num_documents}
+
+
+def main(path: str, size: str, *row_lengths: str) -> None:
+    dist.init_process_group("nccl")
+    context = ContextParallel()
+    torch.cuda.set_device(context.rank)
+    torch.manual_seed(0)
+    model = MambaLM(VOCABULARY, mixer="mamba2", recompute="block", **SIZES[size]).cuda()
+    shared = DistributedDataParallel(model, device_ids=[context.rank], gradient_as_bucket_view=True)
+    found = {"what": __doc__, "model": size, "ranks": context.size, **provenance()}
+    for row_length in map(int, row_lengths):
+        for documents in ("one", "documents-2k"):
+            row = found[f"{documents}, {row_length}"] = measure(shared, context, row_length, documents)
+            if context.rank == 0:
+                print(documents, row_length, row, flush=True)
+                Path(path).write_text(json.dumps(found, indent=1) + "\n")
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
