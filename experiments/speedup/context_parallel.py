@@ -8,7 +8,6 @@ over ranks. Rows hold one document, which crosses every edge, or documents of 57
 
 import json
 import sys
-import time
 from pathlib import Path
 
 import torch
@@ -32,22 +31,20 @@ def measure(
     layout = SequenceLayout.from_lengths(draw_rows(documents, row_length, 1, 0), row_length)
     local = context.shard(layout).to("cuda")
     tokens = context.columns(torch.randint(VOCABULARY, layout.shape, generator=torch.Generator().manual_seed(0))).cuda()
-    head, is_target = model.module.lm_head.weight, torch.ones_like(tokens, dtype=torch.bool)
-    times = []
-    torch.cuda.reset_peak_memory_stats()
-    for _ in range(2 + PASSES):
-        torch.cuda.synchronize()
+    is_target = torch.ones_like(tokens, dtype=torch.bool)
+
+    def take_pass() -> None:
         dist.barrier()
-        begin = time.perf_counter()
         model.zero_grad()
         with torch.autocast("cuda", torch.bfloat16):
             hidden = model(tokens, layout=local, return_hidden=True)
-            loss, _ = linear_cross_entropy(hidden, head, tokens, is_target)
+            loss, _ = linear_cross_entropy(hidden, model.module.lm_head.weight, tokens, is_target)
         (loss / row_length).backward()
-        torch.cuda.synchronize()
-        times.append(time.perf_counter() - begin)
-    seconds = {"seconds": timing.median(times[2:]), "spread": timing.spread(times[2:])}
-    return seconds | {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "documents": layout.num_documents}
+
+    torch.cuda.reset_peak_memory_stats()
+    times = [timing.seconds(take_pass, "cuda") for _ in range(2 + PASSES)][2:]
+    memory = {"peak_gib": torch.cuda.max_memory_allocated() / 2**30, "documents": layout.num_documents}
+    return {"seconds": timing.median(times), "spread": timing.spread(times)} | memory
 
 
 def main(path: str, size: str, *row_lengths: str) -> None:

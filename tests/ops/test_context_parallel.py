@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed
 
-from packmamba import MambaLM, SequenceLayout
-from packmamba.ops.context_parallel import ContextParallel
+from packmamba import ContextParallel, MambaLM, SequenceLayout
+from packmamba.data.batch import PackedBatch
 from processes import fork_ranks, statuses
 
 # Rows of 24 slots in 2 or 4 shares: documents that fill several shares, end at an edge, begin just before one; padding.
@@ -53,6 +53,28 @@ def compare(mixer):
 def test_ranks_that_share_rows_compute_what_one_does(tmp_path, ranks, mixer):
     output = tmp_path / "output.txt"
     assert statuses(*fork_ranks(ranks, compare, mixer, output=output)) == [0] * ranks, output.read_text()
+
+
+def take_share():
+    """Compare a batch's share on this rank with slices of the batch."""
+    torch.distributed.init_process_group("gloo")
+    context = ContextParallel()
+    layout, tokens, weights = batch_of()
+    batch = PackedBatch(tokens, tokens + 1, weights[..., 0] > 0, layout, source=torch.arange(layout.num_documents))
+    share = batch.shard(context)
+    columns = slice(context.rank * 8, (context.rank + 1) * 8)
+    for name in ("tokens", "targets", "loss_mask"):
+        assert torch.equal(getattr(share, name), getattr(batch, name)[:, columns])
+    assert torch.equal(share.layout.position_indices, layout.position_indices[:, columns])
+    is_token = share.layout.documents >= 0
+    of_slots = share.source[share.layout.documents]
+    assert torch.equal(of_slots[is_token], layout.documents[:, columns][is_token].long())
+    torch.distributed.destroy_process_group()
+
+
+def test_a_batch_is_split_by_columns(tmp_path):
+    output = tmp_path / "output.txt"
+    assert statuses(*fork_ranks(3, take_share, output=output)) == [0] * 3, output.read_text()
 
 
 def poison():
