@@ -26,6 +26,7 @@ from torch import Tensor
 
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, ceil_div
+from packmamba.ops.backends import choose
 
 # A rank has at least this many columns, so that a convolution of four taps reaches one rank back.
 LEAST_COLUMNS = 4
@@ -117,15 +118,6 @@ class Crossing:
         """Return every rank's tensor, in the order of ranks (R, ...), differentiably."""
         return _Gather.apply(tensor, self.context.group)
 
-    def of_documents(self, by_row: Tensor, layout: SequenceLayout) -> Tensor:
-        """Return the states of documents (S, ...) of rows' (B, ...): zero of those that begin here."""
-        states = by_row[layout.rows]
-        return torch.where(self.enters.view(-1, *(1,) * (states.dim() - 1)), states, 0)
-
-    def last_states(self, states: Tensor) -> Tensor:
-        """Return the states (B, ...) of documents that leave, of all documents' (S, ...); zero where none does."""
-        return torch.cat([states, states.new_zeros(1, *states.shape[1:])])[self.leaving]
-
 
 class _Gather(torch.autograd.Function):
     """Gather a tensor of all ranks; its gradient is the sum of all ranks' gradients of it."""
@@ -144,61 +136,82 @@ class _Gather(torch.autograd.Function):
         return total[torch.distributed.get_rank(ctx.group)], None
 
 
-@torch.compiler.disable
-def convolve(a: Any, implementation: Callable[[Any], tuple]) -> tuple[Tensor, None]:
-    """Compute ``ops.conv1d_pack``'s arguments where documents cross ranks; an entering one reads the last inputs there."""
-    _check(a)
-    crossing = a.layout.crossing
-    before = a.weight.shape[1] - 1
-    last_columns = a.x[:, -before:]
-    leaves = a.layout.documents[:, -before:] == crossing.leaving[:, None]
-    last_inputs = torch.where(leaves[..., None], last_columns, 0).transpose(1, 2)
-    # Of rank 0 nothing enters, so that it may read any rank's.
-    of_rank_before = crossing.gather(last_inputs)[crossing.context.rank - 1]
-    initial_state = crossing.of_documents(of_rank_before, a.layout)
-    return implementation(a._replace(initial_state=initial_state))[0], None
-
-
-@torch.compiler.disable
-def scan(a: Any, implementation: Callable[[Any], tuple], remaining: Callable[[Any], Tensor]) -> tuple[Tensor, None]:
-    """Compute a scan's arguments where documents cross ranks, from the states in which the ranks before end.
+def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | None]:
+    """Compute an operator by the backend's implementation, with the ranks that share the rows.
 
     Args:
-        a: of ``ops.ssm_pack`` or ``ops.ssd_pack``.
-        remaining: of these arguments, the factor (B, ...) of a state that is left after all columns.
+        operator: "conv1d_pack", "ssm_pack" or "ssd_pack".
+        a: its arguments, checked.
+
+    Returns y and final states, None where none are asked for. Raises ValueError for states in or
+    out of shared rows.
     """
-    _check(a)
-    crossing = a.layout.crossing
-    rank = crossing.context.rank
-    inputs = a._fields[0]
-    y, states = implementation(a._replace(z=None, return_final_state=True))
-    added = crossing.last_states(states)
-    spans = crossing.spans.view(-1, *(1,) * (added.dim() - 1))
-    # Of other rows nothing is read: they may hold NaN.
-    fills = crossing.spans.view(-1, *(1,) * (a.delta.dim() - 1))
-    left = remaining(a._replace(delta=torch.where(fills, a.delta, 0)))
-    left = torch.where(spans, left.to(added.dtype), 0).expand_as(added)
-    # Ranks from this one on add nothing; what they hold may be another document's.
-    handed = crossing.gather(torch.stack([added, left]))
-    is_earlier = torch.arange(len(handed), device=y.device) < rank
-    handed = torch.where(is_earlier.view(-1, *(1,) * (handed.dim() - 1)), handed, 0)
-    entered = torch.zeros_like(added)
-    for state, remains in handed[:rank]:
-        # What another document left there is not multiplied by 0, which NaN survives.
-        entered = state + remains * torch.where(remains == 0, 0, entered)
-    # Every rank's result depends on what was gathered: in the backward all gather, too.
-    entered = entered + handed[rank:, 0].sum(0)
-    entering = crossing.entering
-    from_state = a._replace(
-        **{inputs: torch.zeros_like(a[0])}, D=None, z=None, layout=entering, initial_state=entered[entering.rows]
-    )
-    if "offsets" in a._fields:
-        from_state = from_state._replace(offsets=entering.offsets)
-    y = y + implementation(from_state)[0]
-    return (y if a.z is None else y * F.silu(a.z)), None
-
-
-def _check(a: Any) -> None:
-    """Refuse states, which a row's first rank would take and its last one return."""
+    implementation = choose(backend, a[0].device, operator)
+    if a.layout.crossing is None:
+        return implementation(a)
     has_states = a.initial_state is not None or a.return_final_state
     expect(not has_states, "state", "None where ranks share rows", "states in or out")
+    shared = _convolve if operator == "conv1d_pack" else _scan
+    return shared(a, a.layout.crossing, implementation), None
+
+
+Implementation = Callable[[Any], tuple[Tensor, Any]]
+
+
+@torch.compiler.disable
+def _convolve(a: Any, crossing: Crossing, implementation: Implementation) -> Tensor:
+    """Convolve: a document that enters reads its last inputs on the rank before."""
+    before = a.weight.shape[1] - 1
+    leaves = a.layout.documents[:, -before:] == crossing.leaving[:, None]
+    last_inputs = torch.where(leaves[..., None], a.x[:, -before:], 0).transpose(1, 2)
+    # Into rank 0 nothing enters, so that it may read any rank's.
+    of_rank_before = crossing.gather(last_inputs)[crossing.context.rank - 1]
+    is_entering = crossing.enters[:, None, None]
+    initial_state = torch.where(is_entering, of_rank_before[a.layout.rows], 0)
+    return implementation(a._replace(initial_state=initial_state))[0]
+
+
+@torch.compiler.disable
+def _scan(a: Any, crossing: Crossing, implementation: Implementation) -> Tensor:
+    """Scan: a document that enters starts from the state in which it left the ranks before."""
+    y, states = implementation(a._replace(z=None, return_final_state=True))
+    # What a row hands on: the state of its document that leaves, started from zero here, and the
+    # factor by which that document's columns here shrink what enters, if it fills them all.
+    nobody = states.new_zeros(1, *states.shape[1:])
+    added = torch.cat([states, nobody])[crossing.leaving]
+    remains = torch.where(_by_row(crossing.spans, added), _remaining(a, crossing), 0).expand_as(added)
+    handed = crossing.gather(torch.stack([added, remains]))
+    # Ranks from this one on add 0 to 1 times what is there. They stay in the sum, so that in the
+    # backward, too, all ranks gather.
+    is_earlier = torch.arange(len(handed), device=y.device) < crossing.context.rank
+    nothing = torch.arange(2, device=y.device).view(2, *(1,) * added.dim())
+    entered = torch.zeros_like(added)
+    for state, factor in torch.where(_by_row(is_earlier, handed), handed, nothing):
+        # What another document left is not multiplied by 0, which NaN survives.
+        entered = state + factor * torch.where(factor == 0, 0, entered)
+    # Those of documents that enter now.
+    entering = crossing.entering
+    inputs: dict[str, Any] = {a._fields[0]: torch.zeros_like(a[0]), "D": None, "z": None}
+    inputs |= {"layout": entering, "initial_state": entered[entering.rows]}
+    if "offsets" in a._fields:
+        inputs["offsets"] = entering.offsets
+    y = y + implementation(a._replace(**inputs))[0]
+    return y if a.z is None else y * F.silu(a.z)
+
+
+def _remaining(a: Any, crossing: Crossing) -> Tensor:
+    """Compute the factor of a state that is left after all columns (B, D, N), or (B, H, 1, 1) of Mamba-2."""
+    # Of other rows nothing is read: they may hold NaN.
+    step = torch.where(_by_row(crossing.spans, a.delta), a.delta, 0).to(a.A.dtype)
+    if a.delta_bias is not None:
+        step = step + a.delta_bias
+    if a.delta_softplus:
+        step = F.softplus(step)
+    limit = getattr(a, "delta_limit", None)
+    total = step.sum(1) if limit is None else step.clamp(*limit).sum(1)
+    return torch.exp(total[..., None] * a.A if a.A.dim() == 2 else (total * a.A)[..., None, None])
+
+
+def _by_row(flags: Tensor, like: Tensor) -> Tensor:
+    """Return flags (B,) in a shape that broadcasts with a tensor (B, ...)."""
+    return flags.view(-1, *(1,) * (like.dim() - 1))

@@ -18,7 +18,6 @@ from torch import Tensor
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, context_parallel
-from packmamba.ops.backends import choose
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import (
     KERNELS,
@@ -87,14 +86,8 @@ def conv1d_pack(
         activation=activation,
         return_final_state=return_final_state,
     )
-    y, final_state = run(arguments, backend)
+    y, final_state = context_parallel.run("conv1d_pack", arguments, backend)
     return (y, final_state) if return_final_state else y
-
-
-def run(a: ConvArguments, backend: str | None) -> tuple[Tensor, Tensor | None]:
-    """Compute by the backend's implementation, with the ranks that share the rows."""
-    implementation = choose(backend, a.x.device, "conv1d_pack")
-    return implementation(a) if a.layout.crossing is None else context_parallel.convolve(a, implementation)
 
 
 class ConvArguments(NamedTuple):

@@ -11,15 +11,15 @@ The skip's parameter is called D, too, as in ``ssd_pack``.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from packmamba.layout import SequenceLayout
-from packmamba.ops import checks, conv, ssd
+from packmamba.ops import checks, context_parallel, conv, ssd
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.custom_op import Outputs, PackedOperator, to_dtype
@@ -123,8 +123,10 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
     computes the norm again; it keeps the convolution's and the scan's output.
     """
     if a.ssm_layout.crossing is not None:
-        apart = (functools.partial(operator.run, backend=backend) for operator in (conv, ssd))
-        return Mamba2Outputs(*compose(a, *apart))
+        operators = ("conv1d_pack", "ssd_pack")
+        return Mamba2Outputs(
+            *compose(a, *(partial(context_parallel.run, name, backend=backend) for name in operators))
+        )
     return Mamba2Outputs(*choose(backend, a.projected.device, "mamba2_inner")(a))
 
 

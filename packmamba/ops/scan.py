@@ -13,13 +13,11 @@ import functools
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from packmamba.errors import KernelError, expect
 from packmamba.layout import SequenceLayout, round_up
 from packmamba.ops import checks, context_parallel
-from packmamba.ops.backends import choose
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
 from packmamba.ops.custom_op import KERNELS, Outputs, PackedOperator, declare, dense, empty_grad_like, unit_stride
 
@@ -104,21 +102,8 @@ def ssm_pack(
         delta_softplus=delta_softplus,
         return_final_state=return_final_state,
     )
-    implementation = choose(backend, u.device, "ssm_pack")
-    if layout.crossing is not None:
-        return context_parallel.scan(arguments, implementation, remaining)[0]
-    y, final_state = implementation(arguments)
+    y, final_state = context_parallel.run("ssm_pack", arguments, backend)
     return (y, final_state) if return_final_state else y
-
-
-def remaining(a: ScanArguments) -> Tensor:
-    """Return the factor (B, D, N) of a state that is left after all slots of a row."""
-    step = a.delta.to(a.A.dtype)
-    if a.delta_bias is not None:
-        step = step + a.delta_bias
-    if a.delta_softplus:
-        step = F.softplus(step)
-    return torch.exp(step.sum(1)[..., None] * a.A)
 
 
 class ScanArguments(NamedTuple):

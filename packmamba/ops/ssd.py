@@ -16,7 +16,6 @@ from torch import Tensor
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, context_parallel
-from packmamba.ops.backends import choose
 from packmamba.ops.cuda import check_has_kernels
 from packmamba.ops.custom_op import Outputs, PackedOperator, empty_grad_like, unit_stride
 from packmamba.ops.scan import ScanArguments
@@ -94,20 +93,8 @@ def ssd_pack(
         x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets, layout, delta_softplus, delta_limit,
         return_final_state,
     )  # fmt: skip
-    y, final_state = run(a, backend)
+    y, final_state = context_parallel.run("ssd_pack", a, backend)
     return (y, final_state) if return_final_state else y
-
-
-def run(a: SsdArguments, backend: str | None) -> tuple[Tensor, Tensor | None]:
-    """Compute by the backend's implementation, with the ranks that share the rows."""
-    implementation = choose(backend, a.x.device, "ssd_pack")
-    return implementation(a) if a.layout.crossing is None else context_parallel.scan(a, implementation, remaining)
-
-
-def remaining(a: SsdArguments) -> Tensor:
-    """Return the factor (B, H, 1, 1) of a state that is left after all slots of a row."""
-    step = _limited_steps(a, a.delta.to(a.A.dtype))
-    return torch.exp(step.sum(1) * a.A)[..., None, None]
 
 
 class SsdArguments(NamedTuple):
@@ -198,12 +185,13 @@ def by_channels(
 
 def _limited_steps(a: SsdArguments, delta: Tensor) -> Tensor:
     """Compute step sizes that a scan of Mamba-1 takes as they are: (B, L, H)."""
+    assert a.delta_limit is not None
     size = delta if a.delta_bias is None else delta + a.delta_bias
     # What padding holds reaches no gradient.
     size = torch.where(a.layout.seq_idx[..., None] < 0, 0, size)
     if a.delta_softplus:
         size = elementwise(F.softplus, size)
-    return size if a.delta_limit is None else size.clamp(*a.delta_limit)
+    return size.clamp(*a.delta_limit)
 
 
 def elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
