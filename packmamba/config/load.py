@@ -311,8 +311,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
     rule(rows >= boundary.least_rows, "data.streams", enough_rows)
     if data.batching == "stream":
         tokens = (data.row_length or 1) * (1 if data.takes_turns else data.streams)
-        holds_whole_rows = data.tokens_per_step % tokens == 0
-        rule(holds_whole_rows, "data.tokens_per_step", f"a multiple of {tokens}")
+        rule(data.tokens_per_step % tokens == 0, "data.tokens_per_step", f"a multiple of {tokens}")
     if data.takes_turns:
         whole_steps = data.streams % data.step_rows == 0
         rule(whole_steps, "data.streams", f"a multiple of a step's {data.step_rows} rows")

@@ -100,8 +100,7 @@ def micro_batches(
     streams, however many slots these are, so that batches continue each other row by row.
     Batches without rows fill the last round of ranks.
     """
-    pads = STRATEGIES[data.strategy].pads
-    if not pads:
+    if not STRATEGIES[data.strategy].pads:
         # One row each: a row has exactly its tokens' slots, and batching rows would pad them.
         edges = list(range(1, len(numbers)))
     elif carry and not data.takes_turns:
@@ -149,11 +148,6 @@ class Window:
     pieces: Any  # Pieces or a RowPlan
     edges: list[int]
     order: Integers | None = None
-
-    @property
-    def num_steps(self) -> int:
-        """Count steps."""
-        return len(self.edges) - 1
 
 
 @dataclass
@@ -271,7 +265,7 @@ class StepSchedule:
         if self.exact:
             _, documents = self._documents(window)
             return int(self.corpus.lengths[documents].sum(dtype=np.int64))
-        return self._window(window).num_steps
+        return len(self._window(window).edges) - 1
 
     def _documents(self, window: int) -> tuple[np.random.Generator, Integers]:
         """Return a window's documents, and what shuffles them."""
@@ -337,5 +331,5 @@ def _edges(sizes: Integers, budget: int) -> list[int]:
     """Return where steps begin: with the first item past each multiple of ``budget``."""
     # Items before each item; a step begins where this passes another multiple of the budget.
     before = np.cumsum(sizes, dtype=np.int64) - sizes
-    begins_step = np.diff(before // budget) != 0
-    return [0, *(np.flatnonzero(begins_step) + 1).tolist(), len(sizes)]
+    last_of_steps = np.flatnonzero(np.diff(before // budget))
+    return [0, *(last_of_steps + 1).tolist(), len(sizes)]

@@ -98,8 +98,7 @@ def _tokenize(folder: Path, data: DataConfig, opened: Opened, progress: bool) ->
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)  # what a killed process left behind
     work.mkdir()
-    hidden = None if progress else True  # None: where there is no terminal
-    bar = functools.partial(tqdm, unit=" documents", disable=hidden)
+    bar = functools.partial(tqdm, unit=" documents", disable=None if progress else True)  # None: without a terminal
     try:
         writers = {split: SplitWriter(work / split, tokenizer) for split in SPLITS}
         documents = bar(source.read(), f"Tokenising {data.source}")
