@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from packmamba.config import schema
 from packmamba.config.schema import Config, options, registry
-from packmamba.errors import COMMAND, ConfigError, need, suggest
+from packmamba.errors import COMMAND, ConfigError, need, refusing, suggest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Of a wheel, or of a checkout.
@@ -331,11 +331,9 @@ def import_plugins(plugins: Iterable[str]) -> None:
     for plugin in plugins:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
-        try:
+        with refusing(ImportError, SyntaxError, prefix=f"plugins: cannot import '{plugin}' (", suffix=")"):
             importlib.import_module(plugin)
             IMPORTED_PLUGINS.append(plugin)
-        except (ImportError, SyntaxError) as error:
-            raise ConfigError(f"plugins: cannot import '{plugin}' ({error})") from None
 
 
 def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:

@@ -11,8 +11,6 @@ A part's documents come in shuffled passes, each once a pass. A window is a func
 so resuming a run is counting, as with one corpus.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import hashlib

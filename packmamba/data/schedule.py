@@ -23,8 +23,6 @@ Two values of ``data.batching`` make steps, here of 8 tokens in rows of 8; the f
   strategy reads other documents in a step.
 """
 
-from __future__ import annotations
-
 import bisect
 from dataclasses import dataclass, replace
 from typing import Any
@@ -113,8 +111,7 @@ def micro_batches(
         edges = _edges_by_slots(rows.slots[numbers], data.max_tokens_per_batch, share)
     batches = np.split(numbers, edges)
     # Ranks reduce gradients together, so all of them must compute as many micro-batches.
-    missing = -len(batches) % world_size
-    return batches + [numbers[:0]] * missing
+    return batches + [numbers[:0]] * (-len(batches) % world_size)
 
 
 def _edges_by_slots(widths: Integers, most_slots: int, most_rows: int) -> list[int]:
@@ -283,26 +280,22 @@ class StepSchedule:
         return np.random.default_rng([self.seed, epoch, part]), np.arange(first, last)
 
     def _window(self, window: int) -> Window:
-        """Shuffle a window of documents and find its steps; the last one is kept."""
+        """Plan a window of documents; the last one is kept."""
         if window not in self._planned:
             self._planned = {window: self._plan(window)}
         return self._planned[window]
 
     def _plan(self, window: int) -> Window:
-        pieces, generator = self._shuffle(window)
-        if self.data.batching == "stream":
-            return _stream_window(arrange(pieces, self.data), self.data, generator)
-        return Window(pieces, _edges(pieces.length, self.data.tokens_per_step))
-
-    def _shuffle(self, window: int) -> tuple[Pieces, np.random.Generator]:
-        """Shuffle a window's documents, cut to ``cut_documents``."""
+        """Shuffle a window's documents, cut to ``cut_documents``, and find its steps."""
         generator, documents = self._documents(window)
         longest = self.data.cut_documents
         pieces = pieces_of(self.corpus, generator.permutation(documents), longest)
         if longest is not None:
             # Shuffled again, else the pieces of one long document would fill whole steps.
             pieces = pieces.take(generator.permutation(len(pieces.length)))
-        return pieces, generator
+        if self.data.batching == "stream":
+            return _stream_window(arrange(pieces, self.data), self.data, generator)
+        return Window(pieces, _edges(pieces.length, self.data.tokens_per_step))
 
 
 def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generator) -> Window:
