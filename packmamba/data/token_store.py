@@ -82,8 +82,6 @@ def _load_mixture(data: DataConfig, progress: bool) -> Corpora:
 def evaluation_documents(corpus: Any, data: DataConfig) -> np.ndarray:
     """Return the numbers of the documents to evaluate on, sorted; all of a test split."""
     limit = None if corpus.split == "test" else data.validation_documents
-    if limit is None or limit >= corpus.num_documents:
-        return np.arange(corpus.num_documents)
     # Not the run's seed: all runs of a corpus are evaluated on the same documents.
     return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[:limit])
 
