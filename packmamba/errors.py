@@ -2,9 +2,9 @@
 
 import difflib
 import functools
-import importlib
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -49,12 +49,20 @@ class ConfigError(UserError, ValueError):
     """An invalid configuration, in one line."""
 
     def __str__(self) -> str:
-        line = " ".join(super().__str__().split())
         # Of a DataLoader's worker: PyTorch puts its traceback before the message.
-        return line.rpartition("packmamba.errors.ConfigError: ")[2]
+        return " ".join(super().__str__().split()).rpartition("packmamba.errors.ConfigError: ")[2]
 
 
 need = functools.partial(expect, kind=ConfigError)
+
+
+@contextmanager
+def refusing(*kinds: type[Exception], prefix: str = "", suffix: str = "") -> Iterator[None]:
+    """Raise ConfigError for errors of these kinds, with their message between ``prefix`` and ``suffix``."""
+    try:
+        yield
+    except kinds as error:
+        raise ConfigError(f"{prefix}{error}{suffix}") from None
 
 
 def extra(package: str, key: str = "data.source") -> ModuleType:

@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -50,8 +51,12 @@ def space_for(path: str | Path) -> Iterator[None]:
 
 @contextmanager
 def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
-    """Yield a temporary path, to write; rename it at the end, and remove it if that is not reached."""
+    """Yield a temporary path, to write; rename it at the end, and remove it if that is not reached.
+
+    Its folder is made if need be.
+    """
     path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(path.name + suffix)
     try:
         with space_for(path):
@@ -61,7 +66,19 @@ def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
 
 
+@contextmanager
+def work_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, to fill and rename to ``folder``; remove it at the end if it is still there."""
+    work = folder.with_name(f".{folder.name}.part")
+    shutil.rmtree(work, ignore_errors=True)  # what a killed process left behind
+    work.mkdir()
+    try:
+        yield work
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def write_whole(path: str | Path, content: bytes) -> None:
-    """Write a file, which processes may do at once. Raises DiskFull."""
+    """Write a file, and make its folder; processes may do so at once. Raises DiskFull."""
     with replacing(path, f".{os.getpid()}.tmp") as temporary:
         temporary.write_bytes(content)

@@ -219,8 +219,7 @@ def _models(root: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_packed(batch: Any) -> bool:
-    layout = batch.layout.origin or batch.layout  # on the host, without waiting for a GPU
-    return layout.packed
+    return (batch.layout.origin or batch.layout).packed  # on the host, without waiting for a GPU
 
 
 def _has_neighbours(step: Any, ranks: int) -> bool:

@@ -1,6 +1,6 @@
 """Configuration: a dataclass per section, YAML files and ``key=value``, validated once."""
 
-from packmamba.errors import ConfigError, extra, need, require, suggest
+from packmamba.errors import ConfigError, extra, need, refusing, require, suggest
 
 require("omegaconf", "filelock")
 from packmamba.config.load import CONFIGS, CONFIGURATION, import_plugins, load_config, resolve, to_dict, validate

@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_map
 
 from packmamba.config import schema
 from packmamba.config.schema import Config, options, registry
-from packmamba.errors import COMMAND, ConfigError, need, suggest
+from packmamba.errors import COMMAND, ConfigError, need, refusing, suggest
 
 PACKAGE = Path(__file__).resolve().parents[1]
 # Of a wheel, or of a checkout.
@@ -315,8 +315,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
     rule(rows >= boundary.least_rows, "data.streams", enough_rows)
     if data.batching == "stream":
         tokens = (data.row_length or 1) * (1 if data.takes_turns else data.streams)
-        holds_whole_rows = data.tokens_per_step % tokens == 0
-        rule(holds_whole_rows, "data.tokens_per_step", f"a multiple of {tokens}")
+        rule(data.tokens_per_step % tokens == 0, "data.tokens_per_step", f"a multiple of {tokens}")
     if data.takes_turns:
         whole_steps = data.streams % data.step_rows == 0
         rule(whole_steps, "data.streams", f"a multiple of a step's {data.step_rows} rows")
@@ -336,11 +335,9 @@ def import_plugins(plugins: Iterable[str]) -> None:
     for plugin in plugins:
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
-        try:
+        with refusing(ImportError, SyntaxError, prefix=f"plugins: cannot import '{plugin}' (", suffix=")"):
             importlib.import_module(plugin)
             IMPORTED_PLUGINS.append(plugin)
-        except (ImportError, SyntaxError) as error:
-            raise ConfigError(f"plugins: cannot import '{plugin}' ({error})") from None
 
 
 def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:

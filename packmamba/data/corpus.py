@@ -11,8 +11,6 @@ A part's documents come in shuffled passes, each once a pass. A window is a func
 so resuming a run is counting, as with one corpus.
 """
 
-from __future__ import annotations
-
 import bisect
 import functools
 import hashlib
@@ -187,7 +185,5 @@ class Mixture(Joined):
     def passes(self, tokens: float) -> dict[str, float]:
         """Return how often each part is read in so many tokens of the mixture."""
         shares = np.array(self.weights) / sum(self.weights)
-        return {
-            name: tokens * float(share) / part.num_tokens
-            for name, share, part in zip(self.group_names, shares, self.parts)
-        }
+        passes = tokens * shares / [part.num_tokens for part in self.parts]
+        return dict(zip(self.group_names, passes.tolist()))

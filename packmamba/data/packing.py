@@ -196,8 +196,7 @@ class RowPlan(Pieces):
 
     def pieces_of(self, rows: Integers) -> Integers:
         """Return the indices of all pieces of these rows, row by row."""
-        counts = np.diff(self.row_offsets)[rows]
-        row, place = _enumerate(counts)
+        row, place = _enumerate(np.diff(self.row_offsets)[rows])
         return self.row_offsets[np.asarray(rows)[row]] + place
 
     def __iter__(self) -> Iterator[Row]:
@@ -285,10 +284,7 @@ def plan_pieces(
     # No strategy of this module overfills a row; a plugin's may.
     most = f"at most {limit} tokens in a row"
     expect(filled.max(initial=0) <= limit, f"strategy '{strategy}'", most, filled.max(initial=0))
-    if chosen.pads and row_length is not None:
-        slots = np.full(num_rows, row_length, np.int64)
-    else:
-        slots = filled
+    slots = np.full_like(filled, row_length) if chosen.pads and row_length is not None else filled
     return RowPlan(**vars(placed), offset=offset[by_row], row_offsets=row_offsets, slots=slots)
 
 
@@ -324,8 +320,8 @@ def _check_assignment(rows: Any, strategy: str, count: int) -> Integers:
     # Without pieces NumPy would make an empty list float64.
     row = np.asarray(rows, None if count else np.int64)
     is_integers = row.shape == (count,) and row.dtype.kind in "iu"
-    if not (is_integers and row.min(initial=0) >= 0 and np.bincount(row).all()):
-        raise ValueError(f"strategy '{strategy}': expected {count} rows from 0, no gaps, got {row!r}")
+    holds = is_integers and row.min(initial=0) >= 0 and np.bincount(row).all()
+    expect(holds, f"strategy '{strategy}'", f"{count} rows from 0, no gaps", repr(row))
     return row
 
 

@@ -23,8 +23,6 @@ Two values of ``data.batching`` make steps, here of 8 tokens in rows of 8; the f
   strategy reads other documents in a step.
 """
 
-from __future__ import annotations
-
 import bisect
 from dataclasses import dataclass, replace
 from typing import Any
@@ -100,8 +98,7 @@ def micro_batches(
     streams, however many slots these are, so that batches continue each other row by row.
     Batches without rows fill the last round of ranks.
     """
-    pads = STRATEGIES[data.strategy].pads
-    if not pads:
+    if not STRATEGIES[data.strategy].pads:
         # One row each: a row has exactly its tokens' slots, and batching rows would pad them.
         edges = list(range(1, len(numbers)))
     elif carry and not data.takes_turns:
@@ -114,8 +111,7 @@ def micro_batches(
         edges = _edges_by_slots(rows.slots[numbers], data.max_tokens_per_batch, share)
     batches = np.split(numbers, edges)
     # Ranks reduce gradients together, so all of them must compute as many micro-batches.
-    missing = -len(batches) % world_size
-    return batches + [numbers[:0]] * missing
+    return batches + [numbers[:0]] * (-len(batches) % world_size)
 
 
 def _edges_by_slots(widths: Integers, most_slots: int, most_rows: int) -> list[int]:
@@ -149,11 +145,6 @@ class Window:
     pieces: Any  # Pieces or a RowPlan
     edges: list[int]
     order: Integers | None = None
-
-    @property
-    def num_steps(self) -> int:
-        """Count steps."""
-        return len(self.edges) - 1
 
 
 @dataclass
@@ -271,7 +262,7 @@ class StepSchedule:
         if self.exact:
             _, documents = self._documents(window)
             return int(self.corpus.lengths[documents].sum(dtype=np.int64))
-        return self._window(window).num_steps
+        return len(self._window(window).edges) - 1
 
     def _documents(self, window: int) -> tuple[np.random.Generator, Integers]:
         """Return a window's documents, and what shuffles them."""
@@ -289,26 +280,22 @@ class StepSchedule:
         return np.random.default_rng([self.seed, epoch, part]), np.arange(first, last)
 
     def _window(self, window: int) -> Window:
-        """Shuffle a window of documents and find its steps; the last one is kept."""
+        """Plan a window of documents; the last one is kept."""
         if window not in self._planned:
             self._planned = {window: self._plan(window)}
         return self._planned[window]
 
     def _plan(self, window: int) -> Window:
-        pieces, generator = self._shuffle(window)
-        if self.data.batching == "stream":
-            return _stream_window(arrange(pieces, self.data), self.data, generator)
-        return Window(pieces, _edges(pieces.length, self.data.tokens_per_step))
-
-    def _shuffle(self, window: int) -> tuple[Pieces, np.random.Generator]:
-        """Shuffle a window's documents, cut to ``cut_documents``."""
+        """Shuffle a window's documents, cut to ``cut_documents``, and find its steps."""
         generator, documents = self._documents(window)
         longest = self.data.cut_documents
         pieces = pieces_of(self.corpus, generator.permutation(documents), longest)
         if longest is not None:
             # Shuffled again, else the pieces of one long document would fill whole steps.
             pieces = pieces.take(generator.permutation(len(pieces.length)))
-        return pieces, generator
+        if self.data.batching == "stream":
+            return _stream_window(arrange(pieces, self.data), self.data, generator)
+        return Window(pieces, _edges(pieces.length, self.data.tokens_per_step))
 
 
 def _stream_window(rows: RowPlan, data: DataConfig, generator: np.random.Generator) -> Window:
@@ -337,5 +324,5 @@ def _edges(sizes: Integers, budget: int) -> list[int]:
     """Return where steps begin: with the first item past each multiple of ``budget``."""
     # Items before each item; a step begins where this passes another multiple of the budget.
     before = np.cumsum(sizes, dtype=np.int64) - sizes
-    begins_step = np.diff(before // budget) != 0
-    return [0, *(np.flatnonzero(begins_step) + 1).tolist(), len(sizes)]
+    last_of_steps = np.flatnonzero(np.diff(before // budget))
+    return [0, *(last_of_steps + 1).tolist(), len(sizes)]

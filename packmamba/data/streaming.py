@@ -20,25 +20,25 @@ import dataclasses
 import itertools
 import json
 import os
-import shutil
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
-from packmamba.config import ConfigError, DataConfig, import_plugins, need
+from packmamba.config import ConfigError, DataConfig, import_plugins, need, refusing
 from packmamba.config.load import IMPORTED_PLUGINS
 from packmamba.data.corpus import META, Corpus, Joined
 from packmamba.data.encoding import Opened, SplitWriter, encode, open_documents, write_meta
 from packmamba.data.tokenizer import Tokenizer
 from packmamba.errors import UserError
-from packmamba.files import space_for, write_whole
+from packmamba.files import space_for, work_folder, write_whole
 
 # Tokens of the first shard, and how often the next ones double them.
 FIRST_TOKENS = 1 << 20
@@ -64,15 +64,13 @@ def open_stream(data: DataConfig) -> tuple[StreamedCorpus, Corpus, str]:
     opened = open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS])
     need(opened.source.read_test is None, "data.streaming", "false with a test split", "true")
     folder = opened.folder(data)
-    try:
+    with refusing(OSError, prefix=f"data.cache_dir: cannot write '{data.cache_dir}' (", suffix=")"):
         folder.mkdir(parents=True, exist_ok=True)
         is_missing = folder not in _writers or _writers[folder].poll() is not None
         if is_missing and not (folder / COMPLETE).exists():
             (folder / ERROR).unlink(missing_ok=True)
             _writers[folder] = _start_writer(data, folder)
         train = StreamedCorpus(folder)
-    except OSError as error:
-        raise ConfigError(f"data.cache_dir: cannot write '{data.cache_dir}' ({error})") from None
     corpus_hash = f"{train.parts[0].corpus_hash}-{folder.name.rpartition('-')[2]}"
     return train, Corpus(train.parts[0].folder, "validation"), corpus_hash
 
@@ -160,19 +158,16 @@ def _is_written(folder: Path) -> bool:
         raise ConfigError((folder / ERROR).read_text())
     status = folder in _writers and _writers[folder].poll()
     need(not status, "data.streaming", "a process that tokenizes", f"its exit status {status}; see its message above")
-    try:
-        with FileLock(folder / LOCK, timeout=0):
-            return False
-    except Timeout:
-        return True
+    with suppress(Timeout), FileLock(folder / LOCK, timeout=0):
+        return False
+    return True
 
 
 def _start_writer(data: DataConfig, folder: Path) -> subprocess.Popen:
     """Start ``main`` in a process of its own, which ends when its input does: with this process."""
     # The same modules as here, whatever else lies in the current folder.
     code = f"import sys; sys.path[:] = {sys.path}; from packmamba.data.streaming import main; main()"
-    writer = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
-    assert writer.stdin is not None
+    writer: Any = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
     content = json.dumps([str(folder), IMPORTED_PLUGINS, dataclasses.asdict(data)])
     writer.stdin.write(content.encode() + b"\n")
     writer.stdin.flush()
@@ -221,15 +216,12 @@ def write_shards(folder: Path, data: DataConfig, opened: Opened) -> None:
 def _write_shard(folder: Path, number: int, opened: Opened, tokenizer: Tokenizer, chunks: Iterator[list]) -> bool:
     """Write a shard under a temporary name, then rename it; return False if the source has ended."""
     shard = _shard(folder, number)
-    work = folder / f".{shard.name}.part"
-    shutil.rmtree(work, ignore_errors=True)  # what a killed process left behind
-    work.mkdir()
-    writers = {"train": SplitWriter(work / "train", tokenizer)}
-    if number == 0:
-        writers["validation"] = SplitWriter(work / "validation", tokenizer)
     documents_read = 0
     is_filled = False
-    try:
+    with work_folder(shard) as work:
+        writers = {"train": SplitWriter(work / "train", tokenizer)}
+        if number == 0:
+            writers["validation"] = SplitWriter(work / "validation", tokenizer)
         for chunk in chunks:
             documents_read += len(chunk)
             for split, writer in writers.items():
@@ -240,6 +232,4 @@ def _write_shard(folder: Path, number: int, opened: Opened, tokenizer: Tokenizer
         if is_filled:
             write_meta(work, opened, tokenizer, writers, documents_read=documents_read)
             os.rename(work, shard)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
     return is_filled

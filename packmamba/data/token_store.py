@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import shutil
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,13 +10,13 @@ import numpy as np
 from filelock import FileLock
 from tqdm import tqdm
 
-from packmamba.config import ConfigError, DataConfig, need
+from packmamba.config import ConfigError, DataConfig, need, refusing
 from packmamba.data import streaming
 from packmamba.data.corpus import META, SPLITS, Corpus, Mixture
 from packmamba.data.encoding import Opened, SplitWriter, encode, open_documents, write_meta
 from packmamba.data.sources import parts_of
 from packmamba.data.sources.source import SEED
-from packmamba.files import DiskFull, space_for
+from packmamba.files import DiskFull, space_for, work_folder
 
 
 class Corpora(NamedTuple):
@@ -46,7 +45,6 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
     folder = opened.folder(data)
     if not folder.exists():
         try:
-            folder.parent.mkdir(parents=True, exist_ok=True)
             with FileLock(folder.with_name(f".{folder.name}.lock")):
                 if not folder.exists():  # another process may have made it while this one waited
                     with space_for(folder):
@@ -69,10 +67,8 @@ def _load_mixture(data: DataConfig, progress: bool) -> Corpora:
     parts = parts_of(data)
     corpora = []
     for number, part in enumerate(parts):
-        try:
+        with refusing(ConfigError, prefix=f"data.sources[{number}]: "):
             corpora.append(load_corpora(part.data, progress))
-        except ConfigError as error:
-            raise ConfigError(f"data.sources[{number}]: {error}") from None
     mixed = {}
     # A split of the mixture holds the sources that have this split: some have no test documents.
     for split in SPLITS:
@@ -86,8 +82,6 @@ def _load_mixture(data: DataConfig, progress: bool) -> Corpora:
 def evaluation_documents(corpus: Any, data: DataConfig) -> np.ndarray:
     """Return the numbers of the documents to evaluate on, sorted; all of a test split."""
     limit = None if corpus.split == "test" else data.validation_documents
-    if limit is None or limit >= corpus.num_documents:
-        return np.arange(corpus.num_documents)
     # Not the run's seed: all runs of a corpus are evaluated on the same documents.
     return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[:limit])
 
@@ -95,12 +89,8 @@ def evaluation_documents(corpus: Any, data: DataConfig) -> np.ndarray:
 def _tokenize(folder: Path, data: DataConfig, opened: Opened, progress: bool) -> None:
     """Write a corpus under a temporary name, then rename it: it is whole or absent."""
     source, tokenizer = opened.source, opened.load_tokenizer()
-    work = folder.with_name(f".{folder.name}.part")
-    shutil.rmtree(work, ignore_errors=True)  # what a killed process left behind
-    work.mkdir()
-    hidden = None if progress else True  # None: where there is no terminal
-    bar = functools.partial(tqdm, unit=" documents", disable=hidden)
-    try:
+    bar = functools.partial(tqdm, unit=" documents", disable=None if progress else True)  # None: without a terminal
+    with work_folder(folder) as work:
         writers = {split: SplitWriter(work / split, tokenizer) for split in SPLITS}
         documents = bar(source.read(), f"Tokenising {data.source}")
         for chunk in encode(documents, tokenizer, data):
@@ -115,8 +105,6 @@ def _tokenize(folder: Path, data: DataConfig, opened: Opened, progress: bool) ->
             del writers["test"]
         write_meta(work, opened, tokenizer, writers)
         os.rename(work, folder)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
 
 
 def _check_counts(data: DataConfig, *writers: SplitWriter) -> None:

@@ -163,13 +163,11 @@ def write_tokenizer(
     template: a chat template in Jinja.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    content = (
-        _byte_level(begin_token, end_token) if tokenizer == "bytes" else tokenizer_file(tokenizer).read_text("utf-8")
-    )
+    file = None if tokenizer == "bytes" else tokenizer_file(tokenizer)
+    content = file.read_text("utf-8") if file else _byte_level(begin_token, end_token)
     # What AutoTokenizer reads. BYTES is for ``read_tokenizer``: the vocabulary alone cannot tell.
     options = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    options |= {BYTES: tokenizer == "bytes", "bos_token": begin_token, "eos_token": end_token}
+    options |= {BYTES: file is None, "bos_token": begin_token, "eos_token": end_token}
     options = {name: value for name, value in options.items() if value is not None}
     write_whole(folder / TOKENIZER, content.encode())
     if template is not None:
@@ -186,7 +184,6 @@ def train_tokenizer(folder: str | Path, texts: Iterable[str], vocab_size: int, *
     # Bars on stderr; where that is no terminal, the package would print empty lines on stdout.
     bpe.train_from_iterator(texts, vocab_size, show_progress=os.isatty(2), special_tokens=_named(*tokens))
     file = Path(folder) / TOKENIZER
-    file.parent.mkdir(parents=True, exist_ok=True)
     write_whole(file, bpe.to_str(pretty=True).encode())
     write_tokenizer(folder, str(file), *tokens)
     return read_tokenizer(folder)

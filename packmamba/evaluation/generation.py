@@ -59,7 +59,6 @@ def generate(
     # One generator a prompt: its draws do not depend on the others, or on when they end.
     draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]
     new_tokens: list[list[int]] = [[] for _ in texts]
-    returned: Any = {"return_states": True, "return_hidden": True}
     active = list(range(len(texts)))  # prompts that go on; row r of hidden and states is active[r]
     while active:
         uniform = torch.tensor([draws[i].random() for i in active], dtype=torch.float64)
@@ -83,7 +82,7 @@ def generate(
             # A token of each prompt, a document of its own: hidden (1, prompts, d_model).
             tokens = torch.tensor([[sampled[row] for row in rows]], device=hidden.device)
             layout = SequenceLayout.from_lengths([[1] * len(rows)], len(rows)).to(hidden.device)
-            hidden, states = model(tokens, layout=layout, states=states, **returned)
+            hidden, states = model(tokens, layout=layout, states=states, return_states=True, return_hidden=True)
             hidden = hidden[0]
     return new_tokens
 

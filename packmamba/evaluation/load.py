@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from packmamba.config import CONFIGURATION, Config, ConfigError, DataConfig, TrainerConfig, load_config, need
+from packmamba.config import CONFIGURATION, Config, DataConfig, TrainerConfig, load_config
 from packmamba.data.tokenizer import TOKENIZER, Tokenizer, read_tokenizer
+from packmamba.errors import ConfigError, need, refusing
 from packmamba.nn import MambaLM
 
 
@@ -54,10 +55,8 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})") from None
-    try:
+    with refusing(ValueError, FileNotFoundError):
         model = MambaLM.from_pretrained(folder)
-    except (ValueError, FileNotFoundError) as error:
-        raise ConfigError(str(error)) from None
     model = model.to(device, None if dtype is None else getattr(torch, dtype)).eval()
     tokenizer = read_tokenizer(folder) if (folder / TOKENIZER).is_file() else None
     return LoadedModel(model, config, tokenizer, folder, (folder / CONFIGURATION).is_file())

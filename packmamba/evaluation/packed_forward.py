@@ -304,6 +304,5 @@ def predict_documents(
     predicted = []
     for predictions in results:
         values, most_likely = zip(*(predictions or [empty]))
-        losses = -torch.cat(values).cpu().numpy()
-        predicted.append((losses, torch.cat(most_likely).cpu().numpy()))
+        predicted.append((-torch.cat(values).cpu().numpy(), torch.cat(most_likely).cpu().numpy()))
     return predicted

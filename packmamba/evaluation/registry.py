@@ -8,8 +8,7 @@ import torch
 
 from packmamba.data.tasks import TASKS
 from packmamba.evaluation import language_modeling, synthetic
-from packmamba.evaluation.load import EvalContext as EvalContext
-from packmamba.evaluation.load import EvalResult as EvalResult
+from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.nn import MambaLM
 
 AUTOCAST = {"bf16-mixed": torch.bfloat16, "16-mixed": torch.float16}

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from packmamba.config import ConfigError, need, options
+from packmamba.config import ConfigError, need, options, refusing
 from packmamba.data.tasks import TASKS, Example
 from packmamba.data.tasks.base import complete
 from packmamba.data.token_store import load_corpora
@@ -121,11 +121,10 @@ def make_task(name: str, context: EvalContext, vocab_size: int | None) -> Any:
         corpus, tokenizer = load_corpora(context.data).validation, load_tokenizer(context.data)
         groups = range(len(corpus)) if corpus.groups is None else corpus.groups
         texts = tuple((str(group), tokenizer.decode(corpus.document(i))) for i, group in enumerate(groups))
-    try:
+    suffix = f"; options are {', '.join(known) or 'none'}"
+    with refusing(TypeError, ValueError, prefix=f"{context.key}.{name}: ", suffix=suffix):
         # As JSON: lru_cache needs hashable arguments.
         task = _construct(TASKS[name], json.dumps(parameters), texts)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"{context.key}.{name}: {error}; options are {', '.join(known) or 'none'}") from None
     if vocab_size is not None and task.vocab_size > vocab_size:
         fewer = f"; {context.key}.{name}.vocab_size sets it" * ("vocab_size" in known)
         raise ConfigError(f"{name}: needs a vocabulary of {task.vocab_size}, the model has {vocab_size}{fewer}")

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
@@ -100,13 +101,9 @@ class CheckedModel(CheckedCallable):
     def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         """Compute the logits of documents packed in rows, told where they lie."""
         layout = SequenceLayout.from_lengths([lengths], tokens.shape[1]).to(tokens.device)
-        arguments: dict[str, Any] = {}
-        if "position_ids" in self.names:
-            arguments["position_ids"] = layout.position_indices.long()
-        if "seq_idx" in self.names:
-            arguments["seq_idx"] = layout.seq_idx
+        marks = dict(zip(ARGUMENTS, (layout.position_indices.long(), layout.seq_idx, layout.cu_seqlens)))
+        arguments: dict[str, Any] = {name: marks[name] for name in self.names}
         if "cu_seq_lens_q" in self.names:  # as transformers' DataCollatorWithFlattening
-            arguments["cu_seq_lens_q"] = layout.cu_seqlens
             further: dict[str, Any] = {"cu_seq_lens_k": layout.cu_seqlens}
             further |= dict.fromkeys(("max_length_q", "max_length_k"), max(lengths))
             arguments |= {name: value for name, value in further.items() if self.takes(name)}
@@ -131,8 +128,7 @@ class CheckedModel(CheckedCallable):
 def special_ids(config: Any) -> set[int]:
     """Return the ids of a configuration's keys such as pad_token_id, of which some hold lists."""
     values = [value for name, value in getattr(config, "__dict__", {}).items() if name.endswith("_token_id")]
-    lists = [value if isinstance(value, list) else [value] for value in values]
-    return {number for numbers in lists for number in numbers if isinstance(number, int)}
+    return {number for number in tree_leaves(values) if isinstance(number, int)}
 
 
 def logits_in(output: Any) -> Any:
@@ -167,8 +163,7 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
 
 def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
     """Return the parameters of a model's forward, and whether it takes any keyword."""
-    forward = getattr(model, "_orig_mod", model).forward
-    parameters = dict(inspect.signature(forward).parameters)
+    parameters = dict(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)
     return parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
@@ -188,5 +183,4 @@ def _modules_of(function: Any) -> list[nn.Module]:
         plain = not isinstance(owner, (nn.Module, type)) and not inspect.ismodule(owner)
         if plain and not inspect.isroutine(owner) and hasattr(owner, "__dict__"):
             found += vars(owner).values()
-    modules = {id(module): module for module in found if isinstance(module, nn.Module)}
-    return list(modules.values())
+    return list(dict.fromkeys(module for module in found if isinstance(module, nn.Module)))

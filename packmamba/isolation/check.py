@@ -146,9 +146,8 @@ def leakcheck(
             with torch.no_grad():
                 two = torch.zeros(2, dtype=torch.int64, device=model.device)
                 model.vocab_size = probes.logits_of(model.alone, two).shape[-1]
-        for row in rows:
-            for way in model.inputs:
-                check_documents(probes.draw(model, way, row), result)
+        for row, way in itertools.product(rows, model.inputs):
+            check_documents(probes.draw(model, way, row), result)
         # Padding is reported by itself: a model may
         # refuse it, or read it, and still pack correctly.
         for side in model.padding if result.raises is None else ():
@@ -233,8 +232,7 @@ def _compare_with_alone(documents: Documents, base: Tensor, tolerance: float, re
     # Without the boundary argument every bit the same: the model ignores it.
     model = documents.model
     if model.optional and documents.way == "packed" and result.ignored is not False:
-        unmarked = probes.logits_of(model.alone, documents.tokens)
-        result.ignored = not moved(base, unmarked).any()
+        result.ignored = not moved(base, probes.logits_of(model.alone, documents.tokens)).any()
 
 
 def _locate(documents: Documents, result: LeakCheckResult, tokens: Tensor, watched: Tensor, slots: Tensor) -> None:

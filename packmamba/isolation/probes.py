@@ -7,7 +7,7 @@ import functools
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -283,20 +283,15 @@ def first_module(documents: Documents, tokens: Tensor, watched: Tensor) -> str |
         if before[1] is not outputs and differ(before[1], outputs) and not differ(before[0], inputs):
             titles.append(title)
 
-    handles = []
-    for root in documents.model.modules:
-        for name, module in root.named_modules():
-            title = f"{name} ({type(module).__name__})" if name else type(module).__name__
-            hook = functools.partial(record, title)
-            handles.append(module.register_forward_hook(hook, with_kwargs=True))
-    try:
-        with torch.no_grad(), eager():
-            for row in (documents.tokens, tokens):
-                counts.clear()
-                documents.logits(row)
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad(), eager():
+        for root in documents.model.modules:
+            for name, module in root.named_modules():
+                title = f"{name} ({type(module).__name__})" if name else type(module).__name__
+                hook = functools.partial(record, title)
+                hooks.enter_context(module.register_forward_hook(hook, with_kwargs=True))
+        for row in (documents.tokens, tokens):
+            counts.clear()
+            documents.logits(row)
     return titles[0] if titles else None
 
 

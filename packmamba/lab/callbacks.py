@@ -15,7 +15,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,12 +62,9 @@ def peak_flops(trainer: Trainer) -> float | None:
     if device.type != "cuda":
         return None
     dtype = _plugin_to_compute_dtype(trainer.precision_plugin)
-    if torch.cuda.get_device_name(device) == "NVIDIA H200":
-        # Lightning does not know this name, and has sparse
-        # products for an H200. Dense are an H100's.
-        of_device = _CUDA_FLOPS["h100 sxm"].get(dtype)
-    else:
-        of_device = get_available_flops(device, dtype)
+    # Lightning does not know this name, and has sparse products for an H200. Dense are an H100's.
+    is_h200 = torch.cuda.get_device_name(device) == "NVIDIA H200"
+    of_device = _CUDA_FLOPS["h100 sxm"].get(dtype) if is_h200 else get_available_flops(device, dtype)
     return of_device and of_device * trainer.world_size
 
 
@@ -181,8 +178,7 @@ class RunMetrics(Saved, Callback):
         if module.as_trained.update_called:
             point["loss_as_trained"] = float(module.as_trained.compute()["loss"])
         # A run that was killed after a validation does it again.
-        self.validation = [other for other in self.validation if other["step"] != point["step"]]
-        self.validation.append(point)
+        self.validation = [other for other in self.validation if other["step"] != point["step"]] + [point]
         ends = (*POSITION_EDGES[1:], 2**31)
         columns = (POSITION_EDGES, ends, results["by_position"].tolist(), results["counts"].tolist())
         ranges = [dict(zip(("start", "end", "loss", "count"), values)) for values in zip(*columns)]
@@ -232,8 +228,6 @@ class CheckpointFile(TorchCheckpointIO):
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Write to a temporary file, and rename it."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         # A file of Python's: torch does not say why its own cannot be written.
         with replacing(path) as temporary, open(temporary, "wb") as file:
             torch.save(checkpoint, file)
@@ -266,16 +260,12 @@ class Checkpoint(LightningCheckpoint):
     @contextmanager
     def signals(self) -> Iterator[None]:
         """Let SIGINT and SIGTERM stop the run at the next step's end; other handlers stay."""
-        handlers: dict[int, Any] = {}
-        if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
-            for caught in (signal.SIGINT, signal.SIGTERM):
-                if signal.getsignal(caught) in (signal.SIG_DFL, signal.default_int_handler):
-                    handlers[caught] = signal.signal(caught, self._handle)
-        try:
+        with ExitStack() as restored:
+            if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
+                for caught in (signal.SIGINT, signal.SIGTERM):
+                    if signal.getsignal(caught) in (signal.SIG_DFL, signal.default_int_handler):
+                        restored.callback(signal.signal, caught, signal.signal(caught, self._handle))
             yield
-        finally:
-            for signum, handler in handlers.items():
-                signal.signal(signum, handler)
 
     def _handle(self, signum: int, frame: Any) -> None:
         if signum == self._signum == signal.SIGINT:  # a second Ctrl-C

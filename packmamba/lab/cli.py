@@ -9,7 +9,6 @@ wrong request, 3 where the same command goes on, 130 after Ctrl-C.
 import dataclasses
 import glob
 import hashlib
-import importlib
 import importlib.util
 import json
 import os
@@ -25,7 +24,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from packmamba import __version__
-from packmamba.errors import COMMAND, ConfigError, Unfinished, UserError, missing_package, need, suggest
+from packmamba.errors import COMMAND, Unfinished, UserError, missing_package, need, refusing, suggest
 from packmamba.files import full_disk, space_for, write_whole
 
 try:
@@ -318,10 +317,8 @@ def _export(model: Any, path: Path) -> None:
     """Write weights, tokenizer and chat template."""
     from packmamba.lab.fit import write_tokenizer_of
 
-    try:
+    with refusing(ValueError):
         model.model.save_pretrained(path, format="huggingface")
-    except ValueError as error:
-        raise ConfigError(str(error)) from None
     if model.tokenizer is not None:
         write_tokenizer_of(model.config.data, path)
         if model.trained:
@@ -338,18 +335,16 @@ def leakcheck(words: list[str]) -> int:
     (folder,), overrides = split(words, RUN, 1, 1)
     config = load(LeakcheckConfig, None, overrides)
     published = Path(folder, "config.json")
-    try:
+    with refusing(ValueError, TypeError, OSError):
         if published.is_file() and "model_type" in json.loads(published.read_text()):
             from transformers import AutoModelForCausalLM
 
             from packmamba.integrations.transformers import patch
 
-            loading: Any = {"local_files_only": True, "dtype": config.dtype}
-            published_model: Any = AutoModelForCausalLM.from_pretrained(folder, **loading)
+            model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
             if config.patch:
-                published_model = patch(published_model)
-            model = published_model.to(config.device).eval()
-            result = check_isolation(model, config.boundaries, lengths=config.lengths)
+                model = patch(model)
+            result = check_isolation(model.to(config.device).eval(), config.boundaries, lengths=config.lengths)
         else:
             loaded = load_model(folder, config.device, config.dtype)
             trainer = loaded.config.trainer
@@ -358,8 +353,6 @@ def leakcheck(words: list[str]) -> int:
             result = check_isolation(call, vocab_size=len(loaded.model.lm_head.weight), lengths=config.lengths)
             if as_trained:
                 result.boundaries = f"trainer.boundary={trainer.boundary}, as in training"
-    except (ValueError, TypeError, OSError) as error:
-        raise ConfigError(str(error)) from None
     print(result)
     if result.ok:
         return 0
@@ -395,8 +388,7 @@ def report(words: list[str]) -> None:
     sections = build_sections(found, figures=is_written, kinds=kinds)
     print(f"\n{format_sections(sections)}")
     if is_written:
-        page = write_sections(config.output or folder, sections)
-        print(f"\nReport, with figures: {page}")
+        print(f"\nReport, with figures: {write_sections(config.output or folder, sections)}")
 
 
 def bench(words: list[str]) -> None:

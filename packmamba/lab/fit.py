@@ -35,7 +35,7 @@ from packmamba.data.sources import reads_text
 from packmamba.data.sources.records import find_chat_template
 from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, write_tokenizer
-from packmamba.errors import ConfigError, UserError, extra
+from packmamba.errors import ConfigError, UserError, extra, refusing
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
 from packmamba.files import space_for
@@ -183,7 +183,6 @@ class _Run:
                 load_initial_weights(module.model, self.config)
             self.metrics.started_from = weights_checksum(module.model)
         if self.trainer.is_global_zero:
-            self.folder.mkdir(parents=True, exist_ok=True)
             text = OmegaConf.to_yaml(to_dict(self.config))
             records.write_whole(self.folder / CONFIGURATION, text.encode())
             if not self.reached:
@@ -373,13 +372,12 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     """
     described: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
     path = described["class_path"]
-    try:
+    prefix = f"{key}: expected a class path, got {path}: "
+    with refusing(ImportError, AttributeError, TypeError, ValueError, prefix=prefix):
         made = registry(path)
         parameters = inspect.signature(made).parameters
         taken = {name: value for name, value in defaults.items() if name in parameters}
         return made(**taken | dict(described.get("init_args", {})))
-    except (ImportError, AttributeError, TypeError, ValueError) as error:
-        raise ConfigError(f"{key}: expected a class path, got {path}: {error}") from None
 
 
 def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
@@ -399,11 +397,8 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
     """Load the weights of ``trainer.init_from``. Raises ConfigError."""
     source = str(config.trainer.init_from)
     path = Path(source) if Path(source).is_dir() else _run_of_sweep(source, config.seed)
-    try:
-        weights = read_pretrained(path)[1]
-        load_weights(model, weights, path, "this run's keys of model")
-    except (ValueError, FileNotFoundError, KeyError) as error:
-        raise ConfigError(f"trainer.init_from: {error}") from None
+    with refusing(ValueError, FileNotFoundError, KeyError, prefix="trainer.init_from: "):
+        load_weights(model, read_pretrained(path)[1], path, "this run's keys of model")
 
 
 def warn_of_another_tokenizer(config: Config) -> None:

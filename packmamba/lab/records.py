@@ -37,11 +37,10 @@ METRICS = """steps real_tokens targets train_seconds parameters peak_memory_byte
 # Keys that records leave out at their first values, as those do that are older than the key.
 LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
     data.task_options data.test_fraction data.test_path data.loss_on data.chat_template data.sources model.mixer
-    model.mixer_options model.pretrained optimizer.name optimizer.options
-    optimizer.schedule optimizer.decay_fraction
-    optimizer.schedule_steps trainer.init_from trainer.evaluate_every trainer.cuda_graphs
-    trainer.deterministic trainer.boundary_options trainer.callbacks
-    trainer.mean_over trainer.context_parallel evaluations evaluation_options evaluation_examples plugins""".split()
+    model.mixer_options model.pretrained optimizer.name optimizer.options optimizer.schedule
+    optimizer.decay_fraction optimizer.schedule_steps trainer.init_from trainer.evaluate_every
+    trainer.cuda_graphs trainer.deterministic trainer.boundary_options trainer.callbacks trainer.mean_over
+    trainer.context_parallel evaluations evaluation_options evaluation_examples plugins""".split()
 
 
 def make_record(
@@ -63,7 +62,6 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     plain = _plain({key: value for key, value in record.items() if key != "sweep"})
     line = json.dumps(plain, allow_nan=False, sort_keys=True).encode() + b"\n"
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
     # A line without its end was being written when its process was killed.
     with space_for(path), FileLock(f"{path}.lock"):
         # Up to the last whole line, then the new one; the file is replaced, so readers see either.
@@ -122,7 +120,6 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
     """
     path = Path(folder) / SWEEPS
     entry: Any = {"baseline": baseline} | {key: value for key, value in more.items() if value}
-    path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
         old = entries.pop(name, {})
@@ -163,7 +160,6 @@ def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]
 
 def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
     """Write an evaluation's items, one JSON line each."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_whole(path, "".join(json.dumps(item, default=str) + "\n" for item in items).encode())
 
 

@@ -138,7 +138,6 @@ class RunLock:
         self._lease = SoftFileLease(folder / ".lock", lease_duration=LEASE_SECONDS, **shared)
 
     def __enter__(self) -> "RunLock":
-        self.folder.mkdir(parents=True, exist_ok=True)
         try:
             with space_for(self.folder / ".lock"):
                 # Twice or more: some versions of filelock

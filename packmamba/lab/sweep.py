@@ -100,8 +100,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     sweep.check(read_yaml(path).arms | sweep.arms)
     sweep.name = sweep.name or Path(path).stem
 
-    bases = [] if sweep.base is None else [sweep.base]
-    first = [(read_yaml(Path(path).parent / base, "train"), base) for base in bases]
+    first = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
     last = [(parse_override(override), f"'{override}'") for override in of_runs]
     overridden = {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last}
     _check_places(sweep, overridden)
@@ -196,8 +195,7 @@ def _launcher(sweep: SweepConfig, runs: list[Config], progress: bool) -> Callabl
     if sweep.jobs == 1:
         return partial(launch.run_here, progress=progress)
     on_gpu = any(config.trainer.accelerator in ON_GPU for config in runs)
-    slots = launch.device_slots(sweep.jobs, on_gpu)
-    return partial(launch.run_in_slots, slots=slots)
+    return partial(launch.run_in_slots, slots=launch.device_slots(sweep.jobs, on_gpu))
 
 
 class _Progress:

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from packmamba.config import ConfigError, DataConfig, need, resolve, suggest
+from packmamba.config import ConfigError, DataConfig, need, refusing, resolve, suggest
 from packmamba.data.sources import builtin, files, packages, splits
 from packmamba.data.sources.source import Document, Source
 
@@ -72,10 +72,8 @@ def parts_of(data: DataConfig) -> list[Part]:
         need(is_positive, f"{place}.weight", "a number above 0", repr(weight))
         name = str(keys.pop("name", None) or Path(str(keys.get("path") or keys.get("source", number))).stem)
         common = replace(data, sources=[])
-        try:
+        with refusing(ConfigError, prefix=f"{place}: "):
             parts.append(Part(name, float(weight), resolve(DataConfig, [(common, "data"), (keys, place)])))
-        except ConfigError as error:
-            raise ConfigError(f"{place}: {error}") from None
     names = [part.name for part in parts]
     repeated = next((name for name in names if names.count(name) > 1), None)
     need(repeated is None, "data.sources", "a name of its own for each source; set name", f"'{repeated}' twice")

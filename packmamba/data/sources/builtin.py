@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig, need
+from packmamba.config import DataConfig, need, refusing
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources.packages import functions_of
 from packmamba.data.sources.source import SEED, Document, Source, hash_files, list_files
@@ -69,13 +69,12 @@ def open_synthetic(data: DataConfig) -> Source:
 
 
 def open_task(data: DataConfig) -> Source:
+    # Here, since a task reads the standard library.
     from packmamba.data.tasks import TASKS
 
     need(data.task in TASKS, "data.task", f"one of {', '.join(TASKS)} with data.source=task", f"'{data.task}'")
-    try:
+    with refusing(TypeError, ValueError, prefix="data.task_options: "):
         task: Any = TASKS[str(data.task)](**data.task_options)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"data.task_options: {error}") from None
     most = getattr(task, "num_examples", None) or data.num_documents
     expected = f"at most the {most} of task '{data.task}'"
     need(data.num_documents <= most, "data.num_documents", expected, data.num_documents)

@@ -98,8 +98,7 @@ def _records(data: DataConfig, records: Callable[[File], Iterator[Any]], suffixe
             yield from read_documents(file.place, data, records(file))
 
     read = split_by_content(lambda: of_one_kind(documents()), data.validation_fraction)
-    fingerprint = [root, data.text_key, "error", hash_facts(files), *_kind(data)]
-    return Source(fingerprint, read)
+    return Source([root, data.text_key, "error", hash_facts(files), *_kind(data)], read)
 
 
 def _kind(data: DataConfig) -> list[Any]:

@@ -121,22 +121,16 @@ def _continuation(start: str, text: str) -> Range:
 
 
 def _render(messages: list[Any], data: DataConfig, add_generation_prompt: bool = False) -> str:
-    """Write messages in the words of the chat template."""
+    """Write messages in the words of the chat template. Raises ConfigError without one."""
     if not messages and not add_generation_prompt:
         return ""
-    template, tokens = chat_template(data)
+    template, tokens = find_chat_template(data.tokenizer, data.chat_template)
+    expected = f"chatml or a Jinja file for messages, since the tokenizer '{data.tokenizer}' has no template"
+    need(template is not None, "data.chat_template", expected, "null")
     rendered, _ = extra("transformers.utils.chat_template_utils").render_jinja_template(
         conversations=[messages], chat_template=template, add_generation_prompt=add_generation_prompt, **tokens
     )
     return rendered[0]
-
-
-def chat_template(data: DataConfig) -> tuple[str, dict[str, Any]]:
-    """Return the chat template and the special tokens that it may name. Raises ConfigError."""
-    template, tokens = find_chat_template(data.tokenizer, data.chat_template)
-    expected = f"chatml or a Jinja file for messages, since the tokenizer '{data.tokenizer}' has no template"
-    need(template is not None, "data.chat_template", expected, "null")
-    return str(template), tokens
 
 
 @functools.lru_cache

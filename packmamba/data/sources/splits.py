@@ -19,6 +19,7 @@ import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.sources.source import Document, Source, share_of
+from packmamba.data.tokenizer import TokenIds
 
 Read = Callable[[], Iterator[Document]]
 ABOVE_ALL_SHARES = 2.0
@@ -70,19 +71,14 @@ def split_by_content(documents: Callable[[], Iterable[Document]], fraction: floa
 
 def with_test_from_path(source: Source, others: Source) -> Source:
     """Take every document of ``others`` as a test document."""
-    sizes = [_vocab_size(source), _vocab_size(others)]
+    size = lambda: max(TokenIds(one.vocab_size or 0).vocab_size for one in (source, others))
     return replace(
         source,
         fingerprint=[*source.fingerprint, "test_path", *others.fingerprint],
         read=_without_equals(source.read, others.read, "test", "trained or validated on"),
-        vocab_size=None if source.vocab_size is None else lambda: max(size() for size in sizes),
+        vocab_size=None if source.vocab_size is None else size,
         read_test=others.read,
     )
-
-
-def _vocab_size(source: Source) -> Callable[[], int]:
-    size = source.vocab_size
-    return size if callable(size) else lambda: size or 0
 
 
 def with_test_from_fraction(source: Source, data: DataConfig) -> Source:
@@ -90,15 +86,11 @@ def with_test_from_fraction(source: Source, data: DataConfig) -> Source:
     if source.read_test is None:
         read, read_test = _test_by_content(source, data.test_fraction)
     else:  # names decided, so equal files may be in two splits
-        validation = functools.partial(_read_validation, source)
+        validation = lambda: (document for document in source.read() if document.held_out)
         read_test = _without_equals(source.read_test, validation, "validation", "tested on")
         read = _without_equals(source.read, read_test, "test", "trained on")
     fingerprint = [*source.fingerprint, "test_fraction", float(data.test_fraction)]
     return replace(source, fingerprint=fingerprint, read=read, read_test=read_test)
-
-
-def _read_validation(source: Source) -> Iterator[Document]:
-    return (document for document in source.read() if document.held_out)
 
 
 def _without_equals(read: Read, others: Read, split: str, use: str) -> Read:
@@ -150,6 +142,10 @@ def cut_single_document(source: Source, data: DataConfig) -> Source:
     longer than ``MAX_HELD_OUT_PART`` becomes several documents of at most that length.
     """
 
+    def held_out(document: Document, content: Any) -> list[Document]:
+        parts = [content[i : i + MAX_HELD_OUT_PART] for i in range(0, len(content), MAX_HELD_OUT_PART)]
+        return [document._replace(held_out=True, content=part) for part in parts]
+
     @functools.cache
     def parts() -> tuple[list[Document], list[Document]] | None:
         """Return training and validation documents, and test documents; None unless single."""
@@ -167,14 +163,8 @@ def cut_single_document(source: Source, data: DataConfig) -> Source:
         expected = f"at least {MIN_PART} left to train on"
         need(trained >= MIN_PART, "data.validation_fraction", expected, f"{trained} {got}")
         train = document._replace(held_out=False, content=content[:trained])
-        validation, test = (
-            [
-                document._replace(held_out=True, content=part[first : first + MAX_HELD_OUT_PART])
-                for first in range(0, len(part), MAX_HELD_OUT_PART)
-            ]
-            for part in (content[trained:first_test], content[first_test:])
-        )
-        return [train, *validation], test
+        validation = held_out(document, content[trained:first_test])
+        return [train, *validation], held_out(document, content[first_test:])
 
     def read() -> Iterator[Document]:
         cut = parts()

@@ -5,20 +5,13 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from packmamba.data.sources.builtin import standard_library
 from packmamba.data.tasks.base import Example, complete, draw, integer
 from packmamba.errors import expect
 
 # Pairs (package, text); None: the standard library's modules.
 Documents = Iterable[tuple[str, str]] | None
 Item = tuple[bytes, bytes, list[bytes]]  # context, right line, wrong ones
-
-
-def standard_library() -> Iterable[tuple[str, str]]:
-    """Read the standard library's modules, as pairs (package, text)."""
-    # Here, since the built-in sources import the tasks.
-    from packmamba.data.sources import builtin
-
-    return builtin.standard_library()
 
 
 class NextLine:

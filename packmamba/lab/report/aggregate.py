@@ -54,8 +54,7 @@ def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
     """
     rows = []
     for record in of_kind(records, kind):
-        nested = flatten({key: record[key] for key in ("config", "curves")})
-        rows.append({**record, **nested})
+        rows.append({**record, **flatten({key: record[key] for key in ("config", "curves")})})
     # Apart, since a column of None and numbers would hold objects, which have no mean.
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
     others = pd.DataFrame(rows, dtype=object)
@@ -325,7 +324,6 @@ class Contrast(NamedTuple):
 
     arm: Arm
     other: Arm
-    same_documents: bool
     comparison: Comparison
     ruling: Ruling
 
@@ -347,7 +345,7 @@ class Contrast(NamedTuple):
     @property
     def verdict(self) -> str:
         """The ruling's verdict, and whether the arms read other documents."""
-        return self.ruling.verdict + ", other documents" * (not self.same_documents)
+        return self.ruling.verdict + ", other documents" * (not same_documents(self.arm, self.other))
 
 
 def contrasts(arms: Arms, metric: str) -> list[Contrast]:
@@ -370,7 +368,7 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
             is_leak=same and arm.leaks and not other.leaks,
         )
     rulings = statistics.rule(comparisons, {"primary": absent}, higher_is_better(metric))
-    return [Contrast(*pair, same_documents(*pair), comparisons[pair], rulings[pair]) for pair in pairs]
+    return [Contrast(*pair, comparisons[pair], rulings[pair]) for pair in pairs]
 
 
 def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
@@ -402,8 +400,7 @@ def same_documents(arm: Arm, other: Arm) -> bool:
     arrange them in other rows.
     """
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
-    batching = {side.says("data.batching", "matched") for side in (arm, other)}
-    if batching == {"matched"}:
+    if {side.says("data.batching", "matched") for side in (arm, other)} == {"matched"}:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
     columns = [column for column in {*arm.runs, *other.runs} if column.startswith("config.data.")]
     keys = {column.removeprefix("config.") for column in columns} - free

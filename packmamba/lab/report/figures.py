@@ -193,8 +193,7 @@ def _learning_curves(arms: Arms) -> list[Figure]:
     # Runs of their own may have shared a machine: only speeds of one timing compare.
     if all(arm.timing for arm in arms):
         panels.append(_Panel("Against time", "training time (s), at the measured speed", "", by_time))
-    minus = _minus(arms)
-    panels.append(_Panel(minus, "non-padding tokens", "difference (nats)", differences))
+    panels.append(_Panel(_minus(arms), "non-padding tokens", "difference (nats)", differences))
     caption = "Validation loss by tokens and time; bands: range of seeds. "
     caption += "Paired differences: 95 % intervals over seeds."
     return _line_figure("learning-curves", caption, arms, panels)
@@ -249,10 +248,9 @@ def _speed_bars(bars: Arms) -> list[Figure]:
 def _loss_by_position(arms: Arms) -> list[Figure]:
     losses, differences = _along(arms, "loss_by_position", ["start", "end"], _middle)
     position = "position in the document (tokens)"
-    minus = _minus(arms)
     panels = [
         _Panel("Validation loss by position", position, "loss (nats)", losses, "log"),
-        _Panel(minus, position, "difference (nats)", differences, "log"),
+        _Panel(_minus(arms), position, "difference (nats)", differences, "log"),
     ]
     caption = "Validation loss by position in the document; paired differences, 95 % intervals over seeds."
     return _line_figure("loss-by-position", caption, arms, panels)

@@ -139,7 +139,6 @@ def write_sections(folder: str | Path, sections: list[Section], opening: Table |
         files[f"figures/{figure.name}.png"] = figure.png
     files["report.html"] = _page(sections, opening).encode()
     for name, content in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
         write_whole(folder / name, content)
     # A table that is no more would be read as one of these records.
     for path in [*folder.glob("tables/*"), *folder.glob("figures/*")]:

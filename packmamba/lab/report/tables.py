@@ -73,8 +73,7 @@ def write_table(table: Table, form: str) -> str:
     titles = [column.title for column in table.columns]
     cells = [[cell.text for cell in row] for row in table.rows]
     if form == "txt":
-        index = [row[0] for row in cells]
-        rest = pd.DataFrame([row[1:] for row in cells], index, titles[1:])
+        rest = pd.DataFrame([row[1:] for row in cells], [row[0] for row in cells], titles[1:])
         return "\n".join([table.title, "", rest.to_string() if cells else "", "", *table.notes, ""])
     # Numbers to the right, so that digits of a column stand below each other.
     rules = ["---:" if column.numeric else "---" for column in table.columns]
@@ -238,8 +237,7 @@ TITLES = {
 COUNTS = ("chance", "answers", "examples", "documents", "targets", "reads_intruding")
 # Of every metric that is not here a table shows mean and standard deviation over seeds.
 FORMATS = {
-    **dict.fromkeys(("real_tokens", "real_tokens_per_second", "slots_per_second", "rounds"), ",.0f"),
-    **dict.fromkeys(COUNTS, ",.0f"),
+    **dict.fromkeys(("real_tokens", "real_tokens_per_second", "slots_per_second", "rounds", *COUNTS), ",.0f"),
     **dict.fromkeys(("seconds_per_step_median", "seconds_per_step_spread", "chance"), ".4g"),
     "padding_fraction": "%",
     "peak_memory_bytes": "GiB",
@@ -529,8 +527,7 @@ def _positions(arms: Arms) -> Table:
     columns = make_columns("!arm | from token = start:,.0f | to token = end:,.0f")
     columns.append(_difference_column(f"minus {aggregate.versus(arms)}"))
     heading = "Loss by position in the document, in nats per target"
-    share = f"{beyond} of {len(rows)} intervals"
-    note = f"Paired over seeds. {share} exclude zero; one in twenty would by chance."
+    note = f"Paired over seeds. {beyond} of {len(rows)} intervals exclude zero; one in twenty would by chance."
     return make_table("loss-by-position", heading, columns, rows, note)
 
 
