@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import os
 import pickle
 from unittest import mock
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402

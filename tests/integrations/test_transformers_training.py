@@ -2,12 +2,10 @@
 
 import copy
 import json
-import os
 
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402
