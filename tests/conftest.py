@@ -10,6 +10,7 @@ ON_GPU = bool(os.environ.get("PACKMAMBA_TEST_GPU"))
 if not ON_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() does not initialise CUDA
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 

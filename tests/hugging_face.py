@@ -115,11 +115,8 @@ def delta_config(family, config):
     kernel = "conv_L_cache" if family.startswith("Lfm2") else "linear_conv_kernel_dim"
     config[kernel] = config.pop("conv_kernel", 4)
     config["attention_bias"] = config.pop("use_bias", False)
-    config |= {
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "layer_types": ["linear_attention", "full_attention"],
-    }
+    config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"layer_types": ["linear_attention", "full_attention"]}
     config |= {"pad_token_id": None, "bos_token_id": None, "eos_token_id": None}
     if family == "KimiLinear":
         sparse = "sparse" if experts > 1 else "dense"

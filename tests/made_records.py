@@ -9,6 +9,7 @@ from experiments.packing.report import KINDS as PACKING
 from packmamba.lab.records import METRICS, append_record, make_record, read_records
 from packmamba.lab.report.aggregate import with_items
 from packmamba.lab.report.html import build_sections, files_of_tables, tables_of, write_sections
+from packmamba.lab.report.tables import write_table
 
 TIME = "2030-01-01T00:00:00+00:00"
 SCHEMES = {
@@ -70,9 +71,8 @@ def throughput(arm, rate, run="one", corpus="corpus-a"):
         "padding_fraction": 0.2,
         "rounds": 7,
     }
-    return make_record(
-        "throughput", "question", arm, {"run": run, **SCHEMES[arm.split(" ")[0]]}, 0, corpus, metrics, 1.0
-    )
+    config = {"run": run, **SCHEMES[arm.split(" ")[0]]}
+    return make_record("throughput", "question", arm, config, 0, corpus, metrics, 1.0)
 
 
 def packing(strategy, row_length, padding, seconds=0.5, buffer=None, seed=0):
@@ -88,6 +88,17 @@ def write(folder, records):
     return folder
 
 
+def read_rows(text):
+    """Rows of a CSV, as mappings."""
+    return list(csv.DictReader(io.StringIO(text)))
+
+
 def table(records, name):
     """Rows of a generated CSV, as mappings."""
-    return list(csv.DictReader(io.StringIO(table_files(records, PACKING)[f"{name}.csv"])))
+    return read_rows(table_files(records, PACKING)[f"{name}.csv"])
+
+
+def rows_of(kinds, records, name):
+    """Rows of a table that a study makes of trainings, as mappings."""
+    (made,) = (made for made in kinds["training"].tables(records) if made.name == name)
+    return read_rows(write_table(made, "csv"))

@@ -1,11 +1,13 @@
 """Small models with random weights, random tokens and states, and gradients by name."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
 
 from operators import relative_error
-from packmamba import MambaLM, SequenceLayout
+from packmamba import MambaLM, PackedMamba, PackedMamba2, PackedMamba3, SequenceLayout
 
 # Rows with different splits, padding, one-token documents, continuations, a row of nothing.
 LAYOUT = SequenceLayout.from_lengths([[5, 1, 6], [9, 2], [], [1]], row_length=14, offsets=[[7, 0, 0], [0, 0], [], [3]])
@@ -16,6 +18,11 @@ CONFIGS = {
     "mamba2": {"mixer": "mamba2", "headdim": 8, "ngroups": 2, "bias": True, "d_conv": 3},
     "mamba3": {"mixer": "mamba3", "headdim": 4, "ngroups": 2, "rope_fraction": 1.0, "d_intermediate": 24},
     "narrow": {"d_conv": 2, "d_state": 1, "conv_bias": False, "n_layer": 1, "expand": 1},
+}
+LAYERS = {
+    "mamba1": PackedMamba,
+    "mamba2": functools.partial(PackedMamba2, headdim=8),
+    "mamba3": functools.partial(PackedMamba3, headdim=8),
 }
 EXACT = 1e-13  # float64; orders of sums leave about 2e-15
 
@@ -30,6 +37,10 @@ def build(seed=0, dtype=torch.float64, **config):
 
 
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
+one_mixer_slowly = pytest.mark.parametrize(
+    "mixer", ["mamba1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "mamba3"))]
+)
 
 
 def random_tokens(layout=LAYOUT, seed=1):

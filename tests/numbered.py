@@ -21,9 +21,8 @@ class Numbered(Documents):
 
 def steps_of(lengths, ranks=1, carry=False, seed=0, **keys):
     """The steps of each rank."""
-    data = DataConfig(
-        **{"row_length": 16, "tokens_per_step": 48, "max_tokens_per_batch": 40, "cut_at_steps": False} | keys
-    )
+    sizes = {"row_length": 16, "tokens_per_step": 48, "max_tokens_per_batch": 40, "cut_at_steps": False}
+    data = DataConfig(**sizes | keys)
     return [StepDataset(StepSchedule(Numbered(lengths), data, seed, carry, ranks), rank) for rank in range(ranks)]
 
 

@@ -94,6 +94,7 @@ def device_of(backend: str) -> str:
     return "cuda" if backend == "cuda" else "cpu"
 
 
+every_operator = pytest.mark.parametrize("operator", OPERATORS)
 every_backend = pytest.mark.parametrize("backend", [on(backend) for backend in BACKENDS])
 
 
@@ -115,10 +116,13 @@ class Case:
 
     def specification(self) -> dict[str, Tensor]:
         """Return the same from the loops, in float64 on the CPU."""
-        tensors = {name: tensor.detach().cpu().double() for name, tensor in self.tensors.items()}
-        grads = [None if grad is None else grad.cpu().double() for grad in (self.grad_y, self.grad_final)]
-        wide = Case(self.operator, self.layout.to("cpu"), tensors, self.options, *grads)
+        wide = self.in_float64("cpu")
         return wide._differentiate(wide.loops)
+
+    def in_float64(self, device: str) -> Case:
+        tensors = {name: tensor.detach().to(device).double() for name, tensor in self.tensors.items()}
+        grads = [None if grad is None else grad.to(device).double() for grad in (self.grad_y, self.grad_final)]
+        return Case(self.operator, self.layout.to(device), tensors, self.options, *grads)
 
     def loops(self, tensors: dict[str, Tensor]):
         arguments, run = SPECIFICATIONS[self.operator]
@@ -207,6 +211,16 @@ def relative_error(result: Tensor, expected: Tensor) -> float:
     """||a - b|| / ||b||, in float64; where b is zero, 0 if a is zero too, else huge."""
     difference = (result.cpu().double() - expected).norm()
     return float(difference / expected.norm().clamp(min=torch.finfo(torch.float64).tiny))
+
+
+def assert_results(case: Case, backend: str, dtype: torch.dtype, expected: dict[str, Tensor]) -> None:
+    """Outputs, final states and gradients, within the tolerances of activations of ``dtype``."""
+    results = case.run(backend)
+    assert results.keys() == expected.keys()
+    for name, value in expected.items():
+        rounded = torch.float32 if dtype == torch.float64 and results[name].dtype == torch.float32 else dtype
+        error = relative_error(results[name], value)
+        assert error <= tolerance(case.operator, rounded, name.startswith("grad")), (name, error)
 
 
 def documents_of(case: Case, results: dict[str, Tensor], s: int) -> Any:

@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 import yaml
 from omegaconf import OmegaConf
 
 from packmamba.config import Config, resolve, to_dict
-from packmamba.lab.callbacks import checkpoints
+from packmamba.lab.callbacks import Stopped, checkpoints
+from packmamba.lab.fit import fit
 from packmamba.lab.run_id import run_folder
+from packmamba.training.datamodule import StepDataset
 
 # One-token documents, documents longer than a row (pieces, or continuations), and everything between.
 LENGTHS = [1, 2, 30, 7, 1, 55, 16, 3, 24, 12, 5, 1, 9, 40, 17]
@@ -42,6 +45,15 @@ def tiny_config(folder: Path, *overrides: str) -> Config:
     return resolve(Config, [(keys, "tiny")])  # ``load_config`` makes a layer of each key, which takes 0.1 s
 
 
+def gradients_of_ranks(module, data, ranks: int, step: int) -> tuple[list[torch.Tensor], torch.Tensor, int]:
+    """Sum the gradients of ranks, as all-reduce does; return the loss and the number of targets, too."""
+    module.zero_grad()
+    shares = [StepDataset(data.schedule(ranks), rank)[step] for rank in range(ranks)]
+    loss = sum(module.accumulate(share, torch.Tensor.backward) for share in shares)
+    (targets,) = {share.num_targets for share in shares}
+    return [parameter.grad.clone() for parameter in module.parameters()], loss, targets
+
+
 SCHEMES = {
     "single": ["data.strategy=single"],
     "padded": ["data.strategy=padded"],
@@ -61,6 +73,22 @@ def final_state(config: Config) -> dict[str, Any]:
     """The run's newest checkpoint."""
     *_, last = checkpoints(run_folder(config) / "checkpoints")
     return torch.load(last, weights_only=True)
+
+
+def stop_at(config: Config, step: int) -> None:
+    """Train, and stop after so many steps."""
+    with pytest.raises(Stopped):
+        fit(config, progress=False, stop=lambda metrics: metrics.totals["steps"] == step)
+
+
+def assert_same_training(config: Config, other: Config, record: dict[str, Any], expected: dict[str, Any]) -> None:
+    """Weights, random generators and the expected record's curves: to the bit."""
+    a, b = final_state(config), final_state(other)
+    torch.testing.assert_close(a["state_dict"], b["state_dict"], rtol=0, atol=0)
+    assert torch.equal(a["rng"]["torch"], b["rng"]["torch"])
+    assert (a["rng"]["python"], a["rng"]["numpy"]) == (b["rng"]["python"], b["rng"]["numpy"])
+    curves = {name: points for name, points in losses_of(record).items() if name in expected["curves"]}
+    assert curves == losses_of(expected)
 
 
 def losses_of(record: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

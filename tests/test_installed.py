@@ -13,10 +13,14 @@ TINY = [*("data.source=synthetic", "data.num_documents=40", "data.distribution=s
 TINY += [*("model=130m", "model.d_model=8", "model.n_layer=1", "trainer.max_steps=1", "trainer.accelerator=cpu")]
 
 
-def install(words, target, **environment):
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "-q", "install", "--no-build-isolation"]
-    command = [*pip, "--no-deps", "--target", str(target), *words]
-    subprocess.run(command, env=os.environ | environment, check=True, capture_output=True)
+def pip(command, *words, **environment):
+    options = ["--disable-pip-version-check", "-q", "--no-build-isolation", "--no-deps"]
+    words = [sys.executable, "-m", "pip", command, *options, *map(str, words)]
+    subprocess.run(words, env=os.environ | environment, check=True, capture_output=True)
+
+
+def run_python(code, folder, environment):
+    return subprocess.run([sys.executable, "-c", code], cwd=folder, env=environment, capture_output=True, text=True)
 
 
 # Says which library a layer's convolution ran, and whether its numbers are the reference's.
@@ -38,29 +42,14 @@ print([(row["target"], row["problem"]) for row in build.info()][0])
 def test_a_wheel_with_kernels_runs_without_a_compiler(tmp_path):
     """Of three instruction sets the machine's best, or the one that PyTorch is told to take, is chosen."""
     wheels, target = tmp_path / "wheels", tmp_path / "installed"
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "-q",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(wheels),
-        str(ROOT),
-    ]
-    environment = os.environ | {"PACKMAMBA_PREBUILT": "cpu", "TMPDIR": str(tmp_path)}
-    subprocess.run(command, env=environment, check=True, capture_output=True)
+    pip("wheel", "-w", wheels, ROOT, PACKMAMBA_PREBUILT="cpu", TMPDIR=str(tmp_path))
     (wheel,) = wheels.iterdir()
     assert wheel.name.startswith("packmamba-") and "-py3-none-" in wheel.name and "any" not in wheel.name
-    install([str(wheel)], target)
+    pip("install", "--target", target, wheel)
     without = {"PATH": "/nowhere", "CXX": "no-such-compiler", "PACKMAMBA_CACHE": str(tmp_path / "empty")}
     for capability in ("default", "avx2") if os.uname().machine == "x86_64" else ("default",):
         environment = os.environ | without | {"PYTHONPATH": str(target), "ATEN_CPU_CAPABILITY": capability}
-        done = subprocess.run(
-            [sys.executable, "-c", LAYER], cwd=tmp_path, env=environment, capture_output=True, text=True
-        )
+        done = run_python(LAYER, tmp_path, environment)
         assert done.stdout == f"cpu-{capability}.so True\n('cpu-{capability}.so', None)\n", done.stderr
     assert not (tmp_path / "empty").exists()
 
@@ -74,7 +63,7 @@ def test_a_wheel_builds_installs_and_trains(tmp_path):
     code = f"from setuptools import build_meta; build_meta.build_sdist({str(made)!r})"
     subprocess.run([sys.executable, "-c", code], cwd=source, check=True, capture_output=True)
     (distribution,) = made.glob("packmamba-*.tar.gz")
-    install([str(distribution)], target, PACKMAMBA_PREBUILT="")
+    pip("install", "--target", target, distribution, PACKMAMBA_PREBUILT="")
     for top, suffixes in (("packmamba", [".py"]), ("kernels", [".cpp", ".h", ".cu", ".cuh"]), ("configs", [".yaml"])):
         for path in [path for path in (ROOT / top).rglob("*") if path.suffix in suffixes]:
             inside = path.relative_to(ROOT / "packmamba") if top == "packmamba" else path.relative_to(ROOT)
@@ -82,10 +71,9 @@ def test_a_wheel_builds_installs_and_trains(tmp_path):
     assert (target / "packmamba/py.typed").is_file()
     code = f"import packmamba.cli as c; print(c.main(['train', *{TINY}]), c.main(['reproduce', 'speedup']))"
     environment = os.environ | {"PYTHONPATH": str(target)}
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
-    assert done.stdout.endswith("0 2\n") and "Record: " in done.stdout and "expected a clone" in done.stderr, (
-        done.stderr
-    )
+    done = run_python(code, tmp_path, environment)
+    assert done.stdout.endswith("0 2\n") and "Record: " in done.stdout, done.stderr
+    assert "expected a clone" in done.stderr
     (script,) = (target / "bin").iterdir()
     assert "from packmamba.lab.cli import main" in script.read_text()
 

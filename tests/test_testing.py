@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from hugging_face import VOCAB, build, plain_torch  # noqa: E402, F401

@@ -31,6 +31,12 @@ def refused(data):
     return str(caught.value)
 
 
+def write_rows(path: Path, rows) -> Path:
+    """Write a line of JSON for each row."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def write_lines(path: Path, texts=TEXTS) -> Path:
     lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
     if path.suffix == ".gz":

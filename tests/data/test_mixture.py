@@ -1,6 +1,5 @@
 """Mixtures: shares of tokens by weight, passes without repeats, each source tokenized once, errors by entry."""
 
-import json
 import pickle
 
 import numpy as np
@@ -11,6 +10,7 @@ from packmamba.data.batch import make_batch
 from packmamba.data.schedule import StepSchedule
 from packmamba.data.sources import parts_of
 from packmamba.data.token_store import load_corpora
+from written import write_lines, write_rows
 
 SIZES = {"short": (300, 5), "long": (40, 200), "few": (8, 30)}
 
@@ -20,14 +20,13 @@ def sources(tmp_path):
     """Three files of JSON lines: documents of one letter each, by source, numbered."""
     for letter, (name, (count, length)) in zip("abc", SIZES.items()):
         texts = [f"{letter * length}{i}" for i in range(count)]
-        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+        write_lines(tmp_path / f"{name}.jsonl", texts)
     return tmp_path
 
 
 def mixed(folder, weights, **keys):
-    entries = [
-        {"source": "jsonl", "path": str(folder / f"{name}.jsonl"), "weight": weight} for name, weight in weights.items()
-    ]
+    paths = {str(folder / f"{name}.jsonl"): weight for name, weight in weights.items()}
+    entries = [{"source": "jsonl", "path": path, "weight": weight} for path, weight in paths.items()]
     keys = {"validation_fraction": 0.1, "row_length": 256, "tokens_per_step": 2000} | keys
     return DataConfig(sources=entries, cache_dir=str(folder / "cache"), **keys)
 
@@ -89,16 +88,14 @@ def test_arms_of_a_sweep_read_the_same_documents(sources):
 
 def test_a_source_is_tokenized_once(sources):
     first = load_corpora(mixed(sources, {"short": 1, "long": 1}), progress=False)
-    made = sorted(path.name for path in (sources / "cache").iterdir() if not path.name.startswith("."))
+    made = sorted((sources / "cache").glob("[!.]*"))
     other = load_corpora(mixed(sources, {"short": 5, "long": 1}), progress=False)
-    assert sorted(path.name for path in (sources / "cache").iterdir() if not path.name.startswith(".")) == made
+    assert sorted((sources / "cache").glob("[!.]*")) == made
     assert len(made) == 2 and first.corpus_hash != other.corpus_hash
 
 
 def test_prompts_and_texts_mix(sources):
-    (sources / "pairs.jsonl").write_text(
-        "".join(json.dumps({"prompt": "p" * 9, "completion": str(i)}) + "\n" for i in range(99))
-    )
+    write_rows(sources / "pairs.jsonl", [{"prompt": "p" * 9, "completion": str(i)} for i in range(99)])
     data = mixed(sources, {"pairs": 1, "long": 1})
     corpus = load_corpora(data, progress=False).train
     plan = StepSchedule(corpus, data, seed=0).step(0)

@@ -1,6 +1,5 @@
 """Prompts and conversations: what of a document is trained on, for every kind of file."""
 
-import json
 import re
 
 import numpy as np
@@ -12,7 +11,7 @@ from packmamba.data.schedule import arrange, pieces_of
 from packmamba.data.sources import SOURCES
 from packmamba.data.token_store import load_corpora
 from packmamba.data.tokenizer import write_tokenizer
-from written import of, read, refused
+from written import of, read, refused, write_rows
 
 PAIRS = [{"prompt": f"question {i}: ", "completion": f"answer {i * i}"} for i in range(40)]
 CHAT = [
@@ -24,12 +23,8 @@ CHAT = [
 ]
 
 
+CALL = {"role": "assistant", "content": None, "tool_calls": [{}]}
 CHATML = {"chat_template": "chatml"}
-
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    return path
 
 
 def open_corpora(path, **keys):
@@ -54,21 +49,21 @@ def _character(token):
 
 
 def test_a_completion_and_the_end_are_trained_on(tmp_path):
-    corpora = open_corpora(write(tmp_path / "a.jsonl", PAIRS))
+    corpora = open_corpora(write_rows(tmp_path / "a.jsonl", PAIRS))
     expected = {(f"<{p['prompt']}{p['completion']}>", f"{p['completion']}>") for p in PAIRS}
     assert {*documents(corpora.train), *documents(corpora.validation)} == expected
 
 
 def test_all_tokens_may_be_trained_on(tmp_path):
-    corpora = open_corpora(write(tmp_path / "a.jsonl", PAIRS), loss_on="all")
+    corpora = open_corpora(write_rows(tmp_path / "a.jsonl", PAIRS), loss_on="all")
     assert corpora.train.targets is None
     texts = [{"text": pair["prompt"] + pair["completion"]} for pair in PAIRS]
-    plain = open_corpora(write(tmp_path / "b.jsonl", texts))
+    plain = open_corpora(write_rows(tmp_path / "b.jsonl", texts))
     assert corpora.corpus_hash == plain.corpus_hash
 
 
 def test_a_batch_has_the_answers_alone(tmp_path):
-    path = write(tmp_path / "a.jsonl", PAIRS)
+    path = write_rows(tmp_path / "a.jsonl", PAIRS)
     data = of(path, cache_dir=str(tmp_path / "cache"), row_length=64, strategy="greedy")
     corpus = load_corpora(data, progress=False).train
     plan: RowPlan = arrange(pieces_of(corpus, np.arange(len(corpus))), data)
@@ -81,21 +76,20 @@ def test_a_batch_has_the_answers_alone(tmp_path):
 
 
 def test_messages_train_on_what_the_assistant_says(tmp_path):
-    path = write(
-        tmp_path / "a.jsonl", [{"messages": [*CHAT[:3], {"role": "user", "content": str(i)}]} for i in range(9)]
-    )
+    asked = [{"role": "user", "content": f"{i}"} for i in range(9)]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT[:3], each]} for each in asked])
     corpora = open_corpora(path, chat_template="chatml")
     text, trained = documents(corpora.train)[0]
     assert text.startswith("<<|im_start|>system\nBe short.<|im_end|>\n<|im_start|>user\n2 + 2?<|im_end|>\n")
     assert trained == "4<|im_end|>\n", "and not the document's end, which the user's message is before"
-    path = write(tmp_path / "b.jsonl", [{"messages": [{"role": "user", "content": f"{i}"}, *CHAT]} for i in range(9)])
+    path = write_rows(tmp_path / "b.jsonl", [{"messages": [each, *CHAT]} for each in asked])
     corpora = open_corpora(path, chat_template="chatml")
     assert {trained for _, trained in documents(corpora.train)} == {"4<|im_end|>\n6<|im_end|>\n>"}
 
 
 def test_prompt_and_completion_may_be_messages(tmp_path):
     records = [{"prompt": CHAT[:2], "completion": CHAT[2:3]}, {"prompt": CHAT[1:2], "completion": CHAT[2:3]}]
-    corpora = open_corpora(write(tmp_path / "a.jsonl", records), chat_template="chatml", validation_fraction=0.5)
+    corpora = open_corpora(write_rows(tmp_path / "a.jsonl", records), chat_template="chatml", validation_fraction=0.5)
     for split in (corpora.train, corpora.validation):
         assert documents(split)[0][1] == "4<|im_end|>\n>"
 
@@ -107,7 +101,7 @@ def test_a_template_lies_beside_the_tokenizer_or_in_a_file(tmp_path):
     (folder / "chat_template.jinja").write_text(template)
     other = tmp_path / "other.jinja"
     other.write_text(template.replace("\n", "!"))
-    path = write(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT[3:]}])
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}, {"messages": CHAT[3:]}])
     beside = read(of(path, tokenizer=str(folder)))
     in_a_file = read(of(path, tokenizer=str(folder), chat_template=str(other)))
     assert [one.content for one in beside][1] == "user <s> 3 + 3?\nassistant <s> 6\n"
@@ -115,12 +109,12 @@ def test_a_template_lies_beside_the_tokenizer_or_in_a_file(tmp_path):
 
 
 def test_another_template_beside_the_tokenizer_is_another_corpus(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"messages": [*CHAT, {"role": "user", "content": str(i)}]} for i in range(9)])
+    asked = [{"role": "user", "content": f"{i}"} for i in range(9)]
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": [*CHAT, each]} for each in asked])
     hashes = set()
     for name, mark in (("one", "!"), ("two", "?")):
-        write_tokenizer(
-            tmp_path / name, "bytes", "<s>", "</s>", "{% for m in messages %}{{ m.content }}" + mark + "{% endfor %}"
-        )
+        template = "{% for m in messages %}{{ m.content }}" + mark + "{% endfor %}"
+        write_tokenizer(tmp_path / name, "bytes", "<s>", "</s>", template)
         hashes.add(open_corpora(path, tokenizer=str(tmp_path / name)).corpus_hash)
     assert len(hashes) == 2
 
@@ -128,7 +122,7 @@ def test_another_template_beside_the_tokenizer_is_another_corpus(tmp_path):
 @pytest.mark.parametrize("kind", ["parquet", "huggingface"])
 def test_tables_hold_prompts_too(tmp_path, kind):
     datasets = pytest.importorskip("datasets")
-    expected = open_corpora(write(tmp_path / "a.jsonl", PAIRS)).corpus_hash
+    expected = open_corpora(write_rows(tmp_path / "a.jsonl", PAIRS)).corpus_hash
     table = datasets.Dataset.from_list(PAIRS)
     path = tmp_path / ("rows.parquet" if kind == "parquet" else "folder")
     table.to_parquet(str(path)) if kind == "parquet" else table.save_to_disk(str(path))
@@ -143,11 +137,7 @@ def test_tables_hold_prompts_too(tmp_path, kind):
         ([{"messages": CHAT[:2]}], CHATML, "expected an answer of the role assistant, got system, user"),
         ([{"prompt": CHAT[:2], "completion": []}], CHATML, "expected an answer of the role"),
         ([{"messages": [{"content": "hi"}]}], {}, "expected messages with role and content"),
-        (
-            [{"messages": [CHAT[1], {"role": "assistant", "content": None, "tool_calls": [{}]}]}],
-            CHATML,
-            "expected messages of text alone",
-        ),
+        ([{"messages": [CHAT[1], CALL]}], CHATML, "expected messages of text alone"),
         ([{"instruction": "a", "output": "b"}], {}, "got None of the fields instruction, output"),
         ([{"messages": CHAT}], {}, "data.chat_template: expected chatml or a Jinja file for messages"),
         ([{"messages": CHAT}], {"chat_template": "no.jinja"}, "data.chat_template: .* 'no.jinja'"),
@@ -156,14 +146,14 @@ def test_tables_hold_prompts_too(tmp_path, kind):
     ],
 )
 def test_what_is_no_document_is_named(tmp_path, records, keys, message):
-    error = refused(of(write(tmp_path / "a.jsonl", records), cache_dir=str(tmp_path / "cache"), **keys))
+    error = refused(of(write_rows(tmp_path / "a.jsonl", records), cache_dir=str(tmp_path / "cache"), **keys))
     assert re.search(message, error), error
 
 
 def test_a_template_that_rewrites_is_refused(tmp_path):
     path = tmp_path / "last.jinja"
     path.write_text("{% for m in messages %}{% if loop.last %}{{ m.content }}{% endif %}{% endfor %}")
-    data = of(write(tmp_path / "a.jsonl", [{"messages": CHAT}]), cache_dir=str(tmp_path / "cache"))
+    data = of(write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}]), cache_dir=str(tmp_path / "cache"))
     data.chat_template = str(path)
     assert "data.chat_template or data.loss_on=all" in refused(data)
     data.loss_on = "all"

@@ -57,12 +57,8 @@ def test_a_step_is_a_function_of_its_number(data, monkeypatch, batching):
 
     def steps(corpus, numbers):
         schedule = StepSchedule(corpus, data, seed=1)
-        return [
-            tuple(
-                array.tolist() for array in vars(schedule.step(number).rows).values() if isinstance(array, np.ndarray)
-            )
-            for number in numbers
-        ]
+        rows = [vars(schedule.step(number).rows).values() for number in numbers]
+        return [tuple(array.tolist() for array in each if isinstance(array, np.ndarray)) for each in rows]
 
     while_written = load_corpora(data, progress=False).train
     expected = steps(while_written, range(20))

@@ -34,9 +34,8 @@ def chunks(tmp_path, monkeypatch):
     made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     made.save(str(tmp_path / "words.json"))
     rng = np.random.default_rng(0)
-    path = write_lines(
-        tmp_path / "a.jsonl", [" ".join(rng.choice(WORDS, n)) for n in rng.choice([0, 1, 5, 50, 400], 400)]
-    )
+    texts = [" ".join(rng.choice(WORDS, n)) for n in rng.choice([0, 1, 5, 50, 400], 400)]
+    path = write_lines(tmp_path / "a.jsonl", texts)
     return of(path, tokenizer=str(tmp_path / "words.json"), cache_dir=str(tmp_path / "cache"), num_proc=1)
 
 

@@ -42,13 +42,11 @@ TASKS = {
 def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkpoint")
     torch.manual_seed(0)
-    words = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(["<|end|>", "?", *WORDS])}, "?")
-    )
+    vocabulary = {word: i for i, word in enumerate(["<|end|>", "?", *WORDS])}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, "?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    transformers.PreTrainedTokenizerFast(
-        tokenizer_object=words, eos_token="<|end|>", unk_token="?", pad_token="<|end|>"
-    ).save_pretrained(folder)
+    special = {"eos_token": "<|end|>", "unk_token": "?", "pad_token": "<|end|>"}
+    transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special).save_pretrained(folder)
     config = transformers.MambaConfig(vocab_size=32, hidden_size=32, num_hidden_layers=2, initializer_range=0.5)
     config.eos_token_id = config.bos_token_id = config.pad_token_id = 0
     transformers.MambaForCausalLM(config).save_pretrained(folder)

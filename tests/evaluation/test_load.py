@@ -80,14 +80,6 @@ def test_an_evaluation_is_checked_before_training(tmp_path, asked, match):
     assert not list(tmp_path.glob("runs/*/checkpoints/*"))
 
 
-def test_generate_continues_a_text(run, capsys):
-    outputs = []
-    for _ in range(2):
-        assert cli.main(["generate", str(run), "abc", "max_new_tokens=5", "device=cpu"]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1] and outputs[0].startswith("abc")
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_export_gives_transformers_the_same_logits(run, tmp_path, device, monkeypatch):
     """On a GPU transformers uses the peers' kernels where they are."""

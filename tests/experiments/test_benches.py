@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import csv
+import itertools
 import types
 
 import numpy as np
@@ -33,6 +33,7 @@ from experiments.speedup.model import (
 )
 from experiments.speedup.report import FAMILIES
 from experiments.tasks import bench as tasks
+from made_records import read_rows
 from packmamba import SequenceLayout, ops
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.packing import STRATEGIES, plan_rows
@@ -63,9 +64,8 @@ def test_operators_on_a_cpu(tmp_path, monkeypatch):
     monkeypatch.setattr(cpu, "machine_rates", lambda: rates)
     cpu.run(configured(cpu.Config, CPU), tmp_path / "records.jsonl", progress=False)
     records = read_records(tmp_path)
-    assert [(r["config"]["operator"], r["arm"]) for r in records] == [
-        (o, arm) for o in ("scan", "conv") for arm in CPU_ARMS
-    ]
+    expected = [*itertools.product(("scan", "conv"), CPU_ARMS)]
+    assert [(record["config"]["operator"], record["arm"]) for record in records] == expected
     for record in records:
         assert CPU_ARMS[record["arm"]].fields().items() <= record["config"].items()
         assert record["metrics"]["seconds_median"] > record["metrics"]["bound_seconds"] > 0
@@ -120,9 +120,8 @@ def test_operators_of_a_gpu_against_float64():
         prepared = made[name].prepare(layout)
         assert len(made[name].backward(made[name].forward(prepared), prepared)) == count
     arm = made["causal-conv1d"]
-    wrong = gpu_implementations.Implementation(
-        arm.forward, None, arm.prepare, lambda *a: arm.output(*a) * 1.02, arm.expects
-    )
+    off = lambda *arguments: arm.output(*arguments) * 1.02
+    wrong = gpu_implementations.Implementation(arm.forward, None, arm.prepare, off, arm.expects)
     with pytest.raises(RuntimeError, match="x: output is off"):
         gpu.check({"x": wrong}, references, layout, some, gpu.TOLERANCES["bfloat16"])
     rows = gpu.draw_rows("documents-2k", 5000, 20, 0)
@@ -198,9 +197,8 @@ def test_whole_models(tmp_path):
     assert padding["single"] == 0 < padding["single-8"] < padding["padded-256"]
     assert padding["single"] < padding["packed-512-best_fit_decreasing"] < padding["packed-512-next_fit"]
     assert padding["padded-sorted"] < padding["padded-longest"] < padding["padded-256"]
-    assert [record["arm"] for record in by_kind["speedup", STEPS]] == [
-        n for n, a in ARMS.items() if STEPS in a.get("parts", ())
-    ]
+    stepped = [name for name, arm in ARMS.items() if STEPS in arm.get("parts", ())]
+    assert [record["arm"] for record in by_kind["speedup", STEPS]] == stepped
     for record in by_kind[BREAKDOWN, BARE]:
         metrics = record["metrics"]
         assert metrics["scan"] > 0 and metrics["conv"] > 0 and metrics["matrix products"] > 0
@@ -235,22 +233,17 @@ def test_cards_and_mixers_stand_side_by_side(tmp_path):
             metrics = r["metrics"] | {"seconds_per_batch": 0.5 * factor, "seconds_spread": 0.04 * factor}
             metrics |= {"real_tokens_per_second": 1e6 / factor}
             of_cards.append(r | {"hardware": r["hardware"] | {"gpus": [name]}, "metrics": metrics})
-    made = {
-        name: list(csv.DictReader(write_table(table, "csv").splitlines()))
-        for name, table in tables("speedup", of_cards).items()
-    }
-    assert [(row["card"], row["arm"]) for row in made["arms-130m"]] == [
-        (c, a) for c in ("H200", "H100 80GB HBM3") for a in arms
-    ]
+    made = {name: read_rows(write_table(table, "csv")) for name, table in tables("speedup", of_cards).items()}
+    cards = ["H200", "H100 80GB HBM3"]
+    assert [(row["card"], row["arm"]) for row in made["arms-130m"]] == [*itertools.product(cards, arms)]
     rows = made["headline"]
-    assert [row["card"] for row in rows] == ["H200", "H100 80GB HBM3"]
+    assert [row["card"] for row in rows] == cards
     for row, factor in zip(rows, (1, 2)):
         assert (float(row["over_single_8"]), float(row["over_single_8_spread"])) == pytest.approx((1, 0.08 * 2**0.5))
         per_token = 6 * records[0]["metrics"]["flop_parameters"]
         expected = per_token * 1e6 / factor / 989e12, (per_token + 15 * 32 * 4) * 1e6 / factor / 989e12
-        assert (float(row["model_flops_utilisation"]), float(row["counted_flops_utilisation"])) == pytest.approx(
-            expected
-        )
+        found = float(row["model_flops_utilisation"]), float(row["counted_flops_utilisation"])
+        assert found == pytest.approx(expected)
 
 
 class PeerNorm(nn.RMSNorm):
@@ -279,9 +272,8 @@ def test_mamba_ssm_s_mamba2_is_told_where_documents_lie(tmp_path, monkeypatch):
     norm = lambda hidden, weight, bias, residual, **_: F.rms_norm(hidden + residual, weight.shape, weight, 1e-5)
     stand_ins = {"Block": PeerBlock, "Mamba2": PeerMamba2, "RMSNorm": PeerNorm, "layer_norm_fn": norm}
     monkeypatch.setattr("experiments.speedup.model._peer", lambda package, module, name: stand_ins[name])
-    arms = {
-        name: ARMS[name] | {"layers": "mamba-ssm", "parts": [BARE]} for name in ("single-8", "padded-sorted", *PACKED)
-    }
+    theirs = {"layers": "mamba-ssm", "parts": [BARE]}
+    arms = {name: ARMS[name] | theirs for name in ("single-8", "padded-sorted", *PACKED)}
     values = TINY | {"arms": arms, "rounds": 1, "parts": [BARE], "overrides": MAMBA2}
     speedup.run(configured(Config, values), tmp_path / "records.jsonl", progress=False)
     assert [record["arm"] for record in read_records(tmp_path)] == list(arms)
@@ -364,8 +356,8 @@ def test_wrong_scores_are_not_timed(tmp_path, monkeypatch):
 def test_gradients_of_packed_and_padded_along_a_run(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert run.main(["bench", "parity/gradients", *GRADIENTS, f"output={tmp_path}"]) == 0
-    with open(tmp_path / "tables" / "gradients.csv") as file:
-        rows = {(row["arm"], row["precision"]): row for row in csv.DictReader(file)}
+    made = read_rows((tmp_path / "tables" / "gradients.csv").read_text())
+    rows = {(row["arm"], row["precision"]): row for row in made}
     for step in ("step_0", "step_20", "step_39"):
         rounded = float(rows["padded", "bf16-mixed"][step])
         assert 0 < float(rows["packed-reset", "32-true"][step]) <= 1e-5, "other sums, and nothing else"
@@ -395,9 +387,8 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
         "padded-8": {"batches": "padded", "kernels": "torch", "multiple_of": 8},
     }
     keys = ["overrides=[model.n_layer=1,model.d_model=16,model.vocab_size=300]", "distribution=short", "rounds=1"]
-    config = load_bench(
-        "integration", [*keys, "documents_per_step=3", "steps=2", "warm_up_steps=1", "precision=float32"]
-    ).config
+    keys += ["documents_per_step=3", "steps=2", "warm_up_steps=1", "precision=float32"]
+    config = load_bench("integration", keys).config
     config.arms = arms
     integration.run(config, tmp_path / "records.jsonl", progress=False)
     found = {record["arm"]: record["metrics"] for record in read_records(tmp_path)}

@@ -106,9 +106,8 @@ def site(tmp_path, monkeypatch):
 def corpus_of(site, *names):
     path = site / "packages.jsonl.gz"
     build.make_manifest(path, names or ["alpha", "beta", "gamma", "delta"])
-    return DataConfig(
-        source="packages", path=str(path), cache_dir=str(site / "cache"), begin_token=None, end_token=None
-    )
+    whole = {"begin_token": None, "end_token": None}
+    return DataConfig(source="packages", path=str(path), cache_dir=str(site / "cache"), **whole)
 
 
 def documents(data):
@@ -183,6 +182,5 @@ def test_the_command_makes_a_corpus_and_checks_it(site):
 
 def test_the_committed_manifest_is_the_card_s():
     folder = build.Path(build.__file__).parent
-    assert (
-        read_manifest(folder / "packages.jsonl.gz").hash == json.loads((folder / "card.json").read_text())["manifest"]
-    )
+    card = json.loads((folder / "card.json").read_text())
+    assert read_manifest(folder / "packages.jsonl.gz").hash == card["manifest"]

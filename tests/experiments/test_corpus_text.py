@@ -43,9 +43,8 @@ def packages(tmp_path_factory):
             path = root / f"botocore/botocore/data/service{i}/{year}/service-2.json.gz"
             write(path, gzip.compress(json.dumps({"operations": operations, "shapes": shapes}).encode()))
     for i in range(40):
-        page = (
-            f"=head1 NAME\n\n{words(rng, 120)}\n\n=head2 C<next> L<one|http://x>\n\nSee B<I<this>>. {words(rng, 120)}\n"
-        )
+        page = f"=head1 NAME\n\n{words(rng, 120)}\n\n=head2 C<next> L<one|http://x>\n\nSee B<I<this>>. "
+        page += f"{words(rng, 120)}\n"
         write(root / f"perl/usr/share/perl/5.36.0/pod/page{i}.pod", page)
         if i == 7:
             write(root / f"perl/usr/share/perl/5.36.0/pod/copy{i}.pod", page + "\nA copy.\n")
@@ -65,9 +64,8 @@ def rows(path):
 
 
 def every_row(folder):
-    return [
-        row for name in ("corpus/train", "corpus/validation", "sealed/test") for row in rows(folder / f"{name}.jsonl")
-    ]
+    names = ("corpus/train", "corpus/validation", "sealed/test")
+    return [row for name in names for row in rows(folder / f"{name}.jsonl")]
 
 
 def test_the_same_packages_give_the_same_files(built, packages, tmp_path):
@@ -97,9 +95,8 @@ def test_no_near_copies_remain_in_any_split(built):
 
 
 def test_the_test_split_is_sealed(built, tmp_path):
-    corpora = load_corpora(
-        DataConfig("splits", str(built / "[cs]*/[tv]*.jsonl"), cache_dir=str(tmp_path)), progress=False
-    )
+    data = DataConfig("splits", str(built / "[cs]*/[tv]*.jsonl"), cache_dir=str(tmp_path))
+    corpora = load_corpora(data, progress=False)
     tests = {row["group"] for row in rows(built / "sealed/test.jsonl")}
     assert tests and not tests & {*corpora.train.group_names, *corpora.validation.group_names}
     for path in (built / "items").iterdir():
@@ -129,14 +126,11 @@ def test_an_entry_of_gcide_is_plain_and_its_gloss_is_marked(tmp_path):
     write(base / "gcide.dict.dz", gzip.compress(b"x" * 64 + ENTRY.encode().ljust(256)))
     write(base / "gcide.index", "00-info\tA\tB\nArpent\tBA\tEA\n")
     (entry,) = text.gcide(tmp_path)
+    gloss = "Formerly, a measure of land in France, varying in different parts"
     head = "Arpent, n. [F. arpent, fr. L. arepennis.] "
-    assert (
-        entry.text
-        == head
-        + "Formerly, a measure of land in France, varying in different parts. It was 4,088 sq. yards. [Obs.] --Fabyan."
-    )
+    assert entry.text == f"{head}{gloss}. It was 4,088 sq. yards. [Obs.] --Fabyan."
     assert entry.gloss[:2] == ("Arpent", "noun") and entry.group == "gcide:arp"
-    assert entry.text[slice(*entry.gloss[2:])] == "Formerly, a measure of land in France, varying in different parts"
+    assert entry.text[slice(*entry.gloss[2:])] == gloss
 
 
 def test_items_are_of_held_out_entries_and_their_answers_are_right(built):

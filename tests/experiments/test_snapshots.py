@@ -7,16 +7,15 @@ import torch
 
 from experiments.parity.snapshots import Snapshots
 from packmamba import MambaLM
-from packmamba.lab.callbacks import Stopped
 from packmamba.lab.fit import fit
 from packmamba.lab.run_id import run_folder
-from runs import losses_of, tiny_config
+from runs import losses_of, stop_at, tiny_config
 
 SNAPSHOTS = {"class_path": "experiments.parity.snapshots.Snapshots", "init_args": {"count": 3, "share": 0.7}}
 
 
-@pytest.mark.parametrize("stop_at", [None, 1, 4])
-def test_snapshots_are_averaged_validated_and_saved(tmp_path, monkeypatch, stop_at):
+@pytest.mark.parametrize("stopped", [None, 1, 4])
+def test_snapshots_are_averaged_validated_and_saved(tmp_path, monkeypatch, stopped):
     weights, average_step = {}, Snapshots.on_train_batch_end
 
     def keep(self, trainer, module, *rest):
@@ -28,16 +27,14 @@ def test_snapshots_are_averaged_validated_and_saved(tmp_path, monkeypatch, stop_
     plain = losses_of(fit(tiny_config(tmp_path, *keys), progress=False))
     config = tiny_config(tmp_path, *keys)
     config.trainer.callbacks = [SNAPSHOTS]  # of steps 2, 4 and 6
-    if stop_at:
-        with pytest.raises(Stopped):
-            fit(config, progress=False, stop=lambda metrics: metrics.totals["steps"] == stop_at)
+    if stopped:
+        stop_at(config, stopped)
     curves = losses_of(fit(config, progress=False))
     assert curves["train"] == plain["train"], "the training is the same"
     same = [mine == theirs for mine, theirs in zip(curves["validation"], plain["validation"], strict=True)]
     assert same == [True, True, False, False, False, False], "until step 2 the trained weights are read"
-    for saved, *snapshots in zip(
-        MambaLM.from_pretrained(run_folder(config)).parameters(), *(weights[n] for n in (2, 4, 6))
-    ):
+    model = MambaLM.from_pretrained(run_folder(config))
+    for saved, *snapshots in zip(model.parameters(), *(weights[n] for n in (2, 4, 6))):
         mean = torch.stack(snapshots).double().mean(0)
         torch.testing.assert_close(saved.detach().double(), mean, rtol=1e-6, atol=1e-7)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import functools
-import io
 
 import numpy as np
 import pytest
@@ -12,18 +10,15 @@ import pytest
 from experiments.boundaries.report import KINDS as BOUNDARIES
 from experiments.downstream.report import answers_tables
 from experiments.parity.report import parity_tables, speed_tables
-from made_records import throughput, training
+from made_records import rows_of, throughput, training
 from packmamba.config import load_config, to_dict
-from packmamba.lab.report.tables import write_table
 
 pytestmark = pytest.mark.slow
 
 NOISE = (0.0004, -0.0003, 0.0002, -0.0004, 0.0001, 0.0003, -0.0002, -0.0001)
-POOL = (
-    "data.strategy=concat_split data.streams=1024 data.stagger=true data.batching=stream data.row_length=2048".split()
-)
-POOL += "data.tokens_per_step=65536 data.max_tokens_per_batch=65536 data.cut_at_steps=false".split()
-POOL += "model.d_model=512 trainer.max_steps=1526".split()
+POOL = "data.strategy=concat_split data.streams=1024 data.stagger=true data.batching=stream model.d_model=512".split()
+POOL += "data.row_length=2048 data.tokens_per_step=65536 data.max_tokens_per_batch=65536".split()
+POOL += "data.cut_at_steps=false trainer.max_steps=1526".split()
 EFFECTS = {
     "reset": (0.0, 0.0),
     "state_passing": (0.001, -0.010),
@@ -40,8 +35,8 @@ def parity_record(arm, seed, loss, config=None):
     return record | {"curves": record["curves"] | {"perplexity.by_group": places}}
 
 
-def parity_rows(records, name="parity"):
-    table = next(table for table in parity_tables(records) if table.name == name)
+def parity_rows(*records):
+    table = next(table for table in parity_tables(*records) if table.name == "parity")
     return {row[0].text: dict(zip([column.names[0] for column in table.columns], row)) for row in table.rows}
 
 
@@ -61,17 +56,11 @@ def test_equivalence_is_of_the_whole_interval_and_one_of_three(shift, spread, al
 
 def test_the_primaries_of_three_distributions_are_one_family():
     def corpus(shift):
-        losses = {"padded": 0.0, "packed-reset": shift}
-        return [
-            parity_record(arm, seed, 1.0 + by + noise * 8 * (arm != "padded"))
-            for arm, by in losses.items()
-            for seed, noise in enumerate(NOISE)
-        ]
+        records = [parity_record("padded", seed, 1.0) for seed in range(8)]
+        return records + [parity_record("packed-reset", s, 1.0 + shift + 8 * noise) for s, noise in enumerate(NOISE)]
 
     def p_of_first(*others):
-        table = next(table for table in parity_tables(corpus(0.0025), others) if table.name == "parity")
-        names = [column.names[0] for column in table.columns]
-        row = {row[0].text: dict(zip(names, row)) for row in table.rows}["packed-reset"]
+        row = parity_rows(corpus(0.0025), others)["packed-reset"]
         assert row["verdict"].text.endswith("no leak arm") or row["verdict"].text == "open"
         return row["p_equivalence"].values[0]
 
@@ -141,15 +130,10 @@ def boundary_record(boundary, seed, effect=None):
     return made | {"arm": f"any {boundary}", "curves": made["curves"] | {"perplexity.by_group": points}}
 
 
-def boundary_rows(records, name):
-    (table,) = (table for table in BOUNDARIES["training"].tables(records) if table.name == name)
-    return list(csv.DictReader(io.StringIO(write_table(table, "csv"))))
-
-
 def test_known_effects_come_back():
     ladder = [boundary_record(boundary, seed) for seed in range(1, 9) for boundary in EFFECTS]
     ladder += [boundary_record(boundary, 101, effect=(9.0, 9.0)) for boundary in EFFECTS]  # a tuning seed stays out
-    found = {(row["outcome"], row["places"]): row for row in boundary_rows(ladder, "primary")}
+    found = {(row["outcome"], row["places"]): row for row in rows_of(BOUNDARIES, ladder, "primary")}
     expected = {"coverage": {"inside": 0.001, "beyond": -0.010}, "continuity": {"inside": 0.0, "beyond": -0.020}}
     assert len(found) == 4
     for (outcome, places), row in found.items():
@@ -158,9 +142,8 @@ def test_known_effects_come_back():
         ruling = "equivalent" if abs(effect) < 0.005 else "different"
         assert row["registered"] == ruling
         assert row["verdict"] == ruling + ", no leak arm" * (ruling == "equivalent")
-    others = {
-        row["what"]: float(row["beyond"]) for row in boundary_rows(ladder, "ladder") if "tuning" not in row["setting"]
-    }
+    others = [row for row in rows_of(BOUNDARIES, ladder, "ladder") if "tuning" not in row["setting"]]
+    others = {row["what"]: float(row["beyond"]) for row in others}
     assert others["own over zero"] == pytest.approx(-0.030, abs=4e-4)
 
 
@@ -172,5 +155,5 @@ def test_runs_from_different_weights_are_no_pairs():
             one["metrics"] |= {"started_from_checksum": seed + 10 * (seed == 4 and boundary == "carry")}
             one["config"] = one["config"] | {"trainer": one["config"]["trainer"] | {"init_from": "any:zero"}}
             records.append(one)
-    (row,) = [row for row in boundary_rows(records, "ladder") if row["what"] == "own over zero"]
+    (row,) = [row for row in rows_of(BOUNDARIES, records, "ladder") if row["what"] == "own over zero"]
     assert (float(row["beyond"]), row["beyond_pairs"]) == (pytest.approx(-0.25, abs=2e-3), "3")

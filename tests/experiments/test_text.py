@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import csv
 import gzip
-import io
 import itertools
 import json
 from pathlib import Path
@@ -12,16 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import made_records
 from experiments.text import plugin, reproduce
 from experiments.text.report import KINDS, PRIMARY, registered
-from made_records import SCHEMES, table_files, training
+from made_records import SCHEMES, read_rows, table_files, training
 from packmamba.config import DataConfig
 from packmamba.data.token_store import load_corpora
 from packmamba.lab.records import read_records
 from packmamba.lab.report.aggregate import contrasts, training_arms
 from packmamba.lab.report.statistics import NOTHING, Estimate, margin_from_pilot, verdict
-from packmamba.lab.report.tables import write_table
 from packmamba.lab.sweep import load_sweep, run_sweep
+from written import write_rows
 
 pytestmark = pytest.mark.slow
 
@@ -55,25 +54,23 @@ def test_small_sweeps_make_every_table(sample, tmp_path):
         given = [key.replace(reproduce.SAMPLE, str(sample)) for key in (*step.overrides, *step.small)]
         given = [key.replace("{output}", str(tmp_path / "text")) for key in given]
         fewer = ["grid.optimizer.lr=[4.0e-3]"] if "name=rates" in given else []
-        run_sweep(
-            *load_sweep(FOLDER / step.file, [*given, *few, *fewer, f"output={tmp_path / 'text'}"]), progress=False
-        )
+        sweep = load_sweep(FOLDER / step.file, [*given, *few, *fewer, f"output={tmp_path / 'text'}"])
+        run_sweep(*sweep, progress=False)
     made = table_files(read_records(tmp_path / "text"), KINDS)
     for name in ("verdicts", "exploratory", "numerics", "parity", "states", "packers", "answers"):
         assert f"{name}-text.csv" in made
     assert made["numerics-text.csv"].count("interim") == 14, "two of eight seeds of every effect"
-    rows = csv.DictReader(io.StringIO(made["verdicts-text.csv"]))
+    rows = read_rows(made["verdicts-text.csv"])
     assert [(row["architecture"], row["seeds"]) for row in rows] == [("Mamba-1", "2")] * 4 + [("Mamba-2", "0")] * 4
     assert ",2,8" in made["finetuning-tuned.csv"] and "0.004" in made["rates-pilot-text.csv"]
-    read = csv.DictReader(io.StringIO(made["exploratory-text.csv"]))
+    read = read_rows(made["exploratory-text.csv"])
     assert next(row for row in read if row["contrast"].startswith("own's models"))["difference"] != ""
 
 
 def test_the_sealed_split_is_read_only_where_it_is_named(tmp_path):
     for folder, split in (("corpus", "train"), ("corpus", "validation"), ("sealed", "test")):
         (tmp_path / folder).mkdir(exist_ok=True)
-        line = json.dumps({"text": split, "split": split, "group": "g"})
-        (tmp_path / folder / f"{split}.jsonl").write_text(line + "\n")
+        write_rows(tmp_path / folder / f"{split}.jsonl", [{"text": split, "split": split, "group": "g"}])
     found = {}
     for subset in (None, "validation", "test"):
         data = DataConfig("natural_text", str(tmp_path), subset=subset, cache_dir=str(tmp_path / "cache"))
@@ -100,9 +97,8 @@ def record(arm, seed, effect, mixer="mamba1", margin=0.01):
     loss = 1 + seed / 50 + effect + 0.0005 * rng.standard_normal()
     nats = [100 * (loss + 0.0005 * rng.standard_normal()) for _ in range(GROUPS)]
     points = [{"group": g, "start": 1, "targets": 100, "nats": nats[g]} for g in range(GROUPS)]
-    beyond = [
-        point | {"start": 2048, "nats_zero": point["nats"] + 3, "nats_foreign": point["nats"] + 5} for point in points
-    ]
+    others = [{"nats_zero": each + 3, "nats_foreign": each + 5} for each in nats]
+    beyond = [point | {"start": 2048} | other for point, other in zip(points, others)]
     made = training("padded", seed, loss, config={"model": {"mixer": mixer}, **SCHEMES["padded"]})
     made["config"]["data"] = {**made["config"]["data"], "source": "natural_text"}
     curves = {f"{name}.by_group": points for name in ("perplexity", "perplexity_float32")}
@@ -111,8 +107,7 @@ def record(arm, seed, effect, mixer="mamba1", margin=0.01):
 
 
 def rows_of(records, name="verdicts-text"):
-    (table,) = (table for table in KINDS["training"].tables(records) if table.name == name)
-    return list(csv.DictReader(io.StringIO(write_table(table, "csv"))))
+    return made_records.rows_of(KINDS, records, name)
 
 
 def study(**changed):
@@ -161,13 +156,11 @@ def test_a_primary_that_did_not_run_counts_for_holm():
 
 def test_by_half_of_the_pilot_s_lower_bound_the_first_primary_is_open():
     """The registered margin is half of the pilot's mean; the page says what the other would give."""
-    with (FOLDER / "tables" / "harm-pilot.csv").open(encoding="utf-8") as file:
-        pilot = next(csv.DictReader(file))
+    pilot = read_rows((FOLDER / "tables" / "harm-pilot.csv").read_text(encoding="utf-8"))[0]
     harm = Estimate(*(float(pilot[f"harm{side}"]) for side in ("", "_low", "_high")), int(pilot["seeds"]))
     assert margin_from_pilot(harm) == pytest.approx(0.0024, abs=5e-5) == float(pilot["least"])
-    with (FOLDER / "tables" / "verdicts-text.csv").open(encoding="utf-8") as file:
-        rows = [row for row in csv.DictReader(file) if row["primary"].startswith("P1")]
-    for row in rows:
+    rows = read_rows((FOLDER / "tables" / "verdicts-text.csv").read_text(encoding="utf-8"))
+    for row in (row for row in rows if row["primary"].startswith("P1")):
         found = Estimate(*(float(row[f"difference{side}"]) for side in ("", "_low", "_high")), 16)
         assert (row["registered"], verdict(found, margin_from_pilot(harm))) == ("equivalent", "open")
 
@@ -270,8 +263,7 @@ def test_every_arm_of_a_registered_study_trains_and_is_compared(file, mixer, sam
 
 def test_only_long_documents_are_of_the_long_source(tmp_path):
     lines = [{"text": "é" * n, "split": split, "group": "g"} for split in ("train", "validation") for n in (2046, 2047)]
-    path = tmp_path / "text.jsonl"
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = write_rows(tmp_path / "text.jsonl", lines)
     data = DataConfig("natural_text_long", str(path), cache_dir=str(tmp_path / "cache"))
     corpora = load_corpora(data, progress=False)
     assert [side.lengths.tolist() for side in corpora[:2]] == [[4096], [4096]]

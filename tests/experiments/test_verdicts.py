@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import itertools
 import json
 import math
@@ -15,7 +13,7 @@ from configured import configured
 from experiments.verdicts import bench
 from experiments.verdicts.bench import Study, simulate, studies
 from experiments.verdicts.report import KINDS
-from made_records import table_files
+from made_records import read_rows, table_files
 from packmamba.lab.records import read_records
 
 pytestmark = pytest.mark.slow
@@ -30,9 +28,8 @@ def most(trials):
 
 
 def test_the_bench_makes_its_tables(tmp_path):
-    bench.run(
-        configured(bench.Config, {"trials": 2, "group_trials": 1, "seeds": [3]}), tmp_path / "records.jsonl", False
-    )
+    config = configured(bench.Config, {"trials": 2, "group_trials": 1, "seeds": [3]})
+    bench.run(config, tmp_path / "records.jsonl", False)
     made = table_files(read_records(tmp_path), KINDS)
     assert len(made["rates.csv"].splitlines()) == 1 + 3 * 2 * 3 + 2 * 2
     assert len(made["diverging.csv"].splitlines()) == 1 + 4
@@ -43,7 +40,7 @@ def test_committed_rates_are_at_most_5_percent():
     rates = table_files(read_records(FOLDER), KINDS)["rates.csv"]
     latest = {json.dumps(record["config"]): record["metrics"] for record in read_records(FOLDER)}
     trials = {metrics["wrong"]: metrics["trials"] for metrics in latest.values()}
-    for row in csv.DictReader(io.StringIO(rates)):
+    for row in read_rows(rates):
         for cell in itertools.product(("different", "equivalent"), SEEDS):
             share, low, high = (float(row["{}_{}".format(*cell) + end]) for end in ("", "_low", "_high"))
             assert low <= share <= high

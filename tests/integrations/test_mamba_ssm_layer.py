@@ -78,16 +78,13 @@ def alone(layer, x):
 def test_results_and_gradients_are_theirs(options):
     theirs, ours = both(**options)
     x = hidden()
-    for packed, expected in [
-        (ours(x), theirs(x)),
-        *((ours(x, **{n: v}), alone(theirs, x)) for n, v in BOUNDARIES.items()),
-    ]:
+    pairs = [(ours(x), theirs(x)), *((ours(x, **{n: v}), alone(theirs, x)) for n, v in BOUNDARIES.items())]
+    named = [theirs.get_parameter(name) for name, _ in ours.named_parameters()]
+    for packed, expected in pairs:
         assert relative_error(packed.detach(), expected.detach()) < 1e-13
         weights = torch.randn(packed.shape, dtype=packed.dtype)
         found = torch.autograd.grad((packed * weights).sum(), [x, *ours.parameters()])
-        wanted = torch.autograd.grad(
-            (expected * weights).sum(), [x, *(theirs.get_parameter(n) for n, _ in ours.named_parameters())]
-        )
+        wanted = torch.autograd.grad((expected * weights).sum(), [x, *named])
         assert all(relative_error(a, b) < 1e-12 for a, b in zip(found, wanted))
 
 

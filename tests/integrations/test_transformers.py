@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import os
 import pickle
 from unittest import mock
 
@@ -10,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402
@@ -60,9 +58,8 @@ def test_a_document_s_first_token_is_no_target(family, name):
     """Labels of every token give the loss of the documents alone, of which transformers never asks the first."""
     model, packed = both(family)
     tokens = random_tokens()[2:3]
-    alone = [
-        model(part, labels=part, num_items_in_batch=1).loss for part in tokens.split([5, 1, 8], 1) if part.shape[1] > 1
-    ]
+    parts = [part for part in tokens.split([5, 1, 8], 1) if part.shape[1] > 1]
+    alone = [model(part, labels=part, num_items_in_batch=1).loss for part in parts]
     given = {"labels": tokens, "position_ids": torch.cat([torch.arange(n) for n in (5, 1, 8)])[None]}
     if name == "shift_labels":
         given["shift_labels"] = tokens.roll(-1, dims=1)
@@ -250,10 +247,8 @@ def test_no_bit_crosses_a_boundary(family):
     model, packed = both(family)
     ones = {"attention_mask": torch.ones_like(tokens)}
     marks = [{name: batch[name]} for name in ("position_ids", "seq_idx", "cu_seq_lens_q")]
-    for changed, crosses, given in (
-        (model, True, marks[0]),
-        *((packed, False, m | o) for m in marks for o in ({}, ones)),
-    ):
+    cases = [(model, True, marks[0]), *((packed, False, mark | mask) for mark in marks for mask in ({}, ones))]
+    for changed, crosses, given in cases:
         first, second = (changed(ids, **given).logits[0, 5:] for ids in (tokens, other))
         assert torch.equal(first, second) is not crosses, given
         embedded = changed.get_input_embeddings()(tokens).detach().requires_grad_()

@@ -1,14 +1,12 @@
 """Caches of patched Hugging Face models, under each name that they have there, and generation; the oracle is the original."""
 
 import inspect
-import os
 import warnings
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402

@@ -2,12 +2,10 @@
 
 import copy
 import json
-import os
 
 import pytest
 import torch
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402
@@ -290,9 +288,8 @@ def test_fine_tuning_has_the_gradients_of_trl(family, tmp_path):
         def on_pre_optimizer_step(self, *arguments, model, **rest):
             theirs.update({name: p.grad.clone() for name, p in model.named_parameters()})
 
-    trainer = trl.SFTTrainer(
-        patch(model), settings, train_dataset=dataset, processing_class=tokenizer, callbacks=[Keep()]
-    )
+    given = {"train_dataset": dataset, "processing_class": tokenizer, "callbacks": [Keep()]}
+    trainer = trl.SFTTrainer(patch(model), settings, **given)
     trainer.train()
     assert len(dataset) == len(corpus) > len(trainer.train_dataset), "TRL packs, too"
     assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss), rel=1e-4)

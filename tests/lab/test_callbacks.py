@@ -14,11 +14,11 @@ from packmamba import MambaLM
 from packmamba.config import ConfigError
 from packmamba.data.tokenizer import load_tokenizer
 from packmamba.evaluation.registry import evaluate
-from packmamba.lab.callbacks import Stopped, evaluation_context
+from packmamba.lab.callbacks import evaluation_context
 from packmamba.lab.fit import fit
 from packmamba.lab.run_id import run_folder, run_id
 from packmamba.training.lit_module import PackedLitModule
-from runs import CARRY, final_state, losses_of, tiny_config
+from runs import CARRY, assert_same_training, final_state, stop_at, tiny_config
 
 AVERAGES = {
     "exponential": {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging", "init_args": {"decay": 0.6}},
@@ -38,8 +38,7 @@ def test_lightning_s_averages_of_weights_are_validated_and_saved_after_a_resume_
     plain = fit(tiny_config(tmp_path), progress=False)
     config = tiny_config(tmp_path)
     config.trainer.callbacks = [AVERAGES[kind]]
-    with pytest.raises(Stopped):
-        fit(config, progress=False, stop=lambda metrics: metrics.totals["steps"] == 4)
+    stop_at(config, step=4)
     record = fit(config, progress=False)
     assert len(steps) == 6 and record["curves"]["train"][-1]["loss"] == plain["curves"]["train"][-1]["loss"]
     weights = [0.4 * 0.6 ** (5 - i) if i else 0.6**5 for i in range(6)] if kind == "exponential" else [1 / 6] * 6
@@ -154,12 +153,7 @@ def test_the_training_is_the_same_to_the_bit(tmp_path, keys):
     plain = tiny_config(tmp_path, *keys)
     asked = tiny_config(tmp_path, *keys, *EVERY, f"runs_dir={tmp_path}/asked", "trainer.loggers=[csv]")
     expected, record = (fit(config, progress=False) for config in (plain, asked))
-    found = {name: points for name, points in losses_of(record).items() if name in expected["curves"]}
-    assert found == losses_of(expected)
-    a, b = final_state(asked), final_state(plain)
-    for name, value in b["state_dict"].items():
-        assert torch.equal(a["state_dict"][name], value), name
-    assert torch.equal(a["rng"]["torch"], b["rng"]["torch"]) and a["rng"]["python"] == b["rng"]["python"]
+    assert_same_training(asked, plain, record, expected)
     assert [point["step"] for point in record["curves"]["evaluations"]] == [2, 4, 6]
     assert own(record, 6) == {name: value for name, value in record["metrics"].items() if "." in name}
     assert {"parity.nats", "perplexity.loss_as_trained"} <= own(record, 2).keys() and own(record, 2) != own(record, 4)
@@ -172,8 +166,7 @@ def test_the_training_is_the_same_to_the_bit(tmp_path, keys):
 def test_points_are_the_model_s_and_a_stopped_run_has_the_same(tmp_path):
     whole = tiny_config(tmp_path, *LEAK, *EVERY, "trainer.checkpoint_every=1")
     stopped = tiny_config(tmp_path, *LEAK, *EVERY, "trainer.checkpoint_every=1", f"runs_dir={tmp_path}/stopped")
-    with pytest.raises(Stopped):
-        fit(stopped, progress=False, stop=lambda metrics: metrics.totals["steps"] == 4)
+    stop_at(stopped, step=4)
     state = final_state(stopped)["state_dict"]
     record = fit(whole, progress=False)
     model = MambaLM(vocab_size=256, d_model=8, n_layer=2, d_state=4)

@@ -13,14 +13,13 @@ from packmamba.data.sources.records import find_chat_template
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.evaluation.load import load_model
 from packmamba.lab import cli
-from packmamba.lab.callbacks import Stopped
 from packmamba.lab.fit import fit
 from packmamba.lab.records import read_records
 from packmamba.lab.run_id import run_folder
 from packmamba.training import PackedDataModule, PackedLitModule
-from packmamba.training.datamodule import StepDataset
 from processes import ROOT
-from runs import final_state, losses_of, write_config
+from runs import final_state, gradients_of_ranks, losses_of, stop_at, write_config
+from written import write_rows
 
 PAIRS = [{"prompt": f"{i} squared? ", "completion": str(i * i)} for i in range(30)]
 SIZES = {
@@ -30,9 +29,7 @@ SIZES = {
 
 
 def write_pairs(folder):
-    path = folder / "pairs.jsonl"
-    path.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
-    return path
+    return write_rows(folder / "pairs.jsonl", PAIRS)
 
 
 def write_checkpoint(folder, mixer="mamba1", format="state_spaces"):
@@ -86,31 +83,17 @@ def data_module(folder, **keys):
     return data
 
 
-def gradients(module, data, ranks):
-    """Sum the gradients of ranks, as all-reduce does; return the loss and the number of targets."""
-    module.zero_grad()
-    loss, targets = 0.0, set()
-    for rank in range(ranks):
-        step = StepDataset(data.schedule(ranks), rank)[0]
-        loss = loss + module.accumulate(step, torch.Tensor.backward)
-        targets.add(step.num_targets)
-    (num_targets,) = targets
-    return [parameter.grad.clone() for parameter in module.parameters()], loss, num_targets
-
-
 @pytest.mark.parametrize("mixer", SIZES)
 def test_packed_rows_of_ranks_give_the_gradient_of_pairs_alone(tmp_path, mixer):
     model = write_checkpoint(tmp_path / "checkpoint", mixer).double()
     module = PackedLitModule(model=model)
-    packed, loss, num_targets = gradients(module, data_module(tmp_path), ranks=1)
-    on_ranks, loss_of_ranks, _ = gradients(module, data_module(tmp_path), ranks=2)
-    alone, loss_alone, num_alone = gradients(module, data_module(tmp_path, strategy="single"), ranks=1)
-    assert num_targets == num_alone
-    torch.testing.assert_close(loss, loss_alone)
-    torch.testing.assert_close(loss, loss_of_ranks)
-    for one, two, three in zip(packed, on_ranks, alone, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
-        torch.testing.assert_close(one, three, rtol=1e-9, atol=1e-12)
+    packed, loss, num_targets = gradients_of_ranks(module, data_module(tmp_path), ranks=1, step=0)
+    for ranks, strategy in ((2, "greedy"), (1, "single")):
+        data = data_module(tmp_path, strategy=strategy)
+        gradients, other_loss, other_targets = gradients_of_ranks(module, data, ranks, step=0)
+        assert other_targets == num_targets
+        torch.testing.assert_close(loss, other_loss)
+        torch.testing.assert_close(packed, gradients, rtol=1e-9, atol=1e-12)
 
 
 def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
@@ -118,8 +101,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
     whole = configure(tmp_path, f"runs_dir={tmp_path}/whole")
     stopped = configure(tmp_path, "trainer.checkpoint_every=2")
     expected = fit(whole, progress=False)
-    with pytest.raises(Stopped):
-        fit(stopped, progress=False, stop=lambda metrics: len(metrics.train) == 3)
+    stop_at(stopped, step=3)
     record = fit(stopped, progress=False)
     assert losses_of(record) == losses_of(expected)
     assert record["metrics"]["started_from_checksum"] == expected["metrics"]["started_from_checksum"]
@@ -161,12 +143,8 @@ def test_evaluation_scores_answers_and_a_mixture_s_run_reads_what_it_is_told(tmp
     (own,) = read_records(run_folder(mixed) / "evaluation")
     assert own["corpus_hash"] == trained["corpus_hash"]
     (tmp_path / "other.txt").write_text("another text of a few words, " * 9)
-    words = [
-        "tasks=[perplexity]",
-        "data.source=text",
-        f"data.path={tmp_path}/other.txt",
-        f"output={tmp_path}/evaluated",
-    ]
+    words = ["tasks=[perplexity]", "data.source=text", f"data.path={tmp_path}/other.txt"]
+    words += [f"output={tmp_path}/evaluated"]
     assert not cli.main(["eval", str(run_folder(mixed)), *words], prog="run.py")
     (other,) = read_records(tmp_path / "evaluated")
     assert other["corpus_hash"] not in (evaluated["corpus_hash"], trained["corpus_hash"])
@@ -174,14 +152,12 @@ def test_evaluation_scores_answers_and_a_mixture_s_run_reads_what_it_is_told(tmp
 
 def test_a_chat_model_has_its_template(tmp_path):
     write_checkpoint(tmp_path / "checkpoint")
-    path = tmp_path / "chat.jsonl"
     chat = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "!"}] for i in range(30)]
-    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in chat))
+    path = write_rows(tmp_path / "chat.jsonl", [{"messages": messages} for messages in chat])
     config = configure(tmp_path, f"data.path={path}", "data.chat_template=chatml", "data.row_length=128")
     fit(config, progress=False)
-    assert find_chat_template(str(run_folder(config)), None) == find_chat_template("bytes", "chatml")[:1] + (
-        {"eos_token": "</s>"},
-    )
+    template, _ = find_chat_template("bytes", "chatml")
+    assert find_chat_template(str(run_folder(config)), None) == (template, {"eos_token": "</s>"})
 
 
 def test_another_tokenizer_of_equal_size_is_warned_of(tmp_path):

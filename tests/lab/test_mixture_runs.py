@@ -5,13 +5,11 @@ import json
 import pytest
 import torch
 
-from packmamba.lab.callbacks import Stopped
 from packmamba.lab.fit import fit
 from packmamba.lab.run_id import run_folder
 from packmamba.training import PackedDataModule, PackedLitModule
-from packmamba.training.datamodule import StepDataset
-from runs import final_state, losses_of, tiny_config
-from written import write_small_shards
+from runs import final_state, gradients_of_ranks, losses_of, stop_at, tiny_config
+from written import write_lines, write_small_shards
 
 LETTERS = {"a": "ab", "b": "cdefgh"}
 WEIGHTS = {"a": 3, "b": 1}
@@ -22,8 +20,8 @@ def write_sources(folder):
     entries = []
     for name, letters in LETTERS.items():
         texts = [(letters * 9)[i % 5 : 8 + i % 11] + str(i) for i in range(40)]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-        entries.append({"source": "jsonl", "path": f"{folder}/{name}.jsonl", "weight": WEIGHTS[name]})
+        path = write_lines(folder / f"{name}.jsonl", texts)
+        entries.append({"source": "jsonl", "path": str(path), "weight": WEIGHTS[name]})
     return entries
 
 
@@ -40,9 +38,8 @@ def test_a_run_says_the_loss_and_the_epochs_of_each_source(tmp_path):
     record = fit(config, progress=False)
     data = PackedDataModule.from_config(config, progress=False)
     validation, train = data.corpora.validation, data.corpora.train
-    targets = {
-        name: int((validation.lengths[validation.groups == part] - 1).sum()) for part, name in enumerate(LETTERS)
-    }
+    lengths = {name: validation.lengths[validation.groups == part] for part, name in enumerate(LETTERS)}
+    targets = {name: int((of - 1).sum()) for name, of in lengths.items()}
     last = record["curves"]["validation"][-1]
     mean = sum(last[f"loss.{name}"] * count for name, count in targets.items()) / sum(targets.values())
     assert last["loss.a"] != last["loss.b"] and mean == pytest.approx(last["loss"], rel=1e-6)
@@ -59,8 +56,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path, monkeypatch, streamed)
     whole = configure(tmp_path, f"runs_dir={tmp_path}/whole", streamed=streamed)
     stopped = configure(tmp_path, streamed=streamed)
     expected = fit(whole, progress=False)
-    with pytest.raises(Stopped):
-        fit(stopped, progress=False, stop=lambda metrics: len(metrics.train) == 3)
+    stop_at(stopped, step=3)
     assert losses_of(fit(stopped, progress=False)) == losses_of(expected)
     states = [final_state(config)["state_dict"] for config in (stopped, whole)]
     torch.testing.assert_close(*states, rtol=0, atol=0)
@@ -73,11 +69,5 @@ def test_two_ranks_have_the_gradient_of_one(tmp_path, monkeypatch, streamed):
     config = configure(tmp_path, streamed=streamed)
     data = PackedDataModule.from_config(config, progress=False)
     module = PackedLitModule.from_config(config, data.vocab_size).double()
-    gradients = []
-    for ranks in (1, 2):
-        module.zero_grad()
-        for rank in range(ranks):
-            module.accumulate(StepDataset(data.schedule(ranks), rank)[1], torch.Tensor.backward)
-        gradients.append([parameter.grad.clone() for parameter in module.parameters()])
-    for one, two in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)
+    one, two = (gradients_of_ranks(module, data, ranks, step=1)[0] for ranks in (1, 2))
+    torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-12)

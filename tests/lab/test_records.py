@@ -98,9 +98,8 @@ def test_the_commit_is_of_the_own_checkout(tmp_path, monkeypatch):
     assert commit() == (git("rev-parse", "HEAD"), False), "what runs write is no change of code"
     source.write_text("new")
     assert commit()[1] is True
-    monkeypatch.setattr(
-        records_module, "__file__", str(tmp_path / "site-packages" / "packmamba" / "lab" / "records.py")
-    )
+    installed = tmp_path / "site-packages" / "packmamba" / "lab" / "records.py"
+    monkeypatch.setattr(records_module, "__file__", str(installed))
     assert commit() == (None, None), "an installed package is not the repository it lies in"
     monkeypatch.setenv("PACKMAMBA_COMMIT", "0123abc-dirty")
     assert commit() == ("0123abc", True)

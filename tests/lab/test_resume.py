@@ -15,13 +15,13 @@ from torch.utils._pytree import tree_leaves
 import run
 from packmamba.config import ConfigError
 from packmamba.files import DiskFull
-from packmamba.lab.callbacks import CheckpointFile, Stopped, checkpoints, newest_checkpoint
+from packmamba.lab.callbacks import CheckpointFile, checkpoints, newest_checkpoint
 from packmamba.lab.fit import fit
 from packmamba.lab.records import read_records
 from packmamba.lab.run_id import run_folder
 from packmamba.training.lit_module import PackedLitModule
 from processes import ROOT, files_of_at_most, fork, kill
-from runs import CARRY, final_state, losses_of, tiny_config, write_config
+from runs import CARRY, final_state, losses_of, stop_at, tiny_config, write_config
 
 KEYS = ["trainer.max_steps=12", "trainer.validate_every=5", "trainer.checkpoint_every=3", "trainer.threads=1",
         "trainer.loggers=[]",
@@ -157,8 +157,7 @@ def test_a_second_ctrl_c_interrupts_at_once(tmp_path, monkeypatch):
 
 def test_a_run_does_not_go_on_with_other_documents(tmp_path):
     config = tiny_config(tmp_path)
-    with pytest.raises(Stopped):
-        fit(config, progress=False, stop=lambda metrics: metrics.totals["steps"] == 2)
+    stop_at(config, step=2)
     with open(config.data.path, "a") as documents:
         documents.write('{"text": "abcd"}\n')
     with pytest.raises(ConfigError, match="^data: "):

@@ -15,6 +15,7 @@ from models import (
     build,
     error,
     every_config,
+    every_layer,
     flat,
     gradients,
     random_states,
@@ -22,7 +23,7 @@ from models import (
     slots,
     summed_loss,
 )
-from packmamba import PackedMamba, PackedMamba2, PackedMamba3, SequenceLayout
+from packmamba import SequenceLayout
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.scan import ScanArguments
 
@@ -86,9 +87,9 @@ def test_a_poisoned_document_changes_no_bit_of_another(config, given, dtype):
                     assert all(torch.equal(result[s], value[s]) for result, value in zip(results, before))
 
 
-@pytest.mark.parametrize("kind", [PackedMamba, PackedMamba2, PackedMamba3])
-def test_nan_in_padding_reaches_no_gradient_of_a_layer(kind):
-    layer, real = kind(8, **{} if kind is PackedMamba else {"headdim": 8}), (LAYOUT.documents >= 0)[..., None]
+@every_layer
+def test_nan_in_padding_reaches_no_gradient_of_a_layer(make):
+    layer, real = make(8), (LAYOUT.documents >= 0)[..., None]
     hidden, found = torch.randn(*LAYOUT.shape, 8), []
     for filler in (0.0, float("nan"), float("inf")):
         x = torch.where(real, hidden, filler).requires_grad_()
@@ -107,10 +108,8 @@ def carried(model, earlier, finals, later):
     last_of_row = {row: s for s, row in enumerate(earlier.rows.tolist())}
     pieces = zip(later.rows.tolist(), later.continues.tolist())
     picks = torch.tensor([last_of_row[row] + 1 if goes_on else 0 for row, goes_on in pieces], dtype=torch.long)
-    return [
-        tuple(torch.cat([fresh, end])[picks] for fresh, end in zip(*pairs))
-        for pairs in zip(model.start_states(1), finals)
-    ]
+    layers = zip(model.start_states(1), finals)
+    return [tuple(torch.cat([fresh, end])[picks] for fresh, end in zip(*pairs)) for pairs in layers]
 
 
 def run_whole_and_cut(model, tokens, begun, cut, detach=False):
@@ -234,10 +233,10 @@ def test_detaching_the_carried_states_changes_only_the_gradient():
     assert error(truncated, expected) > 1e-4
 
 
-@pytest.mark.parametrize("kind", [PackedMamba, PackedMamba2, PackedMamba3])
-def test_a_layer_refuses_states_of_other_shapes_and_dtypes(kind):
+@every_layer
+def test_a_layer_refuses_states_of_other_shapes_and_dtypes(make):
     """Kernels trust the layer: a state of too few documents would be read past its end."""
-    layer = kind(16, d_state=8, **{} if kind is PackedMamba else {"headdim": 8})
+    layer = make(16, d_state=8)
     hidden = torch.randn(1, 6, 16)
     layout = SequenceLayout.from_lengths([[2, 4]], row_length=6)
     states = layer.start_state(2)

@@ -1,7 +1,6 @@
 """Published checkpoints: Hugging Face's own model as the reference, state-spaces' folder by hand."""
 
 import json
-import os
 import sys
 
 import pytest
@@ -14,7 +13,6 @@ from hugging_face import plain_torch  # noqa: F401
 from models import LAYOUT, build, error, gradients, random_tokens, slots, summed_loss
 from packmamba import MambaLM
 
-os.environ["HF_HUB_OFFLINE"] = "1"
 transformers = pytest.importorskip("transformers")
 
 HUGGING_FACE = hugging_face.CONFIGS | {"epsilon": {"layer_norm_epsilon": 0.1}}
@@ -90,9 +88,8 @@ def test_a_name_that_cannot_be_downloaded(installed, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if not installed:
         monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(
-        FileNotFoundError, match="got 's/mamba' " if installed else "pip install huggingface_hub"
-    ) as caught:
+    message = "got 's/mamba' " if installed else "pip install huggingface_hub"
+    with pytest.raises(FileNotFoundError, match=message) as caught:
         MambaLM.from_pretrained("s/mamba")
     assert "\n" not in str(caught.value)
 
@@ -187,38 +184,26 @@ def weights(change):
 
 
 REFUSALS = {
-    "no configuration": (lambda folder: (folder / "config.json").unlink(), FileNotFoundError, "config.json"),
-    "bad JSON": (lambda folder: (folder / "config.json").write_text('{"d_model": 8,'), ValueError, "config.json"),
-    "Mamba-4": (
-        config(ssm_cfg={"layer": "Mamba4"}),
-        ValueError,
-        "ssm_cfg.layer: expected 'Mamba1' or 'Mamba2'.*, got 'Mamba4'",
-    ),
-    "attention": (config(attn_layer_idx=[1]), ValueError, "attn_layer_idx"),
-    "unknown option": (config(ssm_cfg={"headdim": 64}), ValueError, "ssm_cfg: unknown keys headdim"),
-    "no weights": (lambda folder: (folder / "pytorch_model.bin").unlink(), FileNotFoundError, "model.safetensors"),
-    "LFS pointer": (lambda folder: (folder / "pytorch_model.bin").write_text("version"), ValueError, "file of weights"),
-    "missing tensor": (weights(lambda given: given.pop(A_LOG)), ValueError, f"{A_LOG}': expected shape .*, got none"),
-    "unknown tensor": (
-        weights(lambda given: given.update(extra=torch.ones(1))),
-        ValueError,
-        "extra': expected no such weight",
-    ),
-    "wrong shape": (weights(lambda given: given.update({A_LOG: given[A_LOG][:, :3]})), ValueError, A_LOG),
-    "another head": (
-        weights(lambda given: given.update({"lm_head.weight": given["lm_head.weight"] + 1})),
-        ValueError,
-        "head",
-    ),
+    "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json"),
+    "bad JSON": (lambda folder: (folder / "config.json").write_text('{"d_model": 8,'), "config.json"),
+    "Mamba-4": (config(ssm_cfg={"layer": "Mamba4"}), "ssm_cfg.layer: expected 'Mamba1' or 'Mamba2'.*, got 'Mamba4'"),
+    "attention": (config(attn_layer_idx=[1]), "attn_layer_idx"),
+    "unknown option": (config(ssm_cfg={"headdim": 64}), "ssm_cfg: unknown keys headdim"),
+    "no weights": (lambda folder: (folder / "pytorch_model.bin").unlink(), "model.safetensors"),
+    "LFS pointer": (lambda folder: (folder / "pytorch_model.bin").write_text("version"), "file of weights"),
+    "missing tensor": (weights(lambda given: given.pop(A_LOG)), f"{A_LOG}': expected shape .*, got none"),
+    "unknown tensor": (weights(lambda given: given.update(extra=torch.ones(1))), "extra': expected no such weight"),
+    "wrong shape": (weights(lambda given: given.update({A_LOG: given[A_LOG][:, :3]})), A_LOG),
+    "another head": (weights(lambda given: given.update({"lm_head.weight": given["lm_head.weight"] + 1})), "head"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSALS)
 def test_errors_name_the_file_and_the_key(tmp_path, name):
     save_state_spaces(tmp_path, state_spaces_weights())
-    spoil, kind, message = REFUSALS[name]
+    spoil, message = REFUSALS[name]
     spoil(tmp_path)
-    with pytest.raises(kind, match=message):
+    with pytest.raises(FileNotFoundError if name.startswith("no ") else ValueError, match=message):
         MambaLM.from_pretrained(str(tmp_path))
 
 

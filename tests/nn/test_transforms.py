@@ -8,25 +8,17 @@ from torch import nn
 from torch.export import Dim, export
 from torch.func import functional_call, grad, vmap
 
-from packmamba import MambaLM, PackedMamba, PackedMamba2, PackedMamba3, SequenceLayout, ops
+from models import every_layer, one_mixer_slowly
+from packmamba import MambaLM, SequenceLayout, ops
 from packmamba.nn.loss import linear_cross_entropy
 
 FREE = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 FREE_COUNT = {0: Dim.DYNAMIC}
 MIXERS = {"mamba1": {}} | {name: {"mixer": name, "headdim": 8} for name in ("mamba2", "mamba3")}
-LAYERS = {
-    "mamba1": PackedMamba,
-    "mamba2": lambda *sizes, **keys: PackedMamba2(*sizes, headdim=8, **keys),
-    "mamba3": lambda *sizes, **keys: PackedMamba3(*sizes, headdim=8, **keys),
-}
 # Rows of lengths and the length of a row: other shapes than the exported one; the last has padding and continuations.
 BATCHES = [([[3, 1, 5]], 9), ([[9]], 9), ([[1, 64], [65]], 65), ([[2, 5], [7], [1]], 8)]
 
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)
-one_mixer_slowly = pytest.mark.parametrize(
-    "mixer", ["mamba1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "mamba3"))]
-)
-every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
 every_mode = pytest.mark.parametrize(
     "strict", [pytest.param(False, id="non-strict"), pytest.param(True, id="strict", marks=pytest.mark.slow)]
 )
@@ -141,9 +133,8 @@ def test_transforms_over_compiled_operators_are_refused_in_a_sentence(make, tran
     x = torch.randn(3, 2, 9, 16)
     call = {"vmap": lambda: vmap(layer)(x), "grad": lambda: grad(loss)(parameters, x[0])}
     call["vmap of grad"] = lambda: vmap(grad(loss), (None, 0))(parameters, x)
-    with pytest.raises(
-        RuntimeError, match="^(mamba_inner|conv1d_pack|ssm_pack): expected .*backend='reference'"
-    ) as caught:
+    message = "^(mamba_inner|conv1d_pack|ssm_pack): expected .*backend='reference'"
+    with pytest.raises(RuntimeError, match=message) as caught:
         call[transform]()
     assert "\n" not in str(caught.value)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from operators import OPERATORS, PER_TOKEN, device_of, dtypes_of, every_backend, random_case
+from operators import OPERATORS, PER_TOKEN, device_of, dtypes_of, every_backend, every_operator, random_case
 from packmamba import SequenceLayout, ops
 from packmamba.ops.checks import accumulation_dtype
 
@@ -86,9 +86,6 @@ def test_errors_name_the_argument(operator, name, change, error):
     good = arguments(operator)
     with pytest.raises(error, match=f"^{name}: "):
         getattr(ops, operator)(**good | {name: change(good.get(name))})
-
-
-every_operator = pytest.mark.parametrize("operator", OPERATORS)
 
 
 @every_backend

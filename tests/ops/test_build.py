@@ -26,9 +26,8 @@ assert "torch._dynamo" not in sys.modules, "the compiler takes seconds to import
 def run_python(code, cwd, path=None, **env):
     """A fresh interpreter outside the checkout; what it printed, both streams together."""
     env = os.environ | {"PYTHONPATH": str(path or ROOT)} | env
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run([sys.executable, "-c", code], cwd=cwd, env=env, **streams)
     assert done.returncode == 0, done.stdout
     return done.stdout
 
@@ -70,9 +69,8 @@ def build_small(kernels):
 @pytest.mark.slow
 def test_eight_processes_build_once(small_kernels, tmp_path):
     counting = tmp_path / "compiler"
-    counting.write_text(
-        f'#!/bin/sh\ncase "$*" in *" -c "*) echo x >> "{tmp_path}/count"; sleep 0.3;; esac\nexec g++ "$@"\n'
-    )
+    note = f'case "$*" in *" -c "*) echo x >> "{tmp_path}/count"; sleep 0.3;; esac'
+    counting.write_text(f'#!/bin/sh\n{note}\nexec g++ "$@"\n')
     counting.chmod(0o755)
     environment = {"CXX": str(counting), "PACKMAMBA_CACHE": str(tmp_path / "cache")}
     outputs = [tmp_path / f"output{i}.txt" for i in range(8)]

@@ -8,9 +8,9 @@ from operators import (
     LONG,
     PER_TOKEN,
     TOLERANCES,
-    Case,
     assert_padding_is_unseen,
     assert_poison_stays,
+    assert_results,
     random_case,
     relative_error,
 )
@@ -30,14 +30,8 @@ def tuned_case(layout, channels=64, dtype=torch.bfloat16, **options):
 
 def assert_parity(case, dtype):
     """Against the vectorised reference in float64, which the parity suite holds against the loops."""
-    tensors = {name: tensor.double() for name, tensor in case.tensors.items()}
-    grad_final = None if case.grad_final is None else case.grad_final.double()
-    wide = Case(case.operator, case.layout, tensors, case.options, case.grad_y.double(), grad_final)
-    results = case.run("cuda")
-    expected = {name: value.cpu() for name, value in wide.run("reference").items()}
-    errors = {name: relative_error(results[name], value) for name, value in expected.items()}
-    for name, error in errors.items():
-        assert error <= TOLERANCES[dtype][name.startswith("grad")], (name, error)
+    expected = case.in_float64("cuda").run("reference")
+    assert_results(case, "cuda", dtype, {name: value.cpu() for name, value in expected.items()})
 
 
 @pytest.fixture

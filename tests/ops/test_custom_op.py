@@ -5,10 +5,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounter
 
-from operators import AWKWARD, OPERATORS, SPECIFICATIONS, random_case
-from packmamba import PackedMamba, PackedMamba2, PackedMamba3, SequenceLayout, ops
-
-every_operator = pytest.mark.parametrize("operator", OPERATORS)
+from models import LAYERS, one_mixer_slowly
+from operators import AWKWARD, SPECIFICATIONS, every_operator, random_case
+from packmamba import SequenceLayout, ops
 
 
 def arguments_of(case):
@@ -27,9 +26,8 @@ def arguments_of(case):
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "optional"])
 @pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)])
 def test_opcheck(operator, device, optional, dtype):
-    case = random_case(
-        operator, AWKWARD["splits"], dtype, device, optional=optional, states=optional, parameter_dtype=torch.float32
-    )
+    given = {"optional": optional, "states": optional, "parameter_dtype": torch.float32}
+    case = random_case(operator, AWKWARD["splits"], dtype, device, **given)
     torch.library.opcheck(getattr(torch.ops.packmamba, operator).default, arguments_of(case))
 
 
@@ -43,17 +41,10 @@ def random_layouts(count, rows, row_length):
         yield SequenceLayout.from_lengths(lengths, row_length=row_length)
 
 
-@pytest.mark.parametrize(
-    "mixer",
-    [
-        pytest.param(PackedMamba, id="mamba1"),
-        pytest.param(lambda **sizes: PackedMamba2(**sizes, headdim=8), id="mamba2", marks=pytest.mark.slow),
-        pytest.param(lambda **sizes: PackedMamba3(**sizes, headdim=8), id="mamba3", marks=pytest.mark.slow),
-    ],
-)
+@one_mixer_slowly
 def test_one_graph_for_a_hundred_layouts(mixer):
     torch.manual_seed(0)
-    layer = mixer(d_model=16, d_state=4)
+    layer = LAYERS[mixer](d_model=16, d_state=4)
     graphs = CompileCounter()
     torch._dynamo.reset()
     fast = torch.compile(layer, backend=graphs, fullgraph=True)

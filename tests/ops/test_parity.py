@@ -12,20 +12,20 @@ from operators import (
     AWKWARD,
     BACKENDS,
     LONG,
-    OPERATORS,
     PER_TOKEN,
     TOLERANCES,
     assert_padding_is_unseen,
     assert_poison_stays,
+    assert_results,
     device_of,
     documents_of,
     dtypes_of,
     every_backend,
+    every_operator,
     layouts,
     on,
     random_case,
     relative_error,
-    tolerance,
 )
 from packmamba import SequenceLayout, ops
 
@@ -33,7 +33,6 @@ from packmamba import SequenceLayout, ops
 CUTS = {"reference": 192, "cpu": 192, "cuda": 2048}
 LAYOUTS = AWKWARD | {"long": LONG}
 SMALL = SequenceLayout.from_lengths([[1, 3], [4], []], row_length=5, offsets=[[5, 0], [0], []])
-every_operator = pytest.mark.parametrize("operator", OPERATORS)
 backend_and_dtype = pytest.mark.parametrize(
     ("backend", "dtype"), [on(b, d, id=f"{b}-{str(d).removeprefix('torch.')}") for b in BACKENDS for d in dtypes_of(b)]
 )
@@ -47,15 +46,7 @@ def specified(operator, layout, dtype, **options):
 
 def assert_all_parity(operator, layout, dtype, backend, **options):
     case = random_case(operator, LAYOUTS[layout], dtype, device_of(backend), **options)
-    assert_parity(case, backend, dtype, specified(operator, layout, dtype, **options))
-
-
-def assert_parity(case, backend, dtype, expected=None):
-    results, expected = case.run(backend), expected or case.specification()
-    assert results.keys() == expected.keys()
-    for name, value in expected.items():
-        rounded = torch.float32 if dtype == torch.float64 and results[name].dtype == torch.float32 else dtype
-        assert relative_error(results[name], value) <= tolerance(case.operator, rounded, name.startswith("grad")), name
+    assert_results(case, backend, dtype, specified(operator, layout, dtype, **options))
 
 
 @every_operator
@@ -99,19 +90,17 @@ def test_many_random_layouts(operator, backend, data):
 
 def assert_parity_of_any_layout(operator, backend, data):
     dtype = torch.float32 if backend == "cuda" else torch.float64
-    case = random_case(
-        operator,
-        data.draw(layouts().filter(lambda layout: layout.num_documents)),
-        dtype,
-        device_of(backend),
-        channels=data.draw(st.integers(1, 40)),
-        seed=data.draw(st.integers(0, 99)),
-        optional=data.draw(st.booleans()),
-        states=data.draw(st.booleans()),
-        d_state=data.draw(st.sampled_from([1, 3, 16])),
-        width=data.draw(st.integers(2, 4)),
-    )
-    assert_parity(case, backend, dtype)
+    layout = data.draw(layouts().filter(lambda layout: layout.num_documents))
+    options = {
+        "channels": st.integers(1, 40),
+        "seed": st.integers(0, 99),
+        "optional": st.booleans(),
+        "states": st.booleans(),
+        "d_state": st.sampled_from([1, 3, 16]),
+        "width": st.integers(2, 4),
+    }
+    case = random_case(operator, layout, dtype, device_of(backend), **data.draw(st.fixed_dictionaries(options)))
+    assert_results(case, backend, dtype, case.specification())
 
 
 @pytest.mark.slow
@@ -123,11 +112,10 @@ def test_long_documents(operator, backend):
 
 @backend_and_dtype
 def test_float32_convolution_parameters_beside_any_activations(backend, dtype):
-    case = random_case(
-        "conv1d_pack", AWKWARD["splits"], dtype, device_of(backend), parameter_dtype=torch.float32, width=3
-    )
+    layout, wide = AWKWARD["splits"], torch.float32
+    case = random_case("conv1d_pack", layout, dtype, device_of(backend), parameter_dtype=wide, width=3)
     assert case.run(backend)["final_state"].dtype == torch.float32
-    assert_parity(case, backend, dtype)
+    assert_results(case, backend, dtype, case.specification())
 
 
 @every_operator
@@ -284,10 +272,9 @@ def test_step_sizes_may_be_float32_beside_narrower_activations(backend, dtype, o
     case = random_case("ssd_pack", AWKWARD["chunk-edges"], dtype, device_of(backend), optional=optional)
     rounded = case.tensors["delta"]
     case.tensors["delta"] = rounded.float() * (1 + 1e-3 * torch.rand_like(rounded.float()))
-    results, expected = case.run(backend), case.specification()
-    assert results["grad delta"].dtype == torch.float32
-    for name, value in expected.items():
-        assert relative_error(results[name], value) <= tolerance("ssd_pack", dtype, name.startswith("grad")), name
+    expected = case.specification()
+    assert_results(case, backend, dtype, expected)
+    assert case.run(backend)["grad delta"].dtype == torch.float32
     case.tensors["delta"] = rounded
     assert relative_error(case.run(backend)["final_state"], expected["final_state"]) > 1e-5
 

@@ -54,9 +54,8 @@ def device(monkeypatch):
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: device.capturing, raising=False)
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=1 << 20)
     real = torch.cuda.get_device_properties  # the compiler asks for a GPU's, where there is one, and keeps them
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda of=None: properties if str(of) == "cpu" else real(of)
-    )
+    of_device = lambda of=None: properties if str(of) == "cpu" else real(of)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", of_device)
     monkeypatch.setitem(custom_op.KERNELS, "cpu", custom_op.KERNELS["cuda"])
     return device
 

@@ -6,15 +6,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 
-from operators import (
-    PER_TOKEN,
-    Case,
-    assert_padding_is_unseen,
-    assert_poison_stays,
-    random_case,
-    relative_error,
-    tolerance,
-)
+from operators import PER_TOKEN, assert_padding_is_unseen, assert_poison_stays, assert_results, random_case
 from packmamba import SequenceLayout, ops
 from packmamba.training.cuda_graphs import ABSENT
 
@@ -44,13 +36,7 @@ TILES += [(SIZES[4], torch.float32)]
 
 def assert_parity(case, dtype):
     """Against the CPU's kernels in float64, which the parity suite holds against the loops."""
-    tensors = {name: tensor.cpu().double() for name, tensor in case.tensors.items()}
-    grad_final = None if case.grad_final is None else case.grad_final.cpu().double()
-    wide = Case(case.operator, case.layout.to("cpu"), tensors, case.options, case.grad_y.cpu().double(), grad_final)
-    results = case.run("cuda")
-    for name, value in wide.run("cpu").items():
-        error = relative_error(results[name], value)
-        assert error <= tolerance(case.operator, dtype, name.startswith("grad")), (name, error)
+    assert_results(case, "cuda", dtype, case.in_float64("cpu").run("cpu"))
 
 
 @pytest.mark.parametrize("optional", [False, True], ids=["plain", "optional"])

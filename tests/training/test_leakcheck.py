@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 
 import numpy as np
@@ -16,7 +15,7 @@ from packmamba.data.batch import PackedBatch
 from packmamba.errors import UserError
 from packmamba.isolation.batch import check_packed, cut_rows
 from packmamba.lab import cli
-from packmamba.lab.callbacks import Stopped, why_unchecked
+from packmamba.lab.callbacks import why_unchecked
 from packmamba.lab.fit import fit
 from packmamba.lab.records import read_records
 from packmamba.lab.run_id import run_folder
@@ -25,7 +24,8 @@ from packmamba.testing import Found, LightningLeakCheck
 from packmamba.training.boundary import BOUNDARIES, Boundary, Leak, Reset
 from packmamba.training.datamodule import PackedDataModule, StepDataset
 from processes import fork_ranks, statuses
-from runs import CARRY, final_state, losses_of, tiny_config, write_config
+from runs import CARRY, final_state, losses_of, stop_at, tiny_config, write_config
+from written import write_lines
 
 LEAKY = ["model.mixer=leaky", "plugins=[leaky]"]
 ROWS = {  # document lengths, keys, and whether micro-batches of the first steps have documents side by side
@@ -38,9 +38,7 @@ ROWS = {  # document lengths, keys, and whether micro-batches of the first steps
 def of_lengths(folder, lengths, *keys):
     """A tiny run on documents of these lengths, in rows of 24."""
     rng = np.random.default_rng(0)
-    path = folder / "lengths.jsonl"
-    texts = ["".join(rng.choice(list("abcdefgh"), n)) for n in lengths]
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    path = write_lines(folder / "lengths.jsonl", ["".join(rng.choice(list("abcdefgh"), n)) for n in lengths])
     return tiny_config(folder, f"data.path={path}", *keys)
 
 
@@ -160,8 +158,7 @@ def test_an_error_of_the_check_is_said_and_ends_no_training(tmp_path, monkeypatc
 def test_a_resumed_run_is_checked_if_it_was_not_before(tmp_path, checked, lengths, expected):
     config = of_lengths(tmp_path, lengths, "seed=5", "trainer.checkpoint_every=1")
     for steps in (1, 4):
-        with pytest.raises(Stopped):
-            fit(config, progress=False, stop=lambda metrics, steps=steps: metrics.totals["steps"] == steps)
+        stop_at(config, steps)
     assert checked == expected
     assert fit(config, progress=False)["leakcheck"] == f"checked at step {expected[0] + 1}"
     assert checked == expected

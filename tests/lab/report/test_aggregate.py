@@ -1,7 +1,5 @@
 """Arms, baselines, paired differences and speeds of invented records."""
 
-import json
-
 import numpy as np
 import pandas as pd
 import pytest
@@ -10,6 +8,7 @@ from made_records import table, table_files, throughput, training
 from packmamba.lab.records import append_record, read_records, write_sweep
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, item_difference
+from written import write_rows
 
 
 def rows_of(records, name="training"):
@@ -110,12 +109,9 @@ def test_speeds_come_from_the_timing_that_holds_most_arms():
 
 def test_items_are_paired_by_what_they_are_and_by_group(tmp_path):
     def documents(name, *nats, **more):
-        items = [
-            {"document": i, "targets": 2 + i, "nats": n} | {k: v[i] for k, v in more.items()}
-            for i, n in enumerate(nats)
-        ]
-        (tmp_path / name).write_text("".join(json.dumps(item) + "\n" for item in items))
-        return tmp_path / name
+        own = [{key: values[i] for key, values in more.items()} for i in range(len(nats))]
+        items = [{"document": i, "targets": 2 + i, "nats": n} | own[i] for i, n in enumerate(nats)]
+        return write_rows(tmp_path / name, items)
 
     def minus(ours, theirs, metric="loss"):
         return item_difference(*(Arm("", (), pd.DataFrame({"items": side})) for side in (ours, theirs)), metric)

@@ -38,11 +38,10 @@ def test_diverged_and_missing_seeds_are_counted():
 
 
 def test_differences_are_paired_by_position_too():
-    records = [
-        training(arm, seed, 2.0 + seed + 0.25 * (arm == "packed-leak") * (1 + seed), val_loss_start=3.0 + seed)
-        for arm in ("padded", "packed-leak")
-        for seed in range(3)
-    ]
+    records = []
+    for seed in range(3):
+        losses = {"padded": 2.0 + seed, "packed-leak": 2.25 + 1.25 * seed}
+        records += [training(arm, seed, loss, val_loss_start=3.0 + seed) for arm, loss in losses.items()]
     (row,) = table(records, "differences")
     half = 4.303 * 0.25 / np.sqrt(3)
     assert (row["arm"], row["baseline"], row["pairs"]) == ("packed-leak", "padded", "3")
@@ -88,11 +87,8 @@ def evaluation(name, options, arm="mine", seed=0, curves=None, time="2030-01-01T
 
 
 def test_each_evaluation_of_models_has_a_table():
-    records = [
-        evaluation("perplexity", {}, loss=1.5),
-        evaluation("positions", {"window": 64}, loss_1=2.0),
-        evaluation("positions", {"window": 128}, loss_1=3.0),
-    ]
+    records = [evaluation("perplexity", {}, loss=1.5)]
+    records += [evaluation("positions", {"window": size}, loss_1=loss) for size, loss in ((64, 2.0), (128, 3.0))]
     (section,) = build_sections(records, figures=False)
     assert {made.name: (made.title, made.rows[0][2].text) for made in section.tables} == {
         "evaluation-perplexity": ("Evaluation: perplexity", "1.5000"),
