@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -49,18 +49,13 @@ def _config(run: Any, key: str, absent: Any = None) -> Any:
     return absent if value is None or value is pd.NA else value
 
 
-def streams_per_row(run: Any) -> float:
-    """Streams for each row of a step; 0 where rows do not go on."""
-    if _config(run, "data.strategy") != "concat_split":
-        return 0
-    return _config(run, "data.streams") * _config(run, "data.row_length") / _config(run, "data.tokens_per_step")
-
-
 def name_of(run: Any) -> str:
     """Name an arm's scheme from its configuration."""
-    boundary, pool = _config(run, "trainer.boundary"), streams_per_row(run)
-    if not pool:
+    if _config(run, "data.strategy") != "concat_split":
         return "whole"
+    boundary = _config(run, "trainer.boundary")
+    # Streams for each row of a step.
+    pool = _config(run, "data.streams") * _config(run, "data.row_length") / _config(run, "data.tokens_per_step")
     if _config(run, "data.stagger", False) and not _config(run, "data.shuffle_steps"):
         control = _config(run, "data.max_tokens_per_batch") < _config(run, "data.tokens_per_step")
         place = "" if pool >= 32 else f", {pool:g} streams a row" if pool > 1 else ", plain streams"
@@ -99,6 +94,7 @@ class Arm:
     runs: pd.DataFrame
     points: ClassVar[Any] = aggregate.Arm.points
     __getitem__: ClassVar[Any] = aggregate.Arm.__getitem__
+    diverged: ClassVar[Any] = aggregate.Arm.diverged
 
     @property
     def expected(self) -> set[int]:
@@ -107,21 +103,14 @@ class Arm:
         wanted = (seed for seeds in said for seed in seeds if (seed >= TUNING) == self.setting.tuning)
         return {*self.runs.index, *wanted}
 
-    @property
-    def diverged(self) -> set[int]:
-        return set(self.runs.index[self.runs["val_loss"].isna()])
-
     @functools.cached_property
     def places(self) -> pd.DataFrame:
         """Return nats and targets by seed, package and start of places, of the seeds that did not diverge."""
         points = replace(self, runs=self.runs[self.runs["val_loss"].notna()]).points("perplexity.by_group")
         return points if len(points) else pd.DataFrame([], columns=["seed", "group", "start", "nats", "targets"])
 
-    @functools.cached_property
-    def losses(self) -> Callable[[float, float], tuple[pd.DataFrame, pd.Series]]:
-        return functools.cache(self._losses)
-
-    def _losses(self, low: float, high: float) -> tuple[pd.DataFrame, pd.Series]:
+    @functools.cache
+    def losses(self, low: float, high: float) -> tuple[pd.DataFrame, pd.Series]:
         """Sum nats (seeds, packages) at places from low up to high, and targets (packages,)."""
         here = self.places[self.places["start"].between(low, high, inclusive="left")]
         here = of_finite_runs(here, "nats")
@@ -132,8 +121,8 @@ class Arm:
 Settings = dict[Setting, dict[str, Arm]]
 
 
-def arms(records: Sequence[Record]) -> list[Arm]:
-    """All arms that were trained, those of one setting one after another; of a repeated run the latest."""
+def arms_by_setting(records: Sequence[Record]) -> Settings:
+    """All arms that were trained, by setting and name; of a repeated run the latest."""
     runs = frame(records, "training")
     runs["tried"] = runs["arm"].str.contains(" lr=", regex=False)
     runs["arm"] = [name_of(run) for _, run in runs.iterrows()]
@@ -146,17 +135,11 @@ def arms(records: Sequence[Record]) -> list[Arm]:
     runs["tuning"] = runs["seed"] >= TUNING
     runs["after"] = runs.get("config.trainer.init_from", pd.Series(None, runs.index)).notna()
     keys = ["T", "budget", "config.model.d_model", "config.optimizer.lr", "staggered", "after", "tuning", "tried"]
-    found = []
+    settings: Settings = {}
     for (T, tokens, width, lr, *marks, name), group in runs.groupby([*keys, "arm"], sort=True):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
-        found.append(Arm(name, Setting(int(T), int(tokens), int(width), float(lr), *map(bool, marks)), latest))
-    return found
-
-
-def by_setting(found: Iterable[Arm]) -> Settings:
-    settings: Settings = {}
-    for arm in found:
-        settings.setdefault(arm.setting, {})[arm.name] = arm
+        setting = Setting(int(T), int(tokens), int(width), float(lr), *map(bool, marks))
+        settings.setdefault(setting, {})[name] = Arm(name, setting, latest)
     return settings
 
 
@@ -209,7 +192,7 @@ LEAST, MOST = 5, 16  # powers of two between which places are drawn: before them
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw the difference from zero against the place in the document over T, at the two T with most seeds and shuffled rows."""
-    shown = [(s, here) for s, here in by_setting(arms(records)).items() if not s.tuning and _pairs(here) > 1]
+    shown = [(s, here) for s, here in arms_by_setting(records).items() if not s.tuning and _pairs(here) > 1]
     shown.sort(key=lambda one: ("shuffled" not in one[1], one[0].after, -_pairs(one[1])))
     settings = list({s.T: (s, here) for s, here in reversed(shown)}.values())[::-1][:2]
     if not settings:
@@ -252,7 +235,7 @@ def _pairs(here: dict[str, Arm], name: str = "own", other: str = "zero") -> int:
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw a leak's effect in post-training on the loss by position in the document."""
-    known = by_setting(arms(records)).items()
+    known = arms_by_setting(records).items()
     settings = {s: here for s, here in known if s.after and not s.tuning and _pairs(here, "leak", "rows") > 1}
     if not settings:
         return []
@@ -315,7 +298,7 @@ LEAK = tuple((name, name, "rows") for name in (*list(LEAKS.values())[1:], "learn
 
 def starts_tables(records: Sequence[Record]) -> list[Table]:
     """Primary outcomes, the ladder, order, leaks, context gain, and the arms; ``records`` are of one corpus."""
-    settings = by_setting(arms(records))
+    settings = arms_by_setting(records)
     tables = [
         _primary(settings),
         _contrasts("ladder", "The ladder: what a continuing piece starts from", settings, LADDER),
@@ -450,12 +433,9 @@ def _rule_exploratory(rows: Sequence[dict[str, Any]]) -> None:
 
 def _same(arm: Arm, other: Arm) -> int:
     """Count the pairs whose runs have one commit and one kind of GPU."""
-    ours, theirs = (one.runs for one in of_one_start(arm, other))
-    seeds = ours.index.intersection(theirs.index)
-    pairs = zip(ours.loc[seeds].iterrows(), theirs.loc[seeds].iterrows())
-    return sum(
-        a["commit"] == b["commit"] and a["hardware"]["gpus"] == b["hardware"]["gpus"] for (_, a), (_, b) in pairs
-    )
+    runs = [one.runs for one in of_one_start(arm, other)]
+    ours, theirs = (each["commit"] + each["hardware"].map(lambda hardware: str(hardware["gpus"])) for each in runs)
+    return int(ours.eq(theirs).sum())
 
 
 def _leaks(settings: Settings) -> Table:
