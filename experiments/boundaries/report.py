@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pandas as pd
 
-from experiments.common import ruled_columns
+from experiments.common import ruled_columns, unit
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Record, Seeds, divergence, frame
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below
@@ -208,7 +208,7 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
             places = [(2**power, 2**power * setting.T) for power in range(-4, 5)]
             points = [(x * dodge, contrast(here[name], here["zero"], low, 2 * low)) for x, low in places]
             label = "the pool's rows, shuffled" if name == "shuffled" else f"{name} state"
-            _draw(ax, points, label, color=COLORS[name], markersize=4, linewidth=1.4)
+            _draw(ax, points, label=label, color=COLORS[name], markersize=4, linewidth=1.4)
         title = f"Rows of {setting.T} tokens ({_pairs(here)} seeds)"
         ax.set(title=title, xscale="log", xlabel="place in the document / row length")
         ax.set_xticks([1 / 16, 1 / 4, 1, 4, 16], ["1/16", "1/4", "1", "4", "16"])
@@ -245,7 +245,8 @@ def leak_figures(records: Sequence[Record]) -> list[Figure]:
             (2 ** (power + 0.5) * 1.09**i, contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)))
             for power in range(LEAST, MOST)
         ]
-        _draw(ax, points, f"{setting.label()}, {_pairs(here, 'leak', 'rows')} seeds", color=color, linewidth=1.6)
+        label = f"{setting.label()}, {_pairs(here, 'leak', 'rows')} seeds"
+        _draw(ax, points, label=label, color=color, linewidth=1.6)
     ax.axhline(0, color=MUTED, linewidth=1.2)
     ax.set(xscale="log", xlabel="place in the document", ylabel="loss: leak minus reset, nats")
     ax.set_xticks([64, 256, 1024, 4096, 16384], ["64", "256", "1024", "4096", "16,384"])
@@ -258,14 +259,12 @@ def leak_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "leaks-post-training", caption)]
 
 
-def _draw(ax: Any, points: Iterable[tuple[float, Estimate | None]], label: str, **style: Any) -> None:
+def _draw(ax: Any, points: Iterable[tuple[float, Estimate | None]], **style: Any) -> None:
     """Draw the estimates of several seeds with their intervals, those that have one."""
     found = [(x, one) for x, one in points if one and one.seeds > 1]
-    halves = [[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]]
-    ax.errorbar(
-        [x for x, _ in found], [one.mean for _, one in found], yerr=np.maximum(np.nan_to_num(halves), 0), label=label, marker="o",
-        capsize=2, **style,
-    )  # fmt: skip
+    means = [one.mean for _, one in found]
+    halves = np.nan_to_num([[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]])
+    ax.errorbar([x for x, _ in found], means, np.maximum(halves, 0), marker="o", capsize=2, **style)
 
 
 MARGIN = 0.005
@@ -595,8 +594,7 @@ def _mean(arm: Arm, span: tuple[float, float]) -> float | None:
 
 def texts(records: Sequence[Record]) -> str:
     """Name the unit of a document, and whether tokens mark it."""
-    data = records[0]["config"]["data"]
-    return (data.get("unit") or data["source"]) + ("" if data.get("begin_token") else "-unmarked")
+    return unit(records) + ("" if records[0]["config"]["data"].get("begin_token") else "-unmarked")
 
 
 KINDS = {"training": Kind(starts_tables, lambda records: [*starts_figures(records), *leak_figures(records)], texts)}

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from experiments.common import name_bars
+from experiments.common import name_bars, of_planned
 from packmamba.lab.records import read_records
 from packmamba.lab.report.aggregate import Arm, Record, divergence, training_arms
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish
@@ -185,10 +185,6 @@ def verdicts(arms: Arms) -> Table:
     )
 
 
-def of_planned(seeds: int, planned: int) -> Cell:
-    return Cell(f"{seeds} of {planned}" if seeds < planned else str(seeds), (seeds, planned))
-
-
 def exploratory(arms: Arms) -> Table:
     """Make a row for each further contrast, and for models that are read on from other states than their documents' own."""
     rows = []
@@ -231,8 +227,7 @@ def arms_table(arms: Arms, names: Sequence[str], table: str, heading: str, basel
             row: dict[str, Any] = {"arm": name, "architecture": title, "seeds": of_planned(0, seeds), "loss": NOT_RUN}
             if (arm := arms.get((mixer, name))) is not None:
                 other, lost = arms.get((mixer, baseline)), int(arm["val_loss"].isna().sum())
-                cell = of_planned(len(arm.runs) - lost, seeds)
-                row["seeds"] = cell._replace(text=cell.text + f", {lost} diverged" * bool(lost))
+                row["seeds"] = of_planned(len(arm.runs) - lost, seeds, lost)
                 row |= {"loss": arm["val_loss"], "beyond": arm["beyond.loss"].mean()}
                 row |= {"tokens": arm["real_tokens"].mean(), "padding": arm["padding_fraction"].mean()}
                 row["behind"] = (arm["tokens_behind_another"] / arm["real_tokens"]).mean()
