@@ -13,25 +13,11 @@ import numpy as np
 import pandas as pd
 
 from experiments.common import ruled_columns, unit
-from packmamba.lab.report import aggregate
+from packmamba.lab.report import aggregate, statistics
 from packmamba.lab.report.aggregate import Record, Seeds, divergence, frame
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.statistics import (
-    DRAWS,
-    Comparison,
-    Estimate,
-    Ruling,
-    bootstrap,
-    difference_by_group,
-    estimate,
-    holm,
-    interval,
-    of_finite_runs,
-    p_of_equivalence,
-    rule,
-    verdict,
-)
+from packmamba.lab.report.statistics import Comparison, Estimate, difference_by_group, estimate, holm, rule, verdict
 from packmamba.lab.report.tables import Cell, Table, make_table, ruled
 
 STARTS = {"reset": "zero", "fitted_noise": "noise", "state_passing": "foreign"}
@@ -113,7 +99,7 @@ class Arm:
     def losses(self, low: float, high: float) -> tuple[pd.DataFrame, pd.Series]:
         """Sum nats (seeds, packages) at places from low up to high, and targets (packages,)."""
         here = self.places[self.places["start"].between(low, high, inclusive="left")]
-        here = of_finite_runs(here, "nats")
+        here = statistics.of_finite_runs(here, "nats")
         sums = here.groupby(["seed", "group"])[["nats", "targets"]].sum()
         return sums["nats"].unstack("group"), sums["targets"].groupby("group").last()
 
@@ -347,8 +333,8 @@ def _primary(settings: Settings) -> Table:
         + ruled_columns(MARGIN),
         rows,
         f"Coverage is foreign minus zero, continuity own minus foreign. Inside: places below T; beyond: T to {REACH} T.",
-        f"Intervals and p resample seeds and packages together, {DRAWS:,} times. Primary is T = 2048 at 14M; the rest explores. "
-        "Holm over a setting's four. As registered: by the interval alone.",
+        f"Intervals and p resample seeds and packages together, {statistics.DRAWS:,} times. Primary is T = 2048 at "
+        "14M; the rest explores. Holm over a setting's four. As registered: by the interval alone.",
     )
 
 
@@ -396,11 +382,12 @@ def _exploratory(settings: Settings) -> Table:
                 for places, span in spans(setting.T).items():
                     both = paired(arm, other, *span)
                     if both and len(both[0]) > 2:
-                        one = interval(both[0].sum(axis=1) / both[1].sum())
+                        by_seed = both[0].sum(axis=1) / both[1].sum()
+                        one = statistics.interval(by_seed)
                         row: dict[str, Any] = {"setting": setting.label(), "what": what, "minus": other.name}
                         row["lost"] = divergence(arm, other).lost(len(both[0]))
                         row |= {"places": places, "difference": contrast(arm, other, *span), "same": _same(arm, other)}
-                        row["p_equivalence"] = p_of_equivalence(both[0].sum(axis=1) / both[1].sum(), None, MARGIN)
+                        row["p_equivalence"] = statistics.p_of_equivalence(by_seed, None, MARGIN)
                         rows.append(row | {"p": math.nan if one is None else one.p, "leaks": family is LEAK})
     _rule_exploratory(rows)
     return make_table(
@@ -423,7 +410,7 @@ def _rule_exploratory(rows: Sequence[dict[str, Any]]) -> None:
     for i, row in enumerate(rows):
         found, at = row["difference"], (row["setting"], row["places"])
         claim = verdict(found, None if row["lost"] else MARGIN, of_zero[i], of_equivalence[i]) + row["lost"]
-        rulings.append(Ruling(claim, found, of_zero[i], of_equivalence[i], verdict(found, MARGIN)))
+        rulings.append(statistics.Ruling(claim, found, of_zero[i], of_equivalence[i], verdict(found, MARGIN)))
         if row["leaks"]:
             caught[at] = max(caught.get(at, 0), rulings[i].shows_harm())
     for row, ruling in zip(rows, rulings):
@@ -551,7 +538,7 @@ def _gain_differences(settings: Settings) -> Table:
                 continue
             one, base = of_one_start(arm, here[other])
             sums = {k: difference_by_group(one, base, GAINS, "gain", "documents", f"windows == {k}") for k in windows}
-            found = {f"gain_{k}": bootstrap(*some) for k, some in sums.items()}
+            found = {f"gain_{k}": statistics.bootstrap(*some) for k, some in sums.items()}
             if any(gain.seeds for gain in found.values()):
                 row = {"setting": setting.label(), "arm": name, "minus": other}
                 rows.append(row | {k: gain if gain.seeds else None for k, gain in found.items()})

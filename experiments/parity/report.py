@@ -10,20 +10,11 @@ import numpy as np
 import pandas as pd
 
 from experiments.common import of_planned, ruled_columns, unit, without_speeds
-from packmamba.lab.report import aggregate
+from packmamba.lab.report import aggregate, statistics
 from packmamba.lab.report.aggregate import Arm, Record, divergence
 from packmamba.lab.report.html import KINDS as LIBRARY
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.statistics import (
-    Comparison,
-    Ruling,
-    bootstrap,
-    difference_by_group,
-    estimate,
-    interval,
-    rule,
-    seeds_for,
-)
+from packmamba.lab.report.statistics import Comparison, Ruling, bootstrap, estimate, interval, rule
 from packmamba.lab.report.tables import Cell, Table, make_table, ruled
 
 # Optimizer steps of the prediction on float32.
@@ -160,7 +151,7 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm], others: Sequence[Seq
 
 
 def _sums(arm: Arm, other: Arm, where: str = "") -> tuple[np.ndarray, np.ndarray]:
-    return difference_by_group(arm, other, BY_PACKAGE, "nats", "targets", where)
+    return statistics.difference_by_group(arm, other, BY_PACKAGE, "nats", "targets", where)
 
 
 def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
@@ -248,7 +239,7 @@ def _calibration(reset: Arm, control: Arm) -> Table:
             continue
         row = {"arm": control.name, "weights": weights, "pairs": one.seeds, "loss": reset[metric].mean(), "sd": sd}
         row |= {"difference": one, "largest": pairs.abs().max()}
-        row |= {f"seeds_{effect}": seeds_for(pairs, None, effect) for effect in EFFECTS}
+        row |= {f"seeds_{effect}": statistics.seeds_for(pairs, None, effect) for effect in EFFECTS}
         rows.append(row | {"sd_of_seeds": reset[metric].std()})
     seeds = " | ".join(f"seeds for ± {effect} = seeds_{effect}:d" for effect in EFFECTS)
     return make_table(
