@@ -15,7 +15,7 @@ from matplotlib.axes import Axes
 
 from packmamba.lab.report.aggregate import Record, of_kind
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.tables import P_COLUMNS, Table
+from packmamba.lab.report.tables import P_COLUMNS, Cell, Table
 
 
 class PeakMemory:
@@ -43,6 +43,12 @@ def suffixed(suffix: str, *arms: str) -> str:
 def hardware(record: Record) -> str:
     """Name a record's GPU, else its CPU."""
     return next(iter(record["hardware"]["gpus"]), record["hardware"]["cpu"])
+
+
+def unit(records: Sequence[Record]) -> str:
+    """Name the unit of a document, for training records of one corpus."""
+    data = records[0]["config"]["data"]
+    return data.get("unit") or data["source"]
 
 
 def latest(records: Iterable[Record], kind: str) -> dict[str, Record]:
@@ -98,6 +104,12 @@ def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
     ax.set_yticks(range(len(labels)), labels if shown else [""] * len(labels))
     ax.set_ylim(len(labels) - 0.5, -0.5)
     ax.grid(axis="y", visible=False)
+
+
+def of_planned(seeds: int, planned: int, diverged: int = 0) -> Cell:
+    """Say how many seeds have a value, if fewer than planned, and how many diverged; values: seeds and planned."""
+    text = f"{seeds} of {planned}" if seeds < planned else str(seeds)
+    return Cell(text + f", {diverged} diverged" * bool(diverged), (seeds, planned))
 
 
 def ruled_columns(margin: float, alone: str = "as registered") -> str:

@@ -5,33 +5,19 @@ from __future__ import annotations
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 import numpy as np
 import pandas as pd
 
-from experiments.common import ruled_columns
-from packmamba.lab.report import aggregate
+from experiments.common import ruled_columns, unit
+from packmamba.lab.report import aggregate, statistics
 from packmamba.lab.report.aggregate import Record, Seeds, divergence, frame
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.statistics import (
-    DRAWS,
-    Comparison,
-    Estimate,
-    Ruling,
-    bootstrap,
-    difference_by_group,
-    estimate,
-    holm,
-    interval,
-    of_finite_runs,
-    p_of_equivalence,
-    rule,
-    verdict,
-)
+from packmamba.lab.report.statistics import Comparison, Estimate, difference_by_group, estimate, holm, rule, verdict
 from packmamba.lab.report.tables import Cell, Table, make_table, ruled
 
 STARTS = {"reset": "zero", "fitted_noise": "noise", "state_passing": "foreign"}
@@ -49,18 +35,13 @@ def _config(run: Any, key: str, absent: Any = None) -> Any:
     return absent if value is None or value is pd.NA else value
 
 
-def streams_per_row(run: Any) -> float:
-    """Streams for each row of a step; 0 where rows do not go on."""
-    if _config(run, "data.strategy") != "concat_split":
-        return 0
-    return _config(run, "data.streams") * _config(run, "data.row_length") / _config(run, "data.tokens_per_step")
-
-
 def name_of(run: Any) -> str:
     """Name an arm's scheme from its configuration."""
-    boundary, pool = _config(run, "trainer.boundary"), streams_per_row(run)
-    if not pool:
+    if _config(run, "data.strategy") != "concat_split":
         return "whole"
+    boundary = _config(run, "trainer.boundary")
+    # Streams for each row of a step.
+    pool = _config(run, "data.streams") * _config(run, "data.row_length") / _config(run, "data.tokens_per_step")
     if _config(run, "data.stagger", False) and not _config(run, "data.shuffle_steps"):
         control = _config(run, "data.max_tokens_per_batch") < _config(run, "data.tokens_per_step")
         place = "" if pool >= 32 else f", {pool:g} streams a row" if pool > 1 else ", plain streams"
@@ -99,6 +80,7 @@ class Arm:
     runs: pd.DataFrame
     points: ClassVar[Any] = aggregate.Arm.points
     __getitem__: ClassVar[Any] = aggregate.Arm.__getitem__
+    diverged: ClassVar[Any] = aggregate.Arm.diverged
 
     @property
     def expected(self) -> set[int]:
@@ -107,24 +89,17 @@ class Arm:
         wanted = (seed for seeds in said for seed in seeds if (seed >= TUNING) == self.setting.tuning)
         return {*self.runs.index, *wanted}
 
-    @property
-    def diverged(self) -> set[int]:
-        return set(self.runs.index[self.runs["val_loss"].isna()])
-
     @functools.cached_property
     def places(self) -> pd.DataFrame:
         """Return nats and targets by seed, package and start of places, of the seeds that did not diverge."""
         points = replace(self, runs=self.runs[self.runs["val_loss"].notna()]).points("perplexity.by_group")
         return points if len(points) else pd.DataFrame([], columns=["seed", "group", "start", "nats", "targets"])
 
-    @functools.cached_property
-    def losses(self) -> Callable[[float, float], tuple[pd.DataFrame, pd.Series]]:
-        return functools.cache(self._losses)
-
-    def _losses(self, low: float, high: float) -> tuple[pd.DataFrame, pd.Series]:
+    @functools.cache
+    def losses(self, low: float, high: float) -> tuple[pd.DataFrame, pd.Series]:
         """Sum nats (seeds, packages) at places from low up to high, and targets (packages,)."""
         here = self.places[self.places["start"].between(low, high, inclusive="left")]
-        here = of_finite_runs(here, "nats")
+        here = statistics.of_finite_runs(here, "nats")
         sums = here.groupby(["seed", "group"])[["nats", "targets"]].sum()
         return sums["nats"].unstack("group"), sums["targets"].groupby("group").last()
 
@@ -132,8 +107,8 @@ class Arm:
 Settings = dict[Setting, dict[str, Arm]]
 
 
-def arms(records: Sequence[Record]) -> list[Arm]:
-    """All arms that were trained, those of one setting one after another; of a repeated run the latest."""
+def arms_by_setting(records: Sequence[Record]) -> Settings:
+    """All arms that were trained, by setting and name; of a repeated run the latest."""
     runs = frame(records, "training")
     runs["tried"] = runs["arm"].str.contains(" lr=", regex=False)
     runs["arm"] = [name_of(run) for _, run in runs.iterrows()]
@@ -146,17 +121,11 @@ def arms(records: Sequence[Record]) -> list[Arm]:
     runs["tuning"] = runs["seed"] >= TUNING
     runs["after"] = runs.get("config.trainer.init_from", pd.Series(None, runs.index)).notna()
     keys = ["T", "budget", "config.model.d_model", "config.optimizer.lr", "staggered", "after", "tuning", "tried"]
-    found = []
+    settings: Settings = {}
     for (T, tokens, width, lr, *marks, name), group in runs.groupby([*keys, "arm"], sort=True):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
-        found.append(Arm(name, Setting(int(T), int(tokens), int(width), float(lr), *map(bool, marks)), latest))
-    return found
-
-
-def by_setting(found: Iterable[Arm]) -> Settings:
-    settings: Settings = {}
-    for arm in found:
-        settings.setdefault(arm.setting, {})[arm.name] = arm
+        setting = Setting(int(T), int(tokens), int(width), float(lr), *map(bool, marks))
+        settings.setdefault(setting, {})[name] = Arm(name, setting, latest)
     return settings
 
 
@@ -209,7 +178,7 @@ LEAST, MOST = 5, 16  # powers of two between which places are drawn: before them
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw the difference from zero against the place in the document over T, at the two T with most seeds and shuffled rows."""
-    shown = [(s, here) for s, here in by_setting(arms(records)).items() if not s.tuning and _pairs(here) > 1]
+    shown = [(s, here) for s, here in arms_by_setting(records).items() if not s.tuning and _pairs(here) > 1]
     shown.sort(key=lambda one: ("shuffled" not in one[1], one[0].after, -_pairs(one[1])))
     settings = list({s.T: (s, here) for s, here in reversed(shown)}.values())[::-1][:2]
     if not settings:
@@ -225,7 +194,7 @@ def starts_figures(records: Sequence[Record]) -> list[Figure]:
             places = [(2**power, 2**power * setting.T) for power in range(-4, 5)]
             points = [(x * dodge, contrast(here[name], here["zero"], low, 2 * low)) for x, low in places]
             label = "the pool's rows, shuffled" if name == "shuffled" else f"{name} state"
-            _draw(ax, points, label, color=COLORS[name], markersize=4, linewidth=1.4)
+            _draw(ax, points, label=label, color=COLORS[name], markersize=4, linewidth=1.4)
         title = f"Rows of {setting.T} tokens ({_pairs(here)} seeds)"
         ax.set(title=title, xscale="log", xlabel="place in the document / row length")
         ax.set_xticks([1 / 16, 1 / 4, 1, 4, 16], ["1/16", "1/4", "1", "4", "16"])
@@ -252,7 +221,7 @@ def _pairs(here: dict[str, Arm], name: str = "own", other: str = "zero") -> int:
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
     """Draw a leak's effect in post-training on the loss by position in the document."""
-    known = by_setting(arms(records)).items()
+    known = arms_by_setting(records).items()
     settings = {s: here for s, here in known if s.after and not s.tuning and _pairs(here, "leak", "rows") > 1}
     if not settings:
         return []
@@ -262,7 +231,8 @@ def leak_figures(records: Sequence[Record]) -> list[Figure]:
             (2 ** (power + 0.5) * 1.09**i, contrast(here["leak"], here["rows"], 2**power, 2 ** (power + 1)))
             for power in range(LEAST, MOST)
         ]
-        _draw(ax, points, f"{setting.label()}, {_pairs(here, 'leak', 'rows')} seeds", color=color, linewidth=1.6)
+        label = f"{setting.label()}, {_pairs(here, 'leak', 'rows')} seeds"
+        _draw(ax, points, label=label, color=color, linewidth=1.6)
     ax.axhline(0, color=MUTED, linewidth=1.2)
     ax.set(xscale="log", xlabel="place in the document", ylabel="loss: leak minus reset, nats")
     ax.set_xticks([64, 256, 1024, 4096, 16384], ["64", "256", "1024", "4096", "16,384"])
@@ -275,14 +245,12 @@ def leak_figures(records: Sequence[Record]) -> list[Figure]:
     return [finish(fig, "leaks-post-training", caption)]
 
 
-def _draw(ax: Any, points: Iterable[tuple[float, Estimate | None]], label: str, **style: Any) -> None:
+def _draw(ax: Any, points: Iterable[tuple[float, Estimate | None]], **style: Any) -> None:
     """Draw the estimates of several seeds with their intervals, those that have one."""
     found = [(x, one) for x, one in points if one and one.seeds > 1]
-    halves = [[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]]
-    ax.errorbar(
-        [x for x, _ in found], [one.mean for _, one in found], yerr=np.maximum(np.nan_to_num(halves), 0), label=label, marker="o",
-        capsize=2, **style,
-    )  # fmt: skip
+    means = [one.mean for _, one in found]
+    halves = np.nan_to_num([[one.mean - one.low for _, one in found], [one.high - one.mean for _, one in found]])
+    ax.errorbar([x for x, _ in found], means, np.maximum(halves, 0), marker="o", capsize=2, **style)
 
 
 MARGIN = 0.005
@@ -315,7 +283,7 @@ LEAK = tuple((name, name, "rows") for name in (*list(LEAKS.values())[1:], "learn
 
 def starts_tables(records: Sequence[Record]) -> list[Table]:
     """Primary outcomes, the ladder, order, leaks, context gain, and the arms; ``records`` are of one corpus."""
-    settings = by_setting(arms(records))
+    settings = arms_by_setting(records)
     tables = [
         _primary(settings),
         _contrasts("ladder", "The ladder: what a continuing piece starts from", settings, LADDER),
@@ -365,8 +333,8 @@ def _primary(settings: Settings) -> Table:
         + ruled_columns(MARGIN),
         rows,
         f"Coverage is foreign minus zero, continuity own minus foreign. Inside: places below T; beyond: T to {REACH} T.",
-        f"Intervals and p resample seeds and packages together, {DRAWS:,} times. Primary is T = 2048 at 14M; the rest explores. "
-        "Holm over a setting's four. As registered: by the interval alone.",
+        f"Intervals and p resample seeds and packages together, {statistics.DRAWS:,} times. Primary is T = 2048 at "
+        "14M; the rest explores. Holm over a setting's four. As registered: by the interval alone.",
     )
 
 
@@ -414,11 +382,12 @@ def _exploratory(settings: Settings) -> Table:
                 for places, span in spans(setting.T).items():
                     both = paired(arm, other, *span)
                     if both and len(both[0]) > 2:
-                        one = interval(both[0].sum(axis=1) / both[1].sum())
+                        by_seed = both[0].sum(axis=1) / both[1].sum()
+                        one = statistics.interval(by_seed)
                         row: dict[str, Any] = {"setting": setting.label(), "what": what, "minus": other.name}
                         row["lost"] = divergence(arm, other).lost(len(both[0]))
                         row |= {"places": places, "difference": contrast(arm, other, *span), "same": _same(arm, other)}
-                        row["p_equivalence"] = p_of_equivalence(both[0].sum(axis=1) / both[1].sum(), None, MARGIN)
+                        row["p_equivalence"] = statistics.p_of_equivalence(by_seed, None, MARGIN)
                         rows.append(row | {"p": math.nan if one is None else one.p, "leaks": family is LEAK})
     _rule_exploratory(rows)
     return make_table(
@@ -441,7 +410,7 @@ def _rule_exploratory(rows: Sequence[dict[str, Any]]) -> None:
     for i, row in enumerate(rows):
         found, at = row["difference"], (row["setting"], row["places"])
         claim = verdict(found, None if row["lost"] else MARGIN, of_zero[i], of_equivalence[i]) + row["lost"]
-        rulings.append(Ruling(claim, found, of_zero[i], of_equivalence[i], verdict(found, MARGIN)))
+        rulings.append(statistics.Ruling(claim, found, of_zero[i], of_equivalence[i], verdict(found, MARGIN)))
         if row["leaks"]:
             caught[at] = max(caught.get(at, 0), rulings[i].shows_harm())
     for row, ruling in zip(rows, rulings):
@@ -450,12 +419,9 @@ def _rule_exploratory(rows: Sequence[dict[str, Any]]) -> None:
 
 def _same(arm: Arm, other: Arm) -> int:
     """Count the pairs whose runs have one commit and one kind of GPU."""
-    ours, theirs = (one.runs for one in of_one_start(arm, other))
-    seeds = ours.index.intersection(theirs.index)
-    pairs = zip(ours.loc[seeds].iterrows(), theirs.loc[seeds].iterrows())
-    return sum(
-        a["commit"] == b["commit"] and a["hardware"]["gpus"] == b["hardware"]["gpus"] for (_, a), (_, b) in pairs
-    )
+    runs = [one.runs for one in of_one_start(arm, other)]
+    ours, theirs = (each["commit"] + each["hardware"].map(lambda hardware: str(hardware["gpus"])) for each in runs)
+    return int(ours.eq(theirs).sum())
 
 
 def _leaks(settings: Settings) -> Table:
@@ -572,7 +538,7 @@ def _gain_differences(settings: Settings) -> Table:
                 continue
             one, base = of_one_start(arm, here[other])
             sums = {k: difference_by_group(one, base, GAINS, "gain", "documents", f"windows == {k}") for k in windows}
-            found = {f"gain_{k}": bootstrap(*some) for k, some in sums.items()}
+            found = {f"gain_{k}": statistics.bootstrap(*some) for k, some in sums.items()}
             if any(gain.seeds for gain in found.values()):
                 row = {"setting": setting.label(), "arm": name, "minus": other}
                 rows.append(row | {k: gain if gain.seeds else None for k, gain in found.items()})
@@ -615,8 +581,7 @@ def _mean(arm: Arm, span: tuple[float, float]) -> float | None:
 
 def texts(records: Sequence[Record]) -> str:
     """Name the unit of a document, and whether tokens mark it."""
-    data = records[0]["config"]["data"]
-    return (data.get("unit") or data["source"]) + ("" if data.get("begin_token") else "-unmarked")
+    return unit(records) + ("" if records[0]["config"]["data"].get("begin_token") else "-unmarked")
 
 
 KINDS = {"training": Kind(starts_tables, lambda records: [*starts_figures(records), *leak_figures(records)], texts)}

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pandas as pd
 
-from experiments.common import ruled_columns, without_speeds
-from packmamba.lab.report import aggregate
+from experiments.common import of_planned, ruled_columns, unit, without_speeds
+from packmamba.lab.report import aggregate, statistics
 from packmamba.lab.report.aggregate import Arm, Record, divergence
 from packmamba.lab.report.html import KINDS as LIBRARY
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.statistics import (
-    Comparison,
-    Ruling,
-    bootstrap,
-    difference_by_group,
-    estimate,
-    interval,
-    rule,
-    seeds_for,
-)
+from packmamba.lab.report.statistics import Comparison, Ruling, bootstrap, estimate, interval, rule
 from packmamba.lab.report.tables import Cell, Table, make_table, ruled
 
 # Optimizer steps of the prediction on float32.
 EARLY = 200
+PRECISIONS = {"32-true": "float32", "bf16-mixed": "bfloat16"}
 Pair = tuple[Arm, Arm]
 
 
@@ -40,11 +32,6 @@ def apart(arm: Arm, other: Arm, curve: str = "train") -> pd.Series:
     return (mine - theirs).abs().dropna()
 
 
-def precision(arm: Arm) -> str:
-    name = arm.says("trainer.precision")
-    return {"32-true": "float32", "bf16-mixed": "bfloat16"}.get(name, name)
-
-
 def drift_table(pairs: Sequence[Pair]) -> Table:
     rows = []
     for arm, other in pairs:
@@ -53,7 +40,8 @@ def drift_table(pairs: Sequence[Pair]) -> Table:
             continue
         at, read = steps.index.get_level_values("step"), apart(arm, other, "validation")
         end = read[read.index.get_level_values("step") == at.max()]
-        row = {"arm": arm.name, "minus": other.name, "precision": precision(arm)}
+        precision = arm.says("trainer.precision")
+        row = {"arm": arm.name, "minus": other.name, "precision": PRECISIONS.get(precision, precision)}
         row |= {"pairs": steps.index.get_level_values("seed").nunique(), "first": steps[at == 1].max()}
         row |= {"early": steps[at <= EARLY].max(), "later": steps[at > 1].median(), "largest": steps.max()}
         rows.append(row | {"validation": end.max() if len(end) else None})
@@ -84,12 +72,6 @@ WEIGHTS = {
     "mean of the last, by the trainer": "val_loss",
     "last, by the trainer": "val_loss_last_weights",
 }
-
-
-def unit(records: Sequence[Record]) -> str:
-    """Name the unit of a document."""
-    data = records[0]["config"]["data"]
-    return data.get("unit") or data["source"]
 
 
 def parity_tables(records: Sequence[Record], others: Sequence[Sequence[Record]] = ()) -> list[Table]:
@@ -128,13 +110,10 @@ def _comparisons(arms: Sequence[Arm]) -> dict[Arm, Comparison]:
     comparisons = {}
     for arm, other in _pairs(arms):
         family = PRIMARY if arm.name == PRIMARY else "others"
+        setting = tuple(repr(arm.says(key)) for key in ALIKE)
         lost = divergence(arm, other)
-        comparisons[arm] = Comparison(*_sums(arm, other), MARGIN, lost, family, _setting(arm), arm.leaks)
+        comparisons[arm] = Comparison(*_sums(arm, other), MARGIN, lost, family, setting, arm.leaks)
     return comparisons
-
-
-def _setting(arm: Arm) -> Hashable:
-    return tuple(repr(arm.says(key)) for key in ALIKE)
 
 
 def _parity(records: Sequence[Record], arms: Sequence[Arm], others: Sequence[Sequence[Record]]) -> Table:
@@ -172,16 +151,18 @@ def _parity(records: Sequence[Record], arms: Sequence[Arm], others: Sequence[Seq
 
 
 def _sums(arm: Arm, other: Arm, where: str = "") -> tuple[np.ndarray, np.ndarray]:
-    return difference_by_group(arm, other, BY_PACKAGE, "nats", "targets", where)
+    return statistics.difference_by_group(arm, other, BY_PACKAGE, "nats", "targets", where)
 
 
 def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
     """Tabulate arms of as many steps as their baseline: as far as pieces reach, farther on, and all without one package."""
     rows = []
     for arm, baseline in _pairs(arms):
-        if pd.isna(cut := arm.says("data.cut_documents")):
+        points, cut = arm.points(BY_PACKAGE), arm.says("data.cut_documents")
+        if points.empty or pd.isna(cut):
             continue
-        targets = _targets(arm, cut)
+        # Every seed has as many: of the largest and the sum only the ratio is used.
+        targets = points.query(f"start >= {cut}").groupby("group")["targets"].sum()
         if targets.empty:
             continue
         wheres = {"inside": f"start < {cut}", "beyond": f"start >= {cut}", "others": f"group != {targets.idxmax()}"}
@@ -231,13 +212,6 @@ def _leak(arms: Sequence[Arm]) -> Table:
     )
 
 
-def _targets(arm: Arm, place: float) -> pd.Series:
-    """By package, of places from this one on."""
-    points = arm.runs.get(f"curves.{BY_PACKAGE}", pd.Series(dtype=object)).dropna()
-    found = pd.DataFrame(points.iloc[0] if len(points) else [], columns=["group", "start", "targets"])
-    return found[found["start"] >= place].groupby("group")["targets"].sum()
-
-
 def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
     """Padded, else packed with reset; of the control packed with reset, else padded. Of the arm's own precision, rate and
     validation documents."""
@@ -252,8 +226,7 @@ def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
 def _runs(arm: Arm) -> Cell:
     have = int(arm[LOSS].notna().sum())
     diverged, missing = len(arm.runs) - have, max(SEEDS - len(arm.runs), 0)
-    text = f"{have} of {SEEDS}" if have < SEEDS else str(have)
-    return Cell(text + f", {diverged} diverged" * (diverged > 0), (have, diverged, missing))
+    return of_planned(have, SEEDS, diverged)._replace(values=(have, diverged, missing))
 
 
 def _calibration(reset: Arm, control: Arm) -> Table:
@@ -266,7 +239,7 @@ def _calibration(reset: Arm, control: Arm) -> Table:
             continue
         row = {"arm": control.name, "weights": weights, "pairs": one.seeds, "loss": reset[metric].mean(), "sd": sd}
         row |= {"difference": one, "largest": pairs.abs().max()}
-        row |= {f"seeds_{effect}": seeds_for(pairs, None, effect) for effect in EFFECTS}
+        row |= {f"seeds_{effect}": statistics.seeds_for(pairs, None, effect) for effect in EFFECTS}
         rows.append(row | {"sd_of_seeds": reset[metric].std()})
     seeds = " | ".join(f"seeds for ± {effect} = seeds_{effect}:d" for effect in EFFECTS)
     return make_table(

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from experiments.common import name_bars, records_of
+from experiments.common import hardware, name_bars, records_of
 from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.figures import INK, Figure, axes, finish
 from packmamba.lab.report.html import Kind
@@ -32,8 +32,6 @@ class Arm(NamedTuple):
     @classmethod
     def of(cls, record: Record) -> Arm:
         config = record["config"]
-        if "strategy" not in config:
-            raise ValueError(f"config of the record of {record['arm']} lacks strategy")
         strategy = "padded_sorted" if config.get("sorted_by_length") else config["strategy"]  # as it was a key
         return cls(strategy, *(config.get(name, cls._field_defaults[name]) for name in cls._fields[1:]))
 
@@ -63,8 +61,7 @@ Key = tuple[str, str]  # A model size and a card
 
 
 def card(record: Record) -> str:
-    hardware = record["hardware"]
-    return hardware["gpus"][0].removeprefix("NVIDIA ") if hardware["gpus"] else hardware["cpu"]
+    return hardware(record).removeprefix("NVIDIA ")
 
 
 def utilisation(record: Record, counted: bool = False) -> float | None:
@@ -147,16 +144,11 @@ def by_model(records: Sequence[Record], kind: str, part: str) -> dict[Key, Arms]
     of_kind = records_of(records, kind)
     latest = {(record["config"]["model"], card(record)): _settings(record) for record in of_kind}
     found: dict[Key, Arms] = {}
-    for record in of_kind:
+    for record in sorted(of_kind, key=lambda record: [record["config"][name] for name in ("d_model", "n_layer")]):
         key = record["config"]["model"], card(record)
         if record["config"]["part"] == part and _settings(record) == latest[key]:
             found.setdefault(key, {})[Arm.of(record)] = record
-
-    def width(key: Key) -> list[int]:
-        config = next(iter(found[key].values()))["config"]
-        return [config["d_model"], config["n_layer"]]
-
-    return {key: found[key] for key in sorted(found, key=width)}
+    return found
 
 
 _ALIKE = (
@@ -204,7 +196,7 @@ def _measured(record: Record | None) -> dict[str, Any]:
     if record is None:
         return {}
     shares = {"model_flops_utilisation": utilisation(record), "counted_flops_utilisation": utilisation(record, True)}
-    return _milliseconds(record["metrics"], "seconds_per_batch") | shares
+    return _milliseconds(record["metrics"]) | shares
 
 
 def _headline(bare: dict[Key, Arms], steps: dict[Key, Arms], broken_down: dict[Key, Arms]) -> Table:
@@ -380,7 +372,7 @@ def sorted_tables(records: Sequence[Record]) -> list[Table]:
                 families = profiled[arm]["metrics"]
                 row |= {name.replace(" ", "_"): 1e3 * families[name] for name in ("matrix products", "scan", "idle")}
                 row["kernels"] = _busy_per_token(profiled[arm], record) / busy
-            rows.append(row | _milliseconds(record["metrics"], "seconds_per_batch"))
+            rows.append(row | _milliseconds(record["metrics"]))
     first = next(iter(next(iter(speeds.values())).values()))["config"]
     table = make_table(
         "sorted",
@@ -406,8 +398,8 @@ def _busy_per_token(profile: Record | None, record: Record) -> Any:
     return taken and (taken["seconds"] - taken["idle"]) / record["metrics"]["real_tokens_per_batch"]
 
 
-def _milliseconds(metrics: Mapping[str, Any], seconds: str) -> dict[str, Any]:
-    return {**metrics, "ms": 1e3 * metrics[seconds], "ms_spread": 1e3 * metrics["seconds_spread"]}
+def _milliseconds(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    return {**metrics, "ms": 1e3 * metrics["seconds_per_batch"], "ms_spread": 1e3 * metrics["seconds_spread"]}
 
 
 KINDS = {

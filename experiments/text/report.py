@@ -15,26 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import pandas as pd
 
-from experiments.common import name_bars
+from experiments.common import name_bars, of_planned
 from packmamba.lab.records import read_records
+from packmamba.lab.report import statistics
 from packmamba.lab.report.aggregate import Arm, Record, divergence, training_arms
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.statistics import (
-    Comparison,
-    Divergence,
-    Estimate,
-    difference_by_group,
-    estimate,
-    holm,
-    interval,
-    margin_from_pilot,
-    of_finite_runs,
-    p_of_equivalence,
-    power,
-    rule,
-    verdict,
-)
+from packmamba.lab.report.statistics import Comparison, Divergence, Estimate, estimate, interval, rule, verdict
 from packmamba.lab.report.tables import Cell, Table, make_table
 
 MIXERS = {"mamba1": "Mamba-1", "mamba2": "Mamba-2"}
@@ -117,7 +104,7 @@ def nats(arm: Arm | None, other: Arm | None, curve: str, where: str = "") -> Sum
     """Return differences of nats (seeds, groups) and targets (groups,); empty without one of the arms."""
     if arm is None or other is None:
         return np.empty((0, 0)), np.empty(0)
-    return difference_by_group(arm, other, curve, "nats", "targets", where)
+    return statistics.difference_by_group(arm, other, curve, "nats", "targets", where)
 
 
 def fulfilled(one: Contrast, found: Estimate | None, p: float, margin: float | None) -> str:
@@ -140,7 +127,7 @@ def registered(
     P1's claim is of equivalence, with ``p_same``, the others' of a difference.
     """
     claims = {one: p_same if one.sign is None else it.p for one, it in found.items()}
-    adjusted, result = holm(claims), {}
+    adjusted, result = statistics.holm(claims), {}
     for one, it in found.items():
         p = adjusted[one]
         ruled = verdict(it, margin) if one.sign is None else verdict(it, None, p)
@@ -161,7 +148,7 @@ def verdicts(arms: Arms) -> Table:
             judged = margin if one.sign is None else None
             family[one] = Comparison(sums, targets, judged, counts, is_leak=one.arm == "packed-leak")
             if judged is not None:
-                p_same = p_of_equivalence(sums, targets, judged)
+                p_same = statistics.p_of_equivalence(sums, targets, judged)
         rulings = rule(family)
         fixed = registered({one: ruling.estimate for one, ruling in rulings.items()}, p_same, margin)
         for one, ruling in rulings.items():
@@ -183,10 +170,6 @@ def verdicts(arms: Arms) -> Table:
         "leak. As registered: P1 by the interval alone, the others by p, too. Prediction: right if p is at most 0.05 and the "
         "sign is the predicted one; wrong if the interval shows the opposite.",
     )
-
-
-def of_planned(seeds: int, planned: int) -> Cell:
-    return Cell(f"{seeds} of {planned}" if seeds < planned else str(seeds), (seeds, planned))
 
 
 def exploratory(arms: Arms) -> Table:
@@ -231,8 +214,7 @@ def arms_table(arms: Arms, names: Sequence[str], table: str, heading: str, basel
             row: dict[str, Any] = {"arm": name, "architecture": title, "seeds": of_planned(0, seeds), "loss": NOT_RUN}
             if (arm := arms.get((mixer, name))) is not None:
                 other, lost = arms.get((mixer, baseline)), int(arm["val_loss"].isna().sum())
-                cell = of_planned(len(arm.runs) - lost, seeds)
-                row["seeds"] = cell._replace(text=cell.text + f", {lost} diverged" * bool(lost))
+                row["seeds"] = of_planned(len(arm.runs) - lost, seeds, lost)
                 row |= {"loss": arm["val_loss"], "beyond": arm["beyond.loss"].mean()}
                 row |= {"tokens": arm["real_tokens"].mean(), "padding": arm["padding_fraction"].mean()}
                 row["behind"] = (arm["tokens_behind_another"] / arm["real_tokens"]).mean()
@@ -286,7 +268,8 @@ def pilot(arms: Arms) -> list[Table]:
             error = pd.Series(sums.sum(axis=1) / targets.sum()).sem()
             row |= {"harm": found, "half": found.mean / 2, "error": error}
             if found.low > 0 and len(targets) > 1:
-                row |= {"least": margin_from_pilot(found), "power": power(sums, targets, found.mean / 2, 16)}
+                row["least"] = statistics.margin_from_pilot(found)
+                row["power"] = statistics.power(sums, targets, found.mean / 2, 16)
             harms.append(row)
     return [
         make_table(
@@ -340,7 +323,8 @@ def combine(arms: Mapping[tuple[str, ...], Arm], weights: Mapping[tuple[str, ...
     if len(curves) == len(weights) and not any(points.empty for points in curves.values()):
         sums = {}
         for run, points in curves.items():
-            sums[run] = of_finite_runs(points, "nats").groupby(["seed", "group"])[["nats", "targets"]].sum()
+            finite = statistics.of_finite_runs(points, "nats")
+            sums[run] = finite.groupby(["seed", "group"])[["nats", "targets"]].sum()
         added = sum(weight * sums[run]["nats"].unstack("group") for run, weight in weights.items())
         added = added.dropna(how="all").dropna(axis=1)
         targets = sums[run]["targets"].unstack("group").reindex(added.index)[added.columns]
