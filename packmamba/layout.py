@@ -192,8 +192,6 @@ class SequenceLayout:
             rows, row_length: B, L; ``row_length`` None: the last cumulative length by rows.
             name: the argument's, in errors.
         """
-        if torch.compiler.is_exporting():
-            return cls._from_traced_cu_seqlens(cu_seqlens, rows, row_length, name)
         cumulative = integer_tensor(cu_seqlens, name)
         fits = cumulative.dim() == 1 and cumulative.numel() > 1
         expect(fits, name, "shape (S + 1,) with S at least 1", tuple(cumulative.shape))
@@ -216,24 +214,6 @@ class SequenceLayout:
         # This format has no gaps, so it cannot express padding.
         starts = cumulative[:-1]
         return cls._checked(shape, starts, cumulative[1:], torch.zeros_like(starts))
-
-    @classmethod
-    def _from_traced_cu_seqlens(
-        cls, cu_seqlens: Tensor, rows: int, row_length: int | None, name: str
-    ) -> SequenceLayout:
-        """Build in torch.export, where values cannot be read: the exported program checks them."""
-        if row_length is None:
-            raise ValueError("row_length: expected a number in torch.export, got None")
-        slots = rows * row_length
-        row_starts = torch.arange(rows, device=cu_seqlens.device) * row_length
-        valid = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == slots)
-        valid &= (cu_seqlens.diff() > 0).all()
-        valid &= torch.isin(row_starts, cu_seqlens).all()
-        expected = "to increase strictly from 0 to B * L, through each row's start"
-        torch._assert_async(valid, f"{name}: expected {expected}")
-        cumulative = cu_seqlens.to(torch.int32)
-        starts = cumulative[:-1]
-        return cls((rows, row_length), starts, cumulative[1:], torch.zeros_like(starts), slots)
 
     @classmethod
     def _from_starts(cls, values: Tensor, is_start: Tensor, offsets: Tensor) -> SequenceLayout:
@@ -428,7 +408,7 @@ def _shape(rows: int, row_length: int) -> tuple[int, int]:
 def integer_tensor(tensor: Tensor, name: str) -> Tensor:
     """Check that a tensor holds integers; return it as int64 on the host."""
     if torch.compiler.is_exporting():
-        expected = "starts and ends, or cu_seqlens, in torch.export"
+        expected = "a layout's starts and ends in torch.export"
         raise TypeError(f"{name}: expected {expected}, got values that decide a shape")
     dtype = getattr(tensor, "dtype", type(tensor).__name__)
     fits = dtype in INT_DTYPES and isinstance(tensor, Tensor) and not tensor.is_meta

@@ -133,14 +133,11 @@ def _unknown_key(key: str, origin: str, declared: type) -> ConfigError:
 
     By what replaces it, its other section or the nearest name.
     """
-    if key in schema.REMOVED_KEYS or origin.endswith(CONFIGURATION):
-        hint = "; an older version's key: remove it"
-    else:
-        section, _, name = key.rpartition(".")
-        keys = [other.rpartition(".") for other, *_ in keys_of(declared())]
-        same_name = ["".join(other) for other in keys if other[2] == name]
-        same_section = ["".join(other) for other in keys if other[0] == section]
-        hint = suggest(key, same_name, cutoff=0) if same_name else suggest(key, same_section)
+    section, _, name = key.rpartition(".")
+    keys = [other.rpartition(".") for other, *_ in keys_of(declared())]
+    same_name = ["".join(other) for other in keys if other[2] == name]
+    same_section = ["".join(other) for other in keys if other[0] == section]
+    hint = suggest(key, same_name, cutoff=0) if same_name else suggest(key, same_section)
     return ConfigError(f"unknown key '{key}' in {origin}{hint}")
 
 
@@ -270,10 +267,9 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     sharded = trainer.strategy == "fsdp2"
     shuffles = is_stream and strategy.pads and data.row_length and not boundary.continues
     mixer = options(registry(schema.MIXERS)[config.model.mixer])
-    devices = trainer.devices * trainer.num_nodes
-    shares_rows = devices % trainer.context_parallel == 0 and trainer.boundary == "reset"
-    shares_rows &= config.model.mixer in ("mamba1", "mamba2")
-    one_device = devices == 1 and trainer.strategy == "auto"
+    shares_rows = trainer.devices * trainer.num_nodes % trainer.context_parallel == 0 and trainer.boundary == "reset"
+    shares_rows &= config.model.mixer in ("mamba1", "mamba2") and trainer.mean_over == "targets"
+    one_device = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto"
     without_loss_scale = trainer.precision in ("32-true", "bf16-mixed", "bf16-true")
     kernels = config.ops.backend in ("auto", "cuda")
     graphs_work = one_device and trainer.accelerator in ON_GPU and without_loss_scale and kernels
@@ -289,7 +285,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.samples": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (graphs_work, graphs),
-        "trainer.context_parallel": (shares_rows, "with a divisor of the devices, reset, and mamba1 or mamba2"),
+        "trainer.context_parallel": (shares_rows, "a divisor of devices; reset, targets, mamba1 or mamba2"),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     if config.model.pretrained is not None:
@@ -359,11 +355,6 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
     kind = next((kind for key, kind in KINDS.items() if key in loaded), "train")
     got = f"one for {kind}; run {COMMAND} {kind} {path}"
     need(command in (None, kind), str(path), f"a file for {command}", got)
-    # Of an earlier run, removed keys that changed nothing in it are dropped.
-    for name, default in schema.REMOVED_KEYS.items() if file.name == CONFIGURATION else ():
-        if OmegaConf.select(loaded, name) == default:
-            section, _, key = name.partition(".")
-            del loaded[section][key]
     return loaded
 
 

@@ -58,11 +58,9 @@ class PackedBatch:
         """Return this rank's columns of rows that ranks share; context: a ContextParallel."""
         layout = context.shard(self.layout)
         columns: Any = {name: context.columns(getattr(self, name)) for name in ("tokens", "targets", "loss_mask")}
-        source = self.source
-        if source is not None:
-            # Of each document here, by the whole batch's document at its first slot.
-            source = source[context.columns(self.layout.documents).flatten()[layout.starts]]
-        return replace(self, **columns, layout=layout, source=source)
+        # Of each document here its number in the whole batch, which its first slot has there.
+        kept = context.columns(self.layout.documents).flatten()[layout.starts]
+        return replace(self, **columns, layout=layout, source=None if self.source is None else self.source[kept])
 
     def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
         movable = {name: part for name, part in vars(self).items() if isinstance(part, Tensor | SequenceLayout)}

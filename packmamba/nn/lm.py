@@ -71,14 +71,13 @@ class MambaLM(nn.Module):
         super().__init__()
         expect(recompute in RECOMPUTE, "recompute", f"one of {', '.join(RECOMPUTE)}", repr(recompute))
         expect(mixer in MIXERS, "mixer", f"one of {', '.join(MIXERS)}", repr(mixer))
-        for name, size in (("vocab_size", vocab_size), ("d_model", d_model), ("n_layer", n_layer)):
+        sizes = {"vocab_size": vocab_size, "d_model": d_model, "n_layer": n_layer}
+        for name, size in sizes.items():
             check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
         check_size("d_intermediate", 1 if d_intermediate == 0 else d_intermediate, 2**20)
         check_flags(tie_embeddings=tie_embeddings)
         self.config = {
-            "vocab_size": vocab_size,
-            "d_model": d_model,
-            "n_layer": n_layer,
+            **sizes,
             "tie_embeddings": tie_embeddings,
             "norm_epsilon": norm_epsilon,
             "mixer": mixer,
@@ -192,6 +191,8 @@ class MambaLM(nn.Module):
         layout = check_layout(layout, tokens, "tokens")
         conv_layout = layout if conv_layout is None else conv_layout
         ssm_layout = layout if ssm_layout is None else ssm_layout
+        shares_rows = self.config["mixer"] in ("mamba1", "mamba2")
+        expect(shares_rows or ssm_layout.crossing is None, "layout", "rows that no ranks share", "shared ones")
         residual, normed = self._embed(tokens)
         final_states = []
         for layer, state in zip(layers, initial_states):

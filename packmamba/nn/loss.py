@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packmamba.ops.checks import accumulation_dtype, is_transforming
+from packmamba.ops.checks import accumulation_dtype
 
 # Maximum logits at a time: in bfloat16 about 200 MB, and their gradients as much.
 CHUNK_LOGITS = 2048 * 50304
@@ -48,9 +48,6 @@ def linear_cross_entropy(
     gradient, zero where there is no target; both float32 (float64 beside float64). Raises
     RuntimeError under transforms of torch.func.
     """
-    if is_transforming():
-        remedy = "take F.cross_entropy of the logits"
-        raise RuntimeError(f"linear_cross_entropy: expected no transform of torch.func, got one; {remedy}")
     shares = None if shares is None else shares.flatten()
     flat = (hidden.flatten(0, 1), weight, targets.flatten(), mask.flatten(), shares)
     total, losses = _LinearCrossEntropy.apply(*flat, slots, compiled, torch.is_grad_enabled())

@@ -112,8 +112,6 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
     rows, width = hidden.shape[:2]
     has_shape = name == "cu_seqlens" or value.shape == (rows, width)
     expect(has_shape, name, f"shape {(rows, width)} like the hidden states", tuple(value.shape))
-    if torch.compiler.is_exporting() and name == "cu_seqlens":
-        return SequenceLayout.from_cu_seqlens(value, rows, width)
     # All layers have one tensor: it is read once, as that waits for a GPU. In inference mode it has
     # no version; memory on the host may be written to by others (NumPy).
     version = None if value.is_inference() else value._version

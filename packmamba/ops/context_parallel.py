@@ -53,10 +53,9 @@ class ContextParallel:
         return max(ceil_div(row_length, self.size), LEAST_COLUMNS)
 
     def columns(self, tensor: Tensor) -> Tensor:
-        """Return this rank's columns of a tensor (B, row_length), zero behind the row's end."""
-        row_length = tensor.shape[1]
-        width = self.width(row_length)
-        padded = F.pad(tensor, (0, width * self.size - row_length))
+        """Return this rank's columns of a tensor (B, row_length, ...), zero behind the row's end."""
+        width = self.width(tensor.shape[1])
+        padded = F.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, width * self.size - tensor.shape[1]))
         return padded[:, self.rank * width : (self.rank + 1) * width].contiguous()
 
     def shard(self, layout: SequenceLayout) -> SequenceLayout:
@@ -76,15 +75,14 @@ class ContextParallel:
         offset = (offsets + (low - starts).clamp(min=0))[is_here]
         enters = (starts < low)[is_here]
         leaves = (ends > high)[is_here]
-        shape = (rows, width)
         # Whether a document crosses an edge anywhere: on all ranks the same.
         columns_before = (starts - row * row_length) // width
         any_crosses = bool((columns_before != (ends - 1 - row * row_length) // width).any())
-        sharded = SequenceLayout._checked(shape, first, last, offset)
+        sharded = SequenceLayout._checked((rows, width), first, last, offset)
         if any_crosses:
             leaving = torch.full((rows,), len(first))
             leaving[row[is_here][leaves]] = leaves.nonzero().flatten()
-            entering = SequenceLayout._checked(shape, first[enters], last[enters], offset[enters])
+            entering = SequenceLayout._checked((rows, width), first[enters], last[enters], offset[enters])
             spans = torch.zeros(rows, dtype=torch.bool)
             spans[row[is_here][enters & leaves]] = True
             sharded.crossing = Crossing(self, enters, entering, leaving, spans)
@@ -114,10 +112,6 @@ class Crossing:
         movable = [field.name for field in fields(self) if field.name != "context"]
         return replace(self, **{name: move(getattr(self, name)) for name in movable})
 
-    def gather(self, tensor: Tensor) -> Tensor:
-        """Return every rank's tensor, in the order of ranks (R, ...), differentiably."""
-        return _Gather.apply(tensor, self.context.group)
-
 
 class _Gather(torch.autograd.Function):
     """Gather a tensor of all ranks; its gradient is the sum of all ranks' gradients of it."""
@@ -131,7 +125,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        total = grad.contiguous()
+        total = grad.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=ctx.group)
         return total[torch.distributed.get_rank(ctx.group)], None
 
@@ -149,38 +143,32 @@ def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | No
     implementation = choose(backend, a[0].device, operator)
     if a.layout.crossing is None:
         return implementation(a)
-    has_states = a.initial_state is not None or a.return_final_state
-    expect(not has_states, "state", "None where ranks share rows", "states in or out")
+    expect(a.initial_state is None and not a.return_final_state, "state", "None where ranks share rows", "some")
     shared = _convolve if operator == "conv1d_pack" else _scan
     return shared(a, a.layout.crossing, implementation), None
 
 
-Implementation = Callable[[Any], tuple[Tensor, Any]]
-
-
 @torch.compiler.disable
-def _convolve(a: Any, crossing: Crossing, implementation: Implementation) -> Tensor:
+def _convolve(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
     """Convolve: a document that enters reads its last inputs on the rank before."""
     before = a.weight.shape[1] - 1
     leaves = a.layout.documents[:, -before:] == crossing.leaving[:, None]
     last_inputs = torch.where(leaves[..., None], a.x[:, -before:], 0).transpose(1, 2)
     # Into rank 0 nothing enters, so that it may read any rank's.
-    of_rank_before = crossing.gather(last_inputs)[crossing.context.rank - 1]
-    is_entering = crossing.enters[:, None, None]
-    initial_state = torch.where(is_entering, of_rank_before[a.layout.rows], 0)
+    of_rank_before = _Gather.apply(last_inputs, crossing.context.group)[crossing.context.rank - 1]
+    initial_state = torch.where(crossing.enters[:, None, None], of_rank_before[a.layout.rows], 0)
     return implementation(a._replace(initial_state=initial_state))[0]
 
 
 @torch.compiler.disable
-def _scan(a: Any, crossing: Crossing, implementation: Implementation) -> Tensor:
+def _scan(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
     """Scan: a document that enters starts from the state in which it left the ranks before."""
     y, states = implementation(a._replace(z=None, return_final_state=True))
     # What a row hands on: the state of its document that leaves, started from zero here, and the
     # factor by which that document's columns here shrink what enters, if it fills them all.
-    nobody = states.new_zeros(1, *states.shape[1:])
-    added = torch.cat([states, nobody])[crossing.leaving]
+    added = torch.cat([states, states.new_zeros(1, *states.shape[1:])])[crossing.leaving]
     remains = torch.where(_by_row(crossing.spans, added), _remaining(a, crossing), 0).expand_as(added)
-    handed = crossing.gather(torch.stack([added, remains]))
+    handed = _Gather.apply(torch.stack([added, remains]), crossing.context.group)
     # Ranks from this one on add 0 to 1 times what is there. They stay in the sum, so that in the
     # backward, too, all ranks gather.
     is_earlier = torch.arange(len(handed), device=y.device) < crossing.context.rank

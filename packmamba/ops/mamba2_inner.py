@@ -122,7 +122,7 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
     Arguments are a layer's, which has checked what its caller brought. The backward on a GPU
     computes the norm again; it keeps the convolution's and the scan's output.
     """
-    if a.ssm_layout.crossing is not None:
+    if a.conv_layout.crossing or a.ssm_layout.crossing:
         operators = ("conv1d_pack", "ssd_pack")
         return Mamba2Outputs(
             *compose(a, *(partial(context_parallel.run, name, backend=backend) for name in operators))

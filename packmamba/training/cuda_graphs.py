@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from packmamba.data.batch import PackedBatch
-from packmamba.layout import SequenceLayout, round_up
+from packmamba.layout import SequenceLayout, ceil_div, round_up
 from packmamba.ops.cuda import one_capture
 
 # Rows are padded to a multiple of this many slots, for fewer shapes.
@@ -26,14 +26,6 @@ MAX_GRAPHS = 64
 ABSENT = 2**31 - 1
 
 Loss = Callable[..., tuple[Tensor, ...]]
-
-
-def next_power(base: int, number: int) -> int:
-    """Return the smallest power of ``base`` that is at least ``number``."""
-    power = 1
-    while power < number:
-        power *= base
-    return power
 
 
 class Shape(NamedTuple):
@@ -60,10 +52,10 @@ class Shape(NamedTuple):
         rows, row_length = batch.layout.shape
         row_length = round_up(row_length, ROW_MULTIPLE)
         # An unknown length may be any.
-        longest = next_power(2, batch.layout.longest or ABSENT)
+        longest = 2 ** ((batch.layout.longest or ABSENT) - 1).bit_length()
         if longest > row_length:
             longest = ABSENT  # that of continued documents grows from batch to batch
-        documents = next_power(4, batch.layout.num_documents)
+        documents = 4 ** ceil_div((batch.layout.num_documents - 1).bit_length(), 2)
         return cls(rows=rows, row_length=row_length, documents=documents, longest=longest, accumulates=accumulates)
 
 

@@ -52,9 +52,7 @@ class PackedDataModule(lightning.LightningDataModule):
         need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
         # First the given section, then keys over it; ``resolve``
         # checks both, and that the scheme fits them.
-        trainer: dict[str, Any] = {"context_parallel": context_parallel, "devices": context_parallel}
-        if boundary is not None:
-            trainer["boundary"] = boundary
+        trainer = {} if boundary is None else {"boundary": boundary}
         sections = (vars(config or DataConfig()), keys)
         layers = [({"data": section, "trainer": trainer}, type(self).__name__) for section in sections]
         self.config = resolve(Config, layers).data
@@ -106,20 +104,18 @@ class PackedDataModule(lightning.LightningDataModule):
         ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         # The scheme came with the Lightning module: check only now that it fits the data.
         if self._boundary is None and self.boundary is not None:
-            trainer = TrainerConfig(
-                boundary=self.boundary.name, devices=ranks, context_parallel=self.context_parallel
-            )
-            validate(Config(data=self.config, trainer=trainer))
-        if self.context_parallel > 1:
-            # Ranks that share rows read the same batches, and each takes its columns of them.
-            fits = self.trainer is not None and ranks % self.context_parallel == 0
-            need(fits, "context_parallel", f"a divisor of the Trainer's {ranks} devices", self.context_parallel)
-            ranks //= self.context_parallel
-            rank //= self.context_parallel
-            if self.context is None:
-                device = cast(lightning.Trainer, self.trainer).strategy.root_device.type
-                mesh = init_device_mesh(device, (ranks, self.context_parallel))
-                self.context = ContextParallel(mesh.get_group(mesh_dim=1))
+            mean_over = getattr(getattr(self.trainer, "lightning_module", None), "mean_over", "targets")
+            shared: Any = {"devices": ranks, "context_parallel": self.context_parallel, "mean_over": mean_over}
+            validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, **shared)))
+        # Ranks that share rows read the same batches, and each takes its columns of them.
+        sharing = self.context_parallel
+        need(ranks % sharing == 0, "context_parallel", f"a divisor of {ranks} devices", sharing)
+        ranks //= sharing
+        rank //= sharing
+        if sharing > 1 and self.context is None:
+            device = cast(lightning.Trainer, self.trainer).strategy.root_device.type
+            mesh = init_device_mesh(device, (ranks, sharing))
+            self.context = ContextParallel(mesh.get_group(mesh_dim=1))
         self.steps = StepDataset(self.schedule(ranks), rank)
         if stage in (None, "fit"):
             self.steps.schedule.step(0)  # a strategy that overfills rows is refused here
@@ -184,6 +180,7 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def predict_dataloader(self) -> DataLoader[PackedBatch]:
         """Load the test documents, or as ``test_dataloader`` validation's, in the corpus's order."""
+        need(self.context_parallel == 1, "context_parallel", "1 in trainer.predict", self.context_parallel)
         (loader,) = self._evaluation_loaders([self._alone(self._test_corpus("predict"), "next_fit")])
         return loader
 

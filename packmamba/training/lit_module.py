@@ -1,6 +1,5 @@
 """The Lightning module: loss and optimizer step."""
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, cast
 
@@ -13,11 +12,10 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torchmetrics import Metric
 
-from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, need, resolve, suggest, validate
+from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, need, refusing, resolve, validate
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.loss import linear_cross_entropy
-from packmamba.nn.mixers import MIXERS
 from packmamba.training.boundary import Boundary, Reset, StatefulBoundary, flatten_states, unflatten_states
 from packmamba.training.cuda_graphs import BatchGraphs
 from packmamba.training.optimizer import learning_rate, make_optimizer
@@ -133,11 +131,8 @@ class PackedLitModule(lightning.LightningModule):
         # Two instances: validation must not touch the states that training carries.
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
-        if isinstance(model, dict):
-            removed = ("learned_initial_state", False)  # in checkpoints of earlier versions
-            model = {name: value for name, value in model.items() if (name, value) != removed}
-            check_model_arguments(model)
-        self.model: Any = MambaLM(**model) if isinstance(model, dict) else cast(Any, model)
+        with refusing(TypeError, prefix="model: "):
+            self.model: Any = MambaLM(**model) if isinstance(model, dict) else cast(Any, model)
         if compile:
             self.model.compile_blocks()
         # For ``load_from_checkpoint``: a model of the user's own must be given there again.
@@ -354,27 +349,9 @@ class PackedLitModule(lightning.LightningModule):
         carried = checkpoint["carry"]
         ranks = self.trainer.world_size
         need(len(carried) == ranks, "trainer.devices", f"{len(carried)}, as the checkpoint has", ranks)
-        try:
-            self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
-        except KeyError:
-            raise ConfigError("runs_dir: expected a checkpoint of this version; remove it") from None
+        self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         # Where a checkpoint is loaded onto a GPU: random states are taken from the CPU alone.
         _set_rng_states(move_data_to_device(checkpoint["rng"], torch.device("cpu")))
-
-
-def check_model_arguments(arguments: dict[str, Any]) -> None:
-    """Raise ConfigError naming an argument that neither MambaLM nor its mixer has."""
-    mixer = MIXERS.get(arguments.get("mixer", "mamba1"))
-    if mixer is None:
-        return  # MambaLM names it
-    of_mixer = inspect.signature(mixer).parameters
-    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in of_mixer.values()):
-        return  # it takes names that no signature says
-    # ``options`` stands for the mixer's arguments, which are in ``of_mixer`` by name.
-    known = [name for name in inspect.signature(MambaLM).parameters | of_mixer if name != "options"]
-    for name in arguments:
-        if name not in known:
-            raise ConfigError(f"unknown key 'model.{name}'{suggest(name, known)}")
 
 
 def make_model(config: Config, vocab_size: int) -> MambaLM:

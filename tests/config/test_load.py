@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from packmamba.config import CONFIGS, CONFIGURATION, Config, ConfigError, load_config, validate
+from packmamba.config import CONFIGS, Config, ConfigError, load_config, validate
 from packmamba.data.packing import STRATEGIES
 from packmamba.training.lit_module import make_model
 
@@ -58,7 +58,6 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
         ("lr=3", "'lr' .*did you mean 'optimizer.lr'"),
         ("trainr.max_steps=3", "'trainr' .*did you mean 'trainer'"),
         ("data.row_lenght=3", "'data.row_lenght' .*did you mean 'data.row_length'"),
-        ("trainer.average_snapshots=5", "'trainer.average_snapshots' .*older version's key: remove it"),
         ("max_steps", "expected key=value"),
         ("=3", "expected key=value"),
         ("data.path=[a", "expected key=value"),
@@ -141,8 +140,9 @@ def test_valid(overrides):
         ("evaluations=[mqar] evaluation_options.mqar=3", "evaluation_options: expected keys and values"),
         ("trainer.evaluate_every=3", "trainer.evaluate_every: expected null, unless with evaluations"),
         ("trainer.cuda_graphs=true trainer.devices=2", "trainer.cuda_graphs: expected false, unless on one GPU"),
-        ("trainer.context_parallel=2", "trainer.context_parallel: expected 1, unless with a divisor of the devices"),
+        ("trainer.context_parallel=2", "trainer.context_parallel: expected 1, unless a divisor of devices"),
         ("trainer.context_parallel=2 trainer.devices=2 trainer.boundary=leak", "trainer.context_parallel: expected 1"),
+        ("trainer.context_parallel=2 trainer.devices=2 trainer.mean_over=rows", "trainer.context_parallel: expected 1"),
         ("trainer.context_parallel=2 trainer.devices=2 model.mixer=mamba3", "trainer.context_parallel: expected 1"),
         ("ops.backend=gpu", "ops.backend: expected one of auto"),
         (
@@ -155,17 +155,6 @@ def test_invalid(overrides, message):
     with pytest.raises(ConfigError, match=f"^(unknown key )?{message}") as caught:
         load_config(None, overrides.split())
     assert "\n" not in str(caught.value)
-
-
-def test_an_earlier_run_s_configuration_loads_where_removed_keys_changed_nothing(tmp_path):
-    file = tmp_path / CONFIGURATION
-    model = "model: {learned_initial_state: false}"
-    file.write_text(f"{model}\ntrainer: {{max_steps: 7, average_snapshots: 1, average_share: 0.1}}")
-    assert load_config(file) == load_config(None, ["trainer.max_steps=7"])
-    for key, content in (("trainer.average_snapshots", "{average_snapshots: 5}"), ("data.bad_lines", "{bad_lines: 1}")):
-        file.write_text(f"{key.partition('.')[0]}: {content}")
-        with pytest.raises(ConfigError, match=f"^unknown key '{key}' .*: remove it$"):
-            load_config(file)
 
 
 def test_a_configuration_built_in_code_is_checked():

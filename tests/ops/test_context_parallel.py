@@ -66,6 +66,7 @@ def take_share():
     for name in ("tokens", "targets", "loss_mask"):
         assert torch.equal(getattr(share, name), getattr(batch, name)[:, columns])
     assert torch.equal(share.layout.position_indices, layout.position_indices[:, columns])
+    assert torch.equal(context.columns(weights), weights[:, columns])
     is_token = share.layout.documents >= 0
     of_slots = share.source[share.layout.documents]
     assert torch.equal(of_slots[is_token], layout.documents[:, columns][is_token].long())

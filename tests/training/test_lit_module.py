@@ -292,24 +292,19 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
         ("lr", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), lr=-1.0)),
         ("mean_over", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), mean_over="files")),
         ("model", lambda: PackedLitModule()),
-        ("'model.d_stat'.*'d_state'", lambda: PackedLitModule({"vocab_size": 9, "d_stat": 3} | SHAPE)),
+        ("model: .*'d_stat'", lambda: PackedLitModule({"vocab_size": 9, "d_stat": 3} | SHAPE)),
         ("'boundry' in PackedLitModule", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), boundry="leak")),
         ("lr: expected a number", lambda: PackedLitModule(dict(vocab_size=9, **SHAPE), lr="fast")),
         ("config: expected DataConfig", lambda: PackedDataModule("stdlib")),
         ("data.strategy", lambda: PackedDataModule(strategy="gredy")),
+        ("context_parallel: expected 1 in", lambda: PackedDataModule(context_parallel=2).predict_dataloader()),
+        ("context_parallel: expected a divisor", lambda: PackedDataModule(context_parallel=2).setup()),
         ("data.row_length", lambda: PackedDataModule(DataConfig(), row_length=0)),
     ],
 )
 def test_a_wrong_argument_is_named(key, make):
     with pytest.raises(ConfigError, match=key):
         make()
-
-
-def test_arguments_of_an_earlier_version_s_checkpoint():
-    earlier = {"vocab_size": 9, **SHAPE, "learned_initial_state": False}
-    assert "learned_initial_state" not in PackedLitModule(earlier).model.config
-    with pytest.raises(ConfigError, match="'model.learned_initial_state'"):
-        PackedLitModule(earlier | {"learned_initial_state": True})
 
 
 SCHEMES = {

@@ -98,7 +98,8 @@ class PackedMamba(Mixer):
         """Mix in_proj's output (B, L, 2 D), the convolution's input and then the gate."""
         documents = self._check_documents(projected, conv_layout, ssm_layout, state)
         conv_layout, ssm_layout, conv_state, ssm_state = documents
-        if ssm_layout.crossing is not None or any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
+        is_shared = conv_layout.crossing or ssm_layout.crossing
+        if is_shared or any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
             return self._mix_apart(projected, documents, return_state)
         wide = accumulation_dtype(projected.dtype)
         arguments = InnerArguments(

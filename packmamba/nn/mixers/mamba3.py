@@ -129,8 +129,7 @@ class PackedMamba3(HeadMixer):
         self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
     ) -> tuple[Tensor, State | None]:
         """Return out_proj's input (B, L, H P), and final states or None."""
-        is_shared = ssm_layout is not None and ssm_layout.crossing is not None
-        expect(not is_shared, "layout", "rows that no ranks share, with Mamba-3", "shared ones")
+        expect(ssm_layout is None or ssm_layout.crossing is None, "layout", "rows that no ranks share", "shared ones")
         one_layout = conv_layout is ssm_layout
         # An outer product that enters inside a document would have no place in the scan.
         expect(one_layout or state is None, "state", "None where conv_layout is not ssm_layout", "states")
