@@ -28,10 +28,19 @@ def batch_of(lengths=LENGTHS):
     return layout, tokens, weights * (layout.documents >= 0)[..., None]
 
 
+def join():
+    torch.distributed.init_process_group("gloo")
+    return ContextParallel()
+
+
+def leave():
+    torch.distributed.barrier()  # the first rank has the others' addresses
+    torch.distributed.destroy_process_group()
+
+
 def compare(mixer):
     """Compare a model on this rank's columns with the whole model, in one rank's process."""
-    torch.distributed.init_process_group("gloo")
-    context = ContextParallel()
+    context = join()
     layout, tokens, weights = batch_of()
     whole, shared = model_of(mixer), model_of(mixer)
     expected = whole(tokens, layout=layout)
@@ -45,7 +54,7 @@ def compare(mixer):
     for parameter, one in zip(shared.parameters(), whole.parameters()):
         torch.distributed.all_reduce(parameter.grad)
         torch.testing.assert_close(parameter.grad, one.grad, rtol=1e-9, atol=1e-10)
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -57,8 +66,7 @@ def test_ranks_that_share_rows_compute_what_one_does(tmp_path, ranks, mixer):
 
 def take_share():
     """Compare a batch's share on this rank with slices of the batch."""
-    torch.distributed.init_process_group("gloo")
-    context = ContextParallel()
+    context = join()
     layout, tokens, weights = batch_of()
     batch = PackedBatch(tokens, tokens + 1, weights[..., 0] > 0, layout, source=torch.arange(layout.num_documents))
     share = batch.shard(context)
@@ -70,7 +78,7 @@ def take_share():
     is_token = share.layout.documents >= 0
     of_slots = share.source[share.layout.documents]
     assert torch.equal(of_slots[is_token], layout.documents[:, columns][is_token].long())
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 def test_a_batch_is_split_by_columns(tmp_path):
@@ -80,8 +88,7 @@ def test_a_batch_is_split_by_columns(tmp_path):
 
 def poison():
     """Compare the bits of all documents but one, with numbers and with NaN in that one's."""
-    torch.distributed.init_process_group("gloo")
-    context = ContextParallel()
+    context = join()
     layout, _, _ = batch_of()
     local = context.shard(layout)
     hidden = torch.randn(*layout.shape, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -100,7 +107,7 @@ def poison():
                 y[is_other].sum().backward()
                 seen += [y[is_other], poisoned.grad[is_other]]
             assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3]), (mixer, document)
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 def test_no_bit_of_another_document_crosses_ranks(tmp_path):
@@ -109,9 +116,9 @@ def test_no_bit_of_another_document_crosses_ranks(tmp_path):
 
 
 def refuse():
-    torch.distributed.init_process_group("gloo")
+    context = join()
     layout, tokens, _ = batch_of()
-    local = ContextParallel().shard(layout)
+    local = context.shard(layout)
     model = model_of("mamba2")
     for call in (
         lambda: model(tokens[:, :12], layout=local, conv_layout=local.flow()),
@@ -120,7 +127,7 @@ def refuse():
     ):
         with pytest.raises(ValueError, match="share"):
             call()
-    torch.distributed.destroy_process_group()
+    leave()
 
 
 def test_what_ranks_cannot_share_is_refused(tmp_path):
