@@ -148,7 +148,6 @@ def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | No
     return shared(a, a.layout.crossing, implementation), None
 
 
-@torch.compiler.disable
 def _convolve(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
     """Convolve: a document that enters reads its last inputs on the rank before."""
     before = a.weight.shape[1] - 1
@@ -160,7 +159,6 @@ def _convolve(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
     return implementation(a._replace(initial_state=initial_state))[0]
 
 
-@torch.compiler.disable
 def _scan(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
     """Scan: a document that enters starts from the state in which it left the ranks before."""
     y, states = implementation(a._replace(z=None, return_final_state=True))
@@ -203,3 +201,8 @@ def _remaining(a: Any, crossing: Crossing) -> Tensor:
 def _by_row(flags: Tensor, like: Tensor) -> Tensor:
     """Return flags (B,) in a shape that broadcasts with a tensor (B, ...)."""
     return flags.view(-1, *(1,) * (like.dim() - 1))
+
+
+# Not traced, as by torch.compiler.disable, which imports the compiler: seconds.
+_convolve._torchdynamo_disable = True  # type: ignore[attr-defined]
+_scan._torchdynamo_disable = True  # type: ignore[attr-defined]
