@@ -109,13 +109,13 @@ class PackedDataModule(lightning.LightningDataModule):
             validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, **shared)))
         # Ranks that share rows read the same batches, and each takes its columns of them.
         sharing = self.context_parallel
-        need(ranks % sharing == 0, "context_parallel", f"a divisor of {ranks} devices", sharing)
+        fits = sharing in range(1, ranks + 1) and ranks % sharing == 0
+        need(fits, "context_parallel", f"a divisor of {ranks} devices", repr(sharing))
         ranks //= sharing
         rank //= sharing
         if sharing > 1 and self.context is None:
             device = cast(lightning.Trainer, self.trainer).strategy.root_device.type
-            mesh = init_device_mesh(device, (ranks, sharing))
-            self.context = ContextParallel(mesh.get_group(mesh_dim=1))
+            self.context = ContextParallel(init_device_mesh(device, (ranks, sharing)).get_group(mesh_dim=1))
         self.steps = StepDataset(self.schedule(ranks), rank)
         if stage in (None, "fit"):
             self.steps.schedule.step(0)  # a strategy that overfills rows is refused here

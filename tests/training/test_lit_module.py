@@ -299,6 +299,7 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
         ("data.strategy", lambda: PackedDataModule(strategy="gredy")),
         ("context_parallel: expected 1 in", lambda: PackedDataModule(context_parallel=2).predict_dataloader()),
         ("context_parallel: expected a divisor", lambda: PackedDataModule(context_parallel=2).setup()),
+        ("context_parallel: expected a divisor", lambda: PackedDataModule(context_parallel=0).setup()),
         ("data.row_length", lambda: PackedDataModule(DataConfig(), row_length=0)),
     ],
 )
