@@ -285,10 +285,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.samples": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (graphs_work, graphs),
-        "trainer.context_parallel": (
-            shares_rows,
-            "with devices in multiples of it, reset, targets, mamba1 or mamba2",
-        ),
+        "trainer.context_parallel": (shares_rows, "on multiples of as many devices, with reset, mamba1 or 2"),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     if config.model.pretrained is not None:

@@ -140,7 +140,7 @@ def test_valid(overrides):
         ("evaluations=[mqar] evaluation_options.mqar=3", "evaluation_options: expected keys and values"),
         ("trainer.evaluate_every=3", "trainer.evaluate_every: expected null, unless with evaluations"),
         ("trainer.cuda_graphs=true trainer.devices=2", "trainer.cuda_graphs: expected false, unless on one GPU"),
-        ("trainer.context_parallel=2", "trainer.context_parallel: expected 1, unless with devices in multiples of it"),
+        ("trainer.context_parallel=2", "trainer.context_parallel: expected 1, unless on multiples of as many devices"),
         ("trainer.context_parallel=2 trainer.devices=2 trainer.boundary=leak", "trainer.context_parallel: expected 1"),
         ("trainer.context_parallel=2 trainer.devices=2 trainer.mean_over=rows", "trainer.context_parallel: expected 1"),
         ("trainer.context_parallel=2 trainer.devices=2 model.mixer=mamba3", "trainer.context_parallel: expected 1"),
