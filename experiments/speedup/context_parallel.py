@@ -9,6 +9,7 @@ over ranks. Rows hold one document, which crosses every edge, or documents of 57
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ from packmamba import ContextParallel, MambaLM, SequenceLayout
 from packmamba.lab.records import provenance
 from packmamba.nn.loss import linear_cross_entropy
 
-SIZES = {"130m": {"d_model": 768, "n_layer": 24}, "1.3b": {"d_model": 2048, "n_layer": 48}}
+SIZES: dict[str, dict[str, Any]] = {"130m": {"d_model": 768, "n_layer": 24}, "1.3b": {"d_model": 2048, "n_layer": 48}}
 VOCABULARY, PASSES = 50288, 5
 
 
