@@ -111,11 +111,17 @@ def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
 def mamba3_loops(mixer: PackedMamba3, hidden: Tensor, layout: SequenceLayout, states: tuple) -> tuple[Tensor, list]:
     """Mix hidden (B, L, d_model) by Mamba-3's equations (arXiv 2603.15569), token by token; return also final states.
 
-    With complex numbers, one for two coordinates that rotate: a state turns with its keys. ``states``, by document: k (H, N)
-    and v (H, P) of the token before, h (H, P, N), all in the frame of that token, where angles are zero.
+    With complex numbers, one for two coordinates that rotate: a state turns with its keys. ``states``, by document: k (H, N),
+    of MIMO (R, H, N), and v (H, P) of the token before, h (H, P, N), all in the frame of that token, where angles are zero.
     """
-    H, P, N, G, n = mixer.nheads, mixer.headdim, mixer.d_state, mixer.ngroups, mixer.num_angles
-    weights = [2 * [H * P], 2 * [G * N], 3 * [H], [n]]
+    H, P, N, G, n, R = mixer.nheads, mixer.headdim, mixer.d_state, mixer.ngroups, mixer.num_angles, mixer.rank
+    weights = [2 * [H * P], 2 * [R * G * N], 3 * [H], [n]]
+    # By rank: of inputs, gates and outputs, (R, H, P).
+    of_ranks = [
+        getattr(mixer, f"mimo_{name}").transpose(0, 1) if mixer.is_mimo else torch.ones(1, 1, 1) for name in "xzo"
+    ]
+    # Which coordinates rotate together, the pairs side by side.
+    places = torch.arange(N).view(2, -1).T.flatten() if mixer.is_mimo else torch.arange(N)
     rows = (hidden.flatten(0, 1) @ mixer.in_proj.weight.T).split(sum(weights, []), 1)
 
     def turned(x: Tensor, angle: Tensor) -> Tensor:
@@ -130,6 +136,7 @@ def mamba3_loops(mixer: PackedMamba3, hidden: Tensor, layout: SequenceLayout, st
     finals = []
     for k_before, v_before, h, start, end in zip(*states, layout.starts.tolist(), layout.ends.tolist()):
         theta = hidden.new_zeros(H, n)
+        k_before_shape = k_before.shape
         for t in range(start, end):
             z, v, B, C, dt, A, trapezoid, angle = (part[t] for part in rows)
             v = v.view(H, P)
@@ -138,7 +145,7 @@ def mamba3_loops(mixer: PackedMamba3, hidden: Tensor, layout: SequenceLayout, st
             A = -torch.clamp(A, min=mixer.A_floor)
             theta = (theta + math.pi * torch.tanh(angle) * dt[:, None]) % (2 * math.pi)
             k, q = (
-                normed(x.view(G, N), norm.weight).repeat_interleave(H // G, 0) + bias[:, 0]
+                (normed(x.view(R, G, N), norm.weight).repeat_interleave(H // G, 1) + bias.transpose(0, 1))[..., places]
                 for x, norm, bias in ((B, mixer.B_norm, mixer.B_bias), (C, mixer.C_norm, mixer.C_bias))
             )
             k, q = turned(k, theta), turned(q, theta)
@@ -146,14 +153,22 @@ def mamba3_loops(mixer: PackedMamba3, hidden: Tensor, layout: SequenceLayout, st
             alpha = torch.exp(A * dt)
             beta, gamma = (1 - share) * dt * alpha, share * dt
             h = alpha[:, None, None] * h
-            h = h + beta[:, None, None] * v_before[..., None] * k_before[:, None]
-            h = h + gamma[:, None, None] * v[..., None] * k[:, None]
-            y = (h * q[:, None]).sum(-1) + mixer.D[:, None] * v
-            if mixer.norm is not None:
-                y = normed(y, mixer.norm.weight.view(H, P))
-            mixed[t] = y.flatten() * F.silu(z)
+            for r, of_x in enumerate(of_ranks[0]):
+                h = h + beta[:, None, None] * (of_x * v_before)[..., None] * k_before.view(R, H, N)[r, :, None]
+                h = h + gamma[:, None, None] * (of_x * v)[..., None] * k[r, :, None]
+            for r, (of_x, of_z, of_o) in enumerate(zip(*of_ranks)):
+                y = (h * q[r, :, None]).sum(-1) + mixer.D[:, None] * of_x * v
+                if mixer.norm is not None:
+                    y = normed(y, mixer.norm.weight.view(H, P))
+                mixed[t] = mixed[t] + (of_o * y * F.silu(of_z * z.view(H, P))).flatten()
             k_before, v_before = k, v
-        finals.append((turned(k_before, -theta), v_before, turned(h, -theta[:, None].expand(H, P, n))))
+        finals.append(
+            (
+                turned(k_before.view(R, H, N), -theta).view(k_before_shape),
+                v_before,
+                turned(h, -theta[:, None].expand(H, P, n)),
+            )
+        )
     mixed = torch.stack(mixed).view(*layout.shape, H * P)
     return mixed @ mixer.out_proj.weight.T, [torch.stack(parts) for parts in zip(*finals)]
 

@@ -242,7 +242,8 @@ def _rule(config: Config, holds: object, name: str, expected: str) -> None:
 
 def _check_option_names(config: Config, boundary: Any) -> None:
     """Check names in keys that hold arguments of a function or class."""
-    mixer = options(registry(schema.MIXERS)[config.model.mixer])
+    mixer_class = registry(schema.MIXERS)[config.model.mixer]
+    mixer = options(mixer_class)
     optimizer = options(registry(schema.OPTIMIZERS)[config.optimizer.name])
     own_keys = {*schema.MIXER_KEYS, "recompute", "backend"}  # of the sections model and ops
     allowed_names: dict[str, Iterable[str]] = {
@@ -266,9 +267,10 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     is_stream = data.batching == "stream"
     sharded = trainer.strategy == "fsdp2"
     shuffles = is_stream and strategy.pads and data.row_length and not boundary.continues
-    mixer = options(registry(schema.MIXERS)[config.model.mixer])
+    mixer_class = registry(schema.MIXERS)[config.model.mixer]
+    mixer = options(mixer_class)
     shares_rows = trainer.devices * trainer.num_nodes % trainer.context_parallel == 0 and trainer.boundary == "reset"
-    shares_rows &= config.model.mixer in ("mamba1", "mamba2") and trainer.mean_over == "targets"
+    shares_rows &= getattr(mixer_class, "SHARES_ROWS", False) and trainer.mean_over == "targets"
     one_device = trainer.devices * trainer.num_nodes == 1 and trainer.strategy == "auto"
     without_loss_scale = trainer.precision in ("32-true", "bf16-mixed", "bf16-true")
     kernels = config.ops.backend in ("auto", "cuda")
@@ -285,7 +287,10 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.samples": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (graphs_work, graphs),
-        "trainer.context_parallel": (shares_rows, "on multiples of as many devices, with reset, mamba1 or 2"),
+        "trainer.context_parallel": (
+            shares_rows,
+            "on multiples of as many devices, with reset and a mixer that shares rows",
+        ),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     if config.model.pretrained is not None:

@@ -191,7 +191,7 @@ class MambaLM(nn.Module):
         layout = check_layout(layout, tokens, "tokens")
         conv_layout = layout if conv_layout is None else conv_layout
         ssm_layout = layout if ssm_layout is None else ssm_layout
-        shares_rows = self.config["mixer"] in ("mamba1", "mamba2")
+        shares_rows = getattr(layers[0].mixer, "SHARES_ROWS", False)
         expect(shares_rows or ssm_layout.crossing is None, "layout", "rows that no ranks share", "shared ones")
         residual, normed = self._embed(tokens)
         final_states = []

@@ -36,7 +36,7 @@ class ContextParallel:
     """Split batches over the ranks of a process group, along the rows' length.
 
     All ranks hold the same batch; each takes its columns of every tensor and of the layout. A model
-    of Mamba-1 or Mamba-2 then runs as it is, on ``columns(tokens)`` with ``layout=shard(layout)``;
+    of Mamba-1, 2 or 3 then runs as it is, on ``columns(tokens)`` with ``layout=shard(layout)``;
     every rank of the group must take part in each forward and backward.
 
     Args:
@@ -166,15 +166,7 @@ def _scan(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
     # factor by which that document's columns here shrink what enters, if it fills them all.
     added = torch.cat([states, states.new_zeros(1, *states.shape[1:])])[crossing.leaving]
     remains = torch.where(_by_row(crossing.spans, added), _remaining(a, crossing), 0).expand_as(added)
-    handed = _Gather.apply(torch.stack([added, remains]), crossing.context.group)
-    # Ranks from this one on add 0 to 1 times what is there. They stay in the sum, so that in the
-    # backward, too, all ranks gather.
-    is_earlier = torch.arange(len(handed), device=y.device) < crossing.context.rank
-    nothing = torch.arange(2, device=y.device).view(2, *(1,) * added.dim())
-    entered = torch.zeros_like(added)
-    for state, factor in torch.where(_by_row(is_earlier, handed), handed, nothing):
-        # What another document left is not multiplied by 0, which NaN survives.
-        entered = state + factor * torch.where(factor == 0, 0, entered)
+    entered = _combine(added, remains, crossing)
     # Those of documents that enter now.
     entering = crossing.entering
     inputs: dict[str, Any] = {a._fields[0]: torch.zeros_like(a[0]), "D": None, "z": None}
@@ -183,6 +175,39 @@ def _scan(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
         inputs["offsets"] = entering.offsets
     y = y + implementation(a._replace(**inputs))[0]
     return y if a.z is None else y * F.silu(a.z)
+
+
+def _combine(added: Tensor, remains: Tensor, crossing: Crossing) -> Tensor:
+    """Return what enters each row (B, ...): of every earlier rank, ``added + remains * what entered it``."""
+    handed = _Gather.apply(torch.stack([added, remains]), crossing.context.group)
+    # Ranks from this one on add 0 to 1 times what is there. They stay in the sum, so that in the
+    # backward, too, all ranks gather.
+    is_earlier = torch.arange(len(handed), device=added.device) < crossing.context.rank
+    nothing = torch.arange(2, device=added.device).view(2, *(1,) * added.dim())
+    entered = torch.zeros_like(added)
+    for state, factor in torch.where(_by_row(is_earlier, handed), handed, nothing):
+        # What another document left is not multiplied by 0, which NaN survives.
+        entered = state + factor * torch.where(factor == 0, 0, entered)
+    return entered
+
+
+def sum_before(numbers: Tensor, layout: SequenceLayout) -> Tensor:
+    """Sum numbers (B, L, ...) of each document on earlier ranks: (S, ...), 0 for one that begins here."""
+    crossing: Crossing = layout.crossing
+    leaves = _by_slot(layout.documents == crossing.leaving[:, None], numbers)
+    added = torch.where(leaves, numbers, 0).sum(1)
+    spans = _by_row(crossing.spans, added).to(added.dtype).expand_as(added)
+    entered = _combine(added, spans, crossing)[layout.rows]
+    return torch.where(_by_row(crossing.enters, entered), entered, 0)
+
+
+def first_after(tensor: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return the next rank's first column of a tensor (B, L, ...): (B, 1, ...), 0 if another document's."""
+    context = layout.crossing.context
+    # Out of the last rank nothing leaves, so that it may read any rank's.
+    of_rank_after = _Gather.apply(tensor[:, :1], context.group)[(context.rank + 1) % context.size]
+    leaves = layout.documents[:, -1:] == layout.crossing.leaving[:, None]
+    return torch.where(_by_slot(leaves, tensor), of_rank_after, 0)
 
 
 def _remaining(a: Any, crossing: Crossing) -> Tensor:
@@ -203,6 +228,11 @@ def _by_row(flags: Tensor, like: Tensor) -> Tensor:
     return flags.view(-1, *(1,) * (like.dim() - 1))
 
 
+def _by_slot(flags: Tensor, like: Tensor) -> Tensor:
+    """Return flags (B, L) in a shape that broadcasts with a tensor (B, L, ...)."""
+    return flags.view(*flags.shape, *(1,) * (like.dim() - 2))
+
+
 # Not traced, as by torch.compiler.disable, which imports the compiler: seconds.
-_convolve._torchdynamo_disable = True  # type: ignore[attr-defined]
-_scan._torchdynamo_disable = True  # type: ignore[attr-defined]
+for function in (_convolve, _scan, sum_before, first_after):
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]

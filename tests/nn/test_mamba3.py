@@ -19,6 +19,8 @@ FORMS = {
     "softplus": {"decay": "softplus", "ngroups": 2, "rope_fraction": 1.0},
     "normed": {"is_outproj_norm": True, "ngroups": 2, "A_floor": 0.5},
     "recomputed": {"recompute": True},
+    "mimo": {"is_mimo": True, "mimo_rank": 3, "ngroups": 2},
+    "mimo-normed": {"is_mimo": True, "mimo_rank": 2, "is_outproj_norm": True, "rope_fraction": 1.0},
 }
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 4e-2}
 every_form = pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
@@ -211,12 +213,14 @@ def test_generation_and_scores_are_those_of_the_whole_text(config):
         assert score(model, [(prompt, new)])[0].is_greedy
 
 
-def official(folder, **ssm_cfg):
+def official(folder, is_mimo=False, **ssm_cfg):
     """Write a folder as state-spaces/mamba3-siso-1.5b has it, small: a gated MLP, bfloat16, a padded vocabulary."""
     generator = torch.Generator().manual_seed(8)
-    mixer = {"in_proj.weight": (2 * 32 + 2 * 16 + 3 * 4 + 4, 16), "out_proj.weight": (16, 32)}
+    rank = 2 if is_mimo else 1
+    mixer = {"in_proj.weight": (2 * 32 + 2 * 16 * rank + 3 * 4 + 4, 16), "out_proj.weight": (16, 32)}
     mixer |= {"dt_bias": (4,), "D": (4,)}
-    mixer |= {f"{name}_bias": (4, 1, 16) for name in "BC"} | {f"{name}_norm.weight": (16,) for name in "BC"}
+    mixer |= {f"{name}_bias": (4, rank, 16) for name in "BC"} | {f"{name}_norm.weight": (16,) for name in "BC"}
+    mixer |= {f"mimo_{name}": (4, rank, 8) for name in "xzo"} if is_mimo else {}
     layer = {f"mixer.{name}": shape for name, shape in mixer.items()}
     layer |= {"norm.weight": (16,), "norm2.weight": (16,)}
     layer |= {"mlp.fc1.weight": (256, 16), "mlp.fc2.weight": (16, 128)}
@@ -226,15 +230,16 @@ def official(folder, **ssm_cfg):
     weights["lm_head.weight"] = weights["backbone.embedding.weight"]
     config = {"d_model": 16, "d_intermediate": 100, "n_layer": 2, "vocab_size": 50, "pad_vocab_size_multiple": 16}
     cfg = {"layer": "Mamba3", "d_state": 16, "expand": 2, "headdim": 8, "ngroups": 1}
-    cfg |= {"chunk_size": 64, "is_mimo": False}
+    cfg |= {"chunk_size": 64, "is_mimo": is_mimo, "mimo_rank": 2}
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config | {"ssm_cfg": cfg | ssm_cfg, "tie_embeddings": True}))
     torch.save(weights, folder / "pytorch_model.bin")
     return weights
 
 
-def test_the_official_format_comes_in_and_goes_out(tmp_path):
-    weights = official(tmp_path / "in")
+@pytest.mark.parametrize("is_mimo", [False, True], ids=["siso", "mimo"])
+def test_the_official_format_comes_in_and_goes_out(tmp_path, is_mimo):
+    weights = official(tmp_path / "in", is_mimo)
     with pytest.raises(ValueError, match="^decay: expected"):
         MambaLM.from_pretrained(tmp_path / "in")
     model = MambaLM.from_pretrained(tmp_path / "in", decay="softplus")
@@ -309,7 +314,8 @@ def test_recomputing_keeps_less_for_the_backward(recompute, most):
 @pytest.mark.parametrize(
     ("call", "name"),
     [
-        (lambda folder: layer_of(is_mimo=True), "is_mimo"),
+        (lambda folder: layer_of(is_mimo=True, d_state=5), "d_state"),
+        (lambda folder: layer_of(is_mimo=True, mimo_rank=0), "mimo_rank"),
         (lambda folder: layer_of(decay="exp"), "decay"),
         (lambda folder: layer_of(headdim=3), "headdim"),
         (lambda folder: layer_of(rope_fraction=0.3), "rope_fraction"),
@@ -323,10 +329,7 @@ def test_errors_name_the_argument(tmp_path, call, name):
         call(tmp_path)
 
 
-def test_states_with_two_layouts_and_mimo_weights_are_refused(tmp_path):
+def test_states_with_two_layouts_are_refused():
     layer, layout = layer_of(), LAYOUT
     with pytest.raises(ValueError, match="^state: expected None"):
         layer(arguments(layer, layout)[0], layout=layout, conv_layout=layout.flow(), state=arguments(layer, layout)[1])
-    official(tmp_path / "mimo", is_mimo=True, decay="heavy_tail")
-    with pytest.raises(ValueError, match="^is_mimo: expected False"):
-        MambaLM.from_pretrained(tmp_path / "mimo")

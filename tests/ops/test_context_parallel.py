@@ -12,12 +12,14 @@ from processes import fork_ranks, statuses
 LENGTHS = [[24], [5, 1, 17], [12, 6], [2, 3, 7, 4, 8]]
 
 
-def model_of(mixer, dtype=torch.float64):
+def model_of(kind, dtype=torch.float64):
     torch.manual_seed(0)
-    return MambaLM(vocab_size=11, d_model=16, n_layer=2, mixer=mixer, **OPTIONS[mixer]).to(dtype)
+    return MambaLM(**{"vocab_size": 11, "d_model": 16, "n_layer": 2, "mixer": kind} | OPTIONS[kind]).to(dtype)
 
 
-OPTIONS = {"mamba1": {"d_state": 4}, "mamba2": {"d_state": 4, "headdim": 8, "ngroups": 2}}
+HEADS = {"d_state": 4, "headdim": 8, "ngroups": 2}
+OPTIONS = {"mamba1": {"d_state": 4}, "mamba2": HEADS, "mamba3": HEADS}
+OPTIONS["mimo"] = {"mixer": "mamba3", "is_mimo": True, "mimo_rank": 2} | HEADS
 
 
 def batch_of(lengths=LENGTHS):
@@ -120,10 +122,12 @@ def refuse():
     layout, tokens, _ = batch_of()
     local = context.shard(layout)
     model = model_of("mamba2")
+    of_other_mixer = model_of("mamba1")
+    of_other_mixer.backbone.layers[0].mixer.SHARES_ROWS = False
     for call in (
         lambda: model(tokens[:, :12], layout=local, conv_layout=local.flow()),
         lambda: model(tokens[:, :12], layout=local, return_states=True),
-        lambda: MambaLM(11, 16, 1, mixer="mamba3", d_state=4, headdim=8)(tokens[:, :12], layout=local),
+        lambda: of_other_mixer(tokens[:, :12], layout=local),
     ):
         with pytest.raises(ValueError, match="share"):
             call()

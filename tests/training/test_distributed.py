@@ -1,4 +1,4 @@
-"""DDP and FSDP2: two ranks train as one, started by Lightning and as torchrun starts them."""
+"""DDP and FSDP2: ranks train as one process does, started by Lightning and as torchrun starts them."""
 
 import sys
 import time
@@ -13,6 +13,8 @@ from packmamba.lab.records import read_records
 from packmamba.lab.run_id import run_folder
 from processes import ROOT, fork, fork_ranks, kill, statuses
 from runs import final_state, losses_of, tiny_config, write_config
+
+HEADS = ["model.mixer_options.headdim=8"]
 
 
 def assert_trained_as_one(both, alone, tolerance):
@@ -35,20 +37,16 @@ def train_as_a_user(path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("strategy", "precision", "tolerance", "sharing"),
+    ("strategy", "precision", "tolerance", "devices", "sharing"),
     [
-        ("ddp", "64-true", 1e-9, []),
-        ("fsdp2", "32-true", 1e-4, []),
-        ("ddp", "64-true", 1e-9, ["trainer.context_parallel=2"]),
-        (
-            "fsdp2",
-            "32-true",
-            1e-4,
-            ["trainer.context_parallel=2", "model.mixer=mamba2", "model.mixer_options.headdim=8"],
-        ),
+        ("ddp", "64-true", 1e-9, 2, []),
+        ("fsdp2", "32-true", 1e-4, 2, []),
+        ("ddp", "64-true", 1e-9, 2, ["trainer.context_parallel=2"]),
+        ("ddp", "64-true", 1e-9, 4, ["trainer.context_parallel=2", *HEADS, "model.mixer=mamba3"]),
+        ("fsdp2", "32-true", 1e-4, 2, ["trainer.context_parallel=2", *HEADS, "model.mixer=mamba2"]),
     ],
 )
-def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance, sharing):
+def test_several_processes_train_as_one(tmp_path, strategy, precision, tolerance, devices, sharing):
     # Some steps' gradients are clipped, not all: Adam does not see a factor that all have.
     keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", "optimizer.grad_clip=0.9"]
     keys += [f"trainer.precision={precision}", "evaluations=[parity]", "evaluation_examples=5"]
@@ -56,7 +54,7 @@ def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance, sh
     keys += [key for key in sharing if key.startswith("model.")]
     alone = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone")
     fit(alone, progress=False)
-    both = tiny_config(tmp_path, *keys, "trainer.devices=2", f"trainer.strategy={strategy}", *sharing)
+    both = tiny_config(tmp_path, *keys, f"trainer.devices={devices}", f"trainer.strategy={strategy}", *sharing)
     path, output = write_config(tmp_path / "both.yaml", both), tmp_path / "output.txt"
     if strategy == "ddp":
         processes = [fork(train_as_a_user, path, output=output, OMP_NUM_THREADS="1")]
@@ -69,9 +67,10 @@ def test_two_processes_train_as_one(tmp_path, strategy, precision, tolerance, sh
 
 
 @pytest.mark.slow
-def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path):
+@pytest.mark.parametrize("sharing", [[], ["trainer.context_parallel=2"]])
+def test_a_killed_sharded_run_ends_as_one_that_was_not(tmp_path, sharing):
     keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", "trainer.devices=2", "trainer.strategy=fsdp2",
-            "trainer.max_steps=20", "trainer.checkpoint_every=4", "trainer.validate_every=10"]  # fmt: skip
+            "trainer.max_steps=20", "trainer.checkpoint_every=4", "trainer.validate_every=10", *sharing]  # fmt: skip
     whole, killed = (tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/{name}") for name in ("whole", "killed"))
     folder = run_folder(killed) / "checkpoints"
     output = tmp_path / "output.txt"

@@ -1,4 +1,4 @@
-"""The Mamba-3 mixer (SISO) on packed documents: a trapezoidal rule; keys and queries that rotate.
+"""The Mamba-3 mixer (SISO and MIMO) on packed documents: a trapezoidal rule; keys and queries that rotate.
 
 Of a head, with v = x (P), k and q from B and C (N), step size dt, decay exp(-a dt), and lambda
 between 0 and 1:
@@ -19,10 +19,21 @@ hands on one part of a state hands on no angle that belongs to another, and the 
 documents' states (``fitted_noise``) is one of tensors in one frame. mamba-ssm's state has a fourth
 tensor, the sum, and rotates the others by it.
 
-Shapes: B rows, L slots, S documents, H heads, P headdim, G ngroups, N d_state, n angles.
+MIMO has R of v, k and q a head and token, which share a state:
+
+    h[t] += lambda[t] dt[t] sum over r of v[t, r] (outer) k[t, r],  y[t, r] = h[t] q[t, r] + D v[t, r]
+
+with v[t, r] = mimo_x[r] x[t]; the layer's output is the sum over r of mimo_o[r] y[t, r] silu(mimo_z[r] z[t]).
+The scan then walks R slots a token, of which the first alone decays the state. The one of r holds
+k[t, s] up to s = r; what later ones give is added token by token, as what only the next token may
+hold is taken away.
+
+Shapes: B rows, L slots, S documents, R ranks (SISO: 1), H heads, P headdim, G ngroups, N d_state,
+n angles.
 """
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -34,6 +45,7 @@ from packmamba.errors import expect
 from packmamba.nn.init import Projection
 from packmamba.nn.mixers.mixer import HeadMixer, State, call
 from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.context_parallel import first_after, sum_before
 from packmamba.ops.simple_gla import LEAST_STEP
 from packmamba.ops.ssd import elementwise
 
@@ -43,7 +55,7 @@ PARTS = 2**48
 
 
 class PackedMamba3(HeadMixer):
-    """Compute Mamba-3 without MIMO on packed documents.
+    """Compute Mamba-3 on packed documents.
 
     Parameters have the names, shapes and initialisation of state-spaces' Mamba3 (mamba_ssm/modules/
     mamba3.py). Angles, decays and norms are computed in float32 or wider; the scan reads bfloat16
@@ -56,7 +68,10 @@ class PackedMamba3(HeadMixer):
             weights compute another model, and mamba-ssm's checkpoints do not say which.
         A_floor: minimum of a.
         is_outproj_norm: normalise each head before the gate.
-        is_mimo: False; MIMO is not here.
+        is_mimo: mix ``mimo_rank`` inputs and outputs a head by one state. Coordinates (i, i + N/2)
+            rotate together then, and (2i, 2i + 1) without, as in mamba-ssm: MIMO of rank 1 and SISO
+            are different models.
+        mimo_rank: R of MIMO.
         recompute: the backward computes all between the projections again.
 
     Raises TypeError or ValueError that names the argument.
@@ -64,8 +79,9 @@ class PackedMamba3(HeadMixer):
 
     NO_WEIGHT_DECAY = ("dt_bias", "D", "B_bias", "C_bias")
     PUBLISHED = {"state_spaces": "Mamba3"}
-    WITHOUT_EFFECT = ("chunk_size", "dropout", "mimo_rank", "fuse_pregate_headwise_norm")
+    WITHOUT_EFFECT = ("chunk_size", "dropout", "fuse_pregate_headwise_norm")
     EXPLICIT = {"decay": "heavy_tail"}
+    MIMO = ("mimo_x", "mimo_z", "mimo_o")
 
     def __init__(
         self,
@@ -81,33 +97,41 @@ class PackedMamba3(HeadMixer):
         A_floor: float = 1e-4,
         is_outproj_norm: bool = False,
         is_mimo: bool = False,
+        mimo_rank: int = 4,
         decay: str = EXPLICIT["decay"],
         recompute: bool = False,
         backend: str | None = None,
     ) -> None:
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "headdim": headdim, "ngroups": ngroups}
+        sizes |= {"mimo_rank": mimo_rank}
         flags = {"is_outproj_norm": is_outproj_norm, "is_mimo": is_mimo}
         super().__init__(sizes, flags, (dt_min, dt_max, dt_init_floor), backend)
-        expect(not is_mimo, "is_mimo", "False (SISO alone)", is_mimo)
+        expect(d_state % 2 == 0 or not is_mimo, "d_state", "an even number with is_mimo", d_state)
         expect(decay in ("heavy_tail", "softplus"), "decay", "'heavy_tail' or 'softplus'", repr(decay))
         expect(rope_fraction in (0.5, 1.0), "rope_fraction", "0.5 or 1.0", rope_fraction)
         self.num_angles = int(d_state * rope_fraction) // 2
         expect(self.num_angles, "d_state", f"a pair to rotate with rope_fraction={rope_fraction}", d_state)
+        self.is_mimo = is_mimo
+        self.rank = rank = mimo_rank if is_mimo else 1
         self.A_floor = A_floor
         self.decay = decay
         self.recompute = recompute
         # z, x, B, C, dt, a, lambda, angles
-        self.parts = [self.d_inner] * 2 + [ngroups * d_state] * 2 + [self.nheads] * 3 + [self.num_angles]
+        self.parts = [self.d_inner] * 2 + [rank * ngroups * d_state] * 2 + [self.nheads] * 3 + [self.num_angles]
         self.in_proj = Projection(d_model, sum(self.parts), bias=False)
         self.dt_bias = nn.Parameter(torch.empty(self.nheads))
-        # One row: MIMO has as many as its rank.
-        self.B_bias = nn.Parameter(torch.empty(self.nheads, 1, d_state))
-        self.C_bias = nn.Parameter(torch.empty(self.nheads, 1, d_state))
+        self.B_bias = nn.Parameter(torch.empty(self.nheads, rank, d_state))
+        self.C_bias = nn.Parameter(torch.empty(self.nheads, rank, d_state))
         self.B_norm = nn.RMSNorm(d_state, eps=EPSILON)
         self.C_norm = nn.RMSNorm(d_state, eps=EPSILON)
         self.D = nn.Parameter(torch.empty(self.nheads))
+        # Of x, of the gate z and of the output: (H, R, P).
+        for name in self.MIMO if is_mimo else ():
+            setattr(self, name, nn.Parameter(torch.empty(self.nheads, rank, headdim)))
         of_head = {"k_state": (d_state,), "v_state": (headdim,), "ssm_state": (headdim, d_state)}
         self.state_shapes = {name: (self.nheads, *shape) for name, shape in of_head.items()}
+        if is_mimo:
+            self.state_shapes["k_state"] = (rank, self.nheads, d_state)
         self._reset_own()
         # Holds the weight of a norm of each head.
         self.norm = nn.RMSNorm(self.d_inner, eps=EPSILON) if is_outproj_norm else None
@@ -119,6 +143,10 @@ class PackedMamba3(HeadMixer):
         super()._reset_own()
         nn.init.ones_(self.B_bias)
         nn.init.ones_(self.C_bias)
+        if self.is_mimo:
+            nn.init.constant_(self.mimo_x, 1 / self.rank)
+            nn.init.ones_(self.mimo_z)
+            nn.init.constant_(self.mimo_o, 1 / self.rank)
 
     def _mix(self, projected: Tensor, *layouts_and_state: Any) -> tuple[Tensor, Any]:
         """Mix in_proj's output; conv_layout says whose previous token's k and v a token reads."""
@@ -129,7 +157,6 @@ class PackedMamba3(HeadMixer):
         self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: State | None, return_state: bool
     ) -> tuple[Tensor, State | None]:
         """Return out_proj's input (B, L, H P), and final states or None."""
-        expect(ssm_layout is None or ssm_layout.crossing is None, "layout", "rows that no ranks share", "shared ones")
         one_layout = conv_layout is ssm_layout
         # An outer product that enters inside a document would have no place in the scan.
         expect(one_layout or state is None, "state", "None where conv_layout is not ssm_layout", "states")
@@ -142,48 +169,82 @@ class PackedMamba3(HeadMixer):
         last = (ssm_layout.ends - 1).clamp(max=document.numel() - 1)
         wide = accumulation_dtype(projected.dtype)
         z, x, B, C, dt, rate, trapezoid, angle = projected.to(wide).split(self.parts, dim=-1)
-        v = x.unflatten(-1, (self.nheads, self.headdim))
+        x = x.unflatten(-1, (self.nheads, self.headdim))
+        v = self._per_rank(x, "mimo_x")
         k = self._per_head(B, self.B_norm, self.B_bias)
         q = self._per_head(C, self.C_norm, self.C_bias)
         dt = elementwise(F.softplus, dt + self.dt_bias)
         step = (self._rate(rate) * dt).clamp(min=LEAST_STEP)
         turns = elementwise(torch.tanh, angle)[:, :, None] * (dt / 2)[..., None]
         theta = self._sum_turns(turns, ssm_layout, document, first)
-        cos = elementwise(torch.cos, theta)
-        sin = elementwise(torch.sin, theta)
+        cos = elementwise(torch.cos, theta)[:, :, None]
+        sin = elementwise(torch.sin, theta)[:, :, None]
 
         share = elementwise(torch.sigmoid, trapezoid)
         from_previous = (1 - share) * dt
         from_next = _next(from_previous, document, conv_document)
-        # Tokens of the scan are v times this; it multiplies them by the step, which is the decay's.
-        scale = (share * dt + from_next) / step
+        if ssm_layout.crossing:
+            from_next = torch.cat([from_next[:, :-1], first_after(from_previous, ssm_layout)], dim=1)
+        weight = share * dt + from_next
         if not one_layout:
-            k_before, v_before = _before(k, v, first, conv_document)
+            k_before, v_before = _before(k, x, first, conv_document)
         if k_before is not None and v_before is not None:
-            entering = (_at(from_previous, first)[..., None] * v_before)[..., None] * k_before[:, :, None]
+            v_before = self._per_rank(_at(from_previous, first)[..., None] * v_before, "mimo_x")
+            entering = (v_before[..., None] * k_before.view(-1, *k.shape[2:])[..., None, :]).sum(1)
             h = entering if h is None else h + entering
-        # float16 would overflow: a step may be far smaller than the next one, which scale holds.
+        # The state decays at a token's first slot. Tokens of the scan are v times the weight over
+        # the step, by which it multiplies them.
+        steps = F.pad(step[:, :, None], (0, 0, 0, self.rank - 1), value=LEAST_STEP)
+        scaled = v * (weight[:, :, None] / steps)[..., None]
+        # float16 would overflow: a step may be far smaller than the next one, which the scale holds.
         near = wide if projected.dtype == torch.float16 else projected.dtype
         scanned = ops.ssd_pack(
-            x=(v * scale[..., None]).to(near),
-            delta=step,
+            x=scaled.flatten(1, 2).to(near),
+            delta=steps.flatten(1, 2),
             A=step.new_full((self.nheads,), -1),
-            B=_rotate(k, cos, sin).to(near),
-            C=_rotate(q, cos, sin).to(near),
-            layout=ssm_layout,
+            B=_rotate(k, cos, sin).flatten(1, 2).to(near),
+            C=_rotate(q, cos, sin).flatten(1, 2).to(near),
+            layout=_stretch(ssm_layout, self.rank),
             initial_state=h,
             return_final_state=return_state,
             backend=self.backend,
         )
         y = scanned[0] if return_state else scanned
-        y = y + (self.D - from_next * (k * q).sum(-1))[..., None] * v
-        if self.norm is not None:
-            y = F.rms_norm(y, y.shape[-1:], eps=self.norm.eps) * self.norm.weight.view(y.shape[-2:])
-        y = (y.flatten(-2) * elementwise(F.silu, z)).to(projected.dtype)
+        y = y.unflatten(1, (-1, self.rank)) + self._within_token(q, k, v, weight, from_next)
+        y = self._gate(y, z).to(projected.dtype)
         if not return_state:
             return y, None
-        k, v, cos, sin = (_at(tensor, last) for tensor in (k, v, cos, sin))
-        return y, (k, v, _rotate(scanned[1], cos[:, :, None], -sin[:, :, None]))
+        k, x, cos, sin = (_at(tensor, last) for tensor in (k, x, cos, sin))
+        k = k.view(-1, *self.state_shapes["k_state"])
+        return y, (k, x, _rotate(scanned[1], cos[:, 0, :, None], -sin[:, 0, :, None]))
+
+    def _within_token(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, from_next: Tensor) -> Tensor:
+        """Return what outputs (B, L, R, H, P) get of their own token, beside the scan's.
+
+        Query r: of later ranks' outer products, whose slots are behind its own, all; of none what
+        enters with the next token; and D v.
+        """
+        one = torch.ones(self.rank, self.rank, dtype=v.dtype, device=v.device)
+        later = one.triu(1)[..., None]  # (R of q, R of k, 1)
+        same = torch.eye(self.rank, dtype=v.dtype, device=v.device)[..., None]
+        product = (q[:, :, :, None] * k[:, :, None]).sum(-1)  # (B, L, R, R, H)
+        of_pair = same * self.D + (weight[:, :, None, None] * later - from_next[:, :, None, None]) * product
+        return (of_pair[..., None] * v[:, :, None]).sum(3)
+
+    def _gate(self, y: Tensor, z: Tensor) -> Tensor:
+        """Normalise outputs (B, L, R, H, P) if asked to, gate them, and sum over ranks: (B, L, H P)."""
+        if self.norm is not None:
+            y = F.rms_norm(y, y.shape[-1:], eps=self.norm.eps) * self.norm.weight.view(y.shape[-2:])
+        z = self._per_rank(z.unflatten(-1, (self.nheads, self.headdim)), "mimo_z")
+        y = y * elementwise(F.silu, z)
+        if self.is_mimo:
+            y = y * self.mimo_o.transpose(0, 1)
+        return y.sum(2).flatten(-2)
+
+    def _per_rank(self, x: Tensor, weight: str) -> Tensor:
+        """Give each rank of MIMO its x (..., H, P), times the weight of that name: (..., R, H, P)."""
+        x = x.unsqueeze(-3)
+        return x * getattr(self, weight).transpose(0, 1) if self.is_mimo else x
 
     def _rate(self, projected: Tensor) -> Tensor:
         """Return a (B, L, H), the rate of decay, from its projection."""
@@ -194,10 +255,14 @@ class PackedMamba3(HeadMixer):
         return rate.clamp(min=self.A_floor)
 
     def _per_head(self, projected: Tensor, norm: nn.RMSNorm, bias: Tensor) -> Tensor:
-        """Normalise B or C (B, L, G N), and give each head its group's, plus its bias: (B, L, H, N)."""
-        by_group = F.rms_norm(projected.unflatten(-1, (self.ngroups, -1)), (self.d_state,), eps=norm.eps)
-        by_group = by_group * norm.weight
-        return by_group.repeat_interleave(self.nheads // self.ngroups, dim=2) + bias.squeeze(1)
+        """Normalise B or C (B, L, R G N), and give each head its group's, plus its bias: (B, L, R, H, N)."""
+        by_group = projected.unflatten(-1, (self.rank, self.ngroups, self.d_state))
+        by_group = F.rms_norm(by_group, (self.d_state,), eps=norm.eps) * norm.weight
+        by_head = by_group.repeat_interleave(self.nheads // self.ngroups, dim=3) + bias.transpose(0, 1)
+        if not self.is_mimo:
+            return by_head
+        # Coordinates (i, i + N/2) become (2i, 2i + 1), which rotate: k and q are only multiplied with each other.
+        return by_head.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
     def _sum_turns(self, turns: Tensor, layout: Any, document: Tensor, first: Tensor) -> Tensor:
         """Sum turns (B, L, H, n) from each document's start to each token; return angles from 0 to 2 pi.
@@ -208,8 +273,11 @@ class PackedMamba3(HeadMixer):
         parts = (turns.detach() * PARTS).round().to(torch.int64)
         # Transposed: a GPU sums numbers that lie side by side in parallel.
         total = parts.flatten(0, 1).flatten(1).T.cumsum(1).T.reshape(turns.shape)
+        before = _at(total - parts, first)
+        if layout.crossing:
+            before = before - sum_before(parts, layout)
         # The last row is padding's, whose document is -1.
-        before = F.pad(_at(total - parts, first), (0, 0, 0, 0, 0, 1))
+        before = F.pad(before, (0, 0, 0, 0, 0, 1))
         theta = ((total - before[document]) % PARTS).to(turns.dtype) * (2 * math.pi / PARTS)
         if not torch.is_grad_enabled():
             return theta
@@ -230,7 +298,8 @@ def _before(k: Tensor, v: Tensor, first: Tensor, document: Tensor) -> tuple[Tens
     """Return k and v of the tokens before slots ``first`` (S,); 0 for a token of another document (B, L)."""
     before = (first - 1).clamp(min=0)
     reads = (first > 0) & (_at(document, before) == _at(document, first))
-    return tuple(torch.where(reads[:, None, None], _at(tensor, before), 0) for tensor in (k, v))
+    k, v = _at(k, before), _at(v, before)
+    return torch.where(reads.view(-1, 1, 1, 1), k, 0), torch.where(reads.view(-1, 1, 1), v, 0)
 
 
 def _next(weight: Tensor, *documents: Tensor) -> Tensor:
@@ -248,3 +317,25 @@ def _rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     even, odd = vectors[..., 0:rotating:2], vectors[..., 1:rotating:2]
     pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)
     return torch.cat([pairs.flatten(-2), vectors[..., rotating:]], dim=-1)
+
+
+def _stretch(layout: Any, rank: int) -> Any:
+    """Return the layout of rows in which each token has ``rank`` slots."""
+    if rank == 1:
+        return layout
+    crossing = layout.crossing
+    if crossing is not None:
+        crossing = replace(crossing, entering=_stretch(crossing.entering, rank))
+    rows, row_length = layout.shape
+    return replace(
+        layout,
+        shape=(rows, row_length * rank),
+        starts=layout.starts * rank,
+        ends=layout.ends * rank,
+        offsets=layout.offsets * rank,
+        num_tokens=layout.num_tokens and layout.num_tokens * rank,
+        longest=layout.longest and layout.longest * rank,
+        flowing=None,
+        origin=None,
+        crossing=crossing,
+    )

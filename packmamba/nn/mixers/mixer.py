@@ -42,6 +42,8 @@ class Mixer(nn.Module):
         EXPLICIT (optional): arguments without which a checkpoint's weights may be another model,
             which it therefore states; by name, what a new model takes.
         HUGGING_FACE: by argument, the key of transformers' configuration and its default.
+        SHARES_ROWS: whether ranks may share rows (``ContextParallel``), as all tokens pass on by
+            ``ops`` alone; a mixer without it is refused there.
         NO_WEIGHT_DECAY: names of parameters of several dimensions that do not decay.
         WITHOUT_EFFECT: keys of a checkpoint's ssm_cfg that change nothing. A learned initial state
             of an earlier version is a weight, which no longer has a place.
@@ -50,6 +52,7 @@ class Mixer(nn.Module):
     """
 
     HUGGING_FACE: dict[str, tuple[str, Any]]
+    SHARES_ROWS = True
     NO_WEIGHT_DECAY: tuple[str, ...]
     in_proj: Projection
     out_proj: Projection
