@@ -235,4 +235,4 @@ def _by_slot(flags: Tensor, like: Tensor) -> Tensor:
 
 # Not traced, as by torch.compiler.disable, which imports the compiler: seconds.
 for function in (_convolve, _scan, sum_before, first_after):
-    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    vars(function)["_torchdynamo_disable"] = True

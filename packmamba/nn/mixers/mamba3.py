@@ -81,7 +81,9 @@ class PackedMamba3(HeadMixer):
     PUBLISHED = {"state_spaces": "Mamba3"}
     WITHOUT_EFFECT = ("chunk_size", "dropout", "fuse_pregate_headwise_norm")
     EXPLICIT = {"decay": "heavy_tail"}
-    MIMO = ("mimo_x", "mimo_z", "mimo_o")
+    mimo_x: nn.Parameter
+    mimo_z: nn.Parameter
+    mimo_o: nn.Parameter
 
     def __init__(
         self,
@@ -126,7 +128,7 @@ class PackedMamba3(HeadMixer):
         self.C_norm = nn.RMSNorm(d_state, eps=EPSILON)
         self.D = nn.Parameter(torch.empty(self.nheads))
         # Of x, of the gate z and of the output: (H, R, P).
-        for name in self.MIMO if is_mimo else ():
+        for name in ("mimo_x", "mimo_z", "mimo_o") if is_mimo else ():
             setattr(self, name, nn.Parameter(torch.empty(self.nheads, rank, headdim)))
         of_head = {"k_state": (d_state,), "v_state": (headdim,), "ssm_state": (headdim, d_state)}
         self.state_shapes = {name: (self.nheads, *shape) for name, shape in of_head.items()}
