@@ -79,7 +79,7 @@ def test_the_layer_is_its_equations(form, layout, dtype):
 
 @pytest.mark.gpu
 @narrow_and_wide
-@pytest.mark.parametrize("form", ["official", "normed"])
+@pytest.mark.parametrize("form", ["official", "normed", "mimo"])
 def test_a_gpu_computes_the_equations(form, dtype):
     assert_is_its_equations(layer_of(dtype, **PUBLISHED_SIZES | FORMS[form]), AWKWARD["chunk-edges"], "cuda")
 

@@ -172,7 +172,6 @@ class PackedMamba3(HeadMixer):
         wide = accumulation_dtype(projected.dtype)
         z, x, B, C, dt, rate, trapezoid, angle = projected.to(wide).split(self.parts, dim=-1)
         x = x.unflatten(-1, (self.nheads, self.headdim))
-        v = self._per_rank(x, "mimo_x")
         k = self._per_head(B, self.B_norm, self.B_bias)
         q = self._per_head(C, self.C_norm, self.C_bias)
         dt = elementwise(F.softplus, dt + self.dt_bias)
@@ -187,38 +186,53 @@ class PackedMamba3(HeadMixer):
         from_next = _next(from_previous, document, conv_document)
         if ssm_layout.crossing:
             from_next = torch.cat([from_next[:, :-1], first_after(from_previous, ssm_layout)], dim=1)
-        weight = share * dt + from_next
         if not one_layout:
             k_before, v_before = _before(k, x, first, conv_document)
         if k_before is not None and v_before is not None:
             v_before = self._per_rank(_at(from_previous, first)[..., None] * v_before, "mimo_x")
             entering = (v_before[..., None] * k_before.view(-1, *k.shape[2:])[..., None, :]).sum(1)
             h = entering if h is None else h + entering
-        # The state decays at a token's first slot. Tokens of the scan are v times the weight over
-        # the step, by which it multiplies them.
-        steps = F.pad(step[:, :, None], (0, 0, 0, self.rank - 1), value=LEAST_STEP)
-        scaled = v * (weight[:, :, None] / steps)[..., None]
-        # float16 would overflow: a step may be far smaller than the next one, which the scale holds.
-        near = wide if projected.dtype == torch.float16 else projected.dtype
-        scanned = ops.ssd_pack(
-            x=scaled.flatten(1, 2).to(near),
-            delta=steps.flatten(1, 2),
-            A=step.new_full((self.nheads,), -1),
-            B=_rotate(k, cos, sin).flatten(1, 2).to(near),
-            C=_rotate(q, cos, sin).flatten(1, 2).to(near),
-            layout=_stretch(ssm_layout, self.rank),
-            initial_state=h,
-            return_final_state=return_state,
-            backend=self.backend,
-        )
-        y = scanned[0] if return_state else scanned
-        y = y.unflatten(1, (-1, self.rank)) + self._within_token(q, k, v, weight, from_next)
+        v = self._per_rank(x, "mimo_x")
+        weight = share * dt + from_next
+        rotated = (_rotate(k, cos, sin), _rotate(q, cos, sin))
+        y, h = self._walk(v, *rotated, weight, step, ssm_layout, h, return_state, projected.dtype)
+        y = y + self._within_token(q, k, v, weight, from_next)
         y = self._gate(y, z).to(projected.dtype)
         if not return_state:
             return y, None
         k, x, cos, sin = (_at(tensor, last) for tensor in (k, x, cos, sin))
         k = k.view(-1, *self.state_shapes["k_state"])
-        return y, (k, x, _rotate(scanned[1], cos[:, 0, :, None], -sin[:, 0, :, None]))
+        return y, (k, x, _rotate(h, cos[:, 0, :, None], -sin[:, 0, :, None]))
+
+    def _walk(
+        self, v: Tensor, k: Tensor, q: Tensor, weight: Tensor, step: Tensor, layout: Any, *options: Any
+    ) -> tuple[Tensor, Any]:
+        """Scan rotated k and q: return y (B, L, R, H, P), and final states or None.
+
+        Args:
+            weight, step: (B, L, H), of what a token adds, and of its decay.
+            options: initial states, whether to return final ones, and the activations' dtype.
+        """
+        initial_state, return_state, dtype = options
+        # The state decays at a token's first slot. Inputs are v times the weight over the step, by
+        # which the scan multiplies them.
+        steps = F.pad(step[:, :, None], (0, 0, 0, self.rank - 1), value=LEAST_STEP)
+        x = v * (weight[:, :, None] / steps)[..., None]
+        # float16 would overflow: a step may be far smaller than the next one, which the weight holds.
+        near = x.dtype if dtype == torch.float16 else dtype
+        scanned = ops.ssd_pack(
+            x=x.flatten(1, 2).to(near),
+            delta=steps.flatten(1, 2),
+            A=step.new_full((self.nheads,), -1),
+            B=k.flatten(1, 2).to(near),
+            C=q.flatten(1, 2).to(near),
+            layout=_stretch(layout, self.rank),
+            initial_state=initial_state,
+            return_final_state=return_state,
+            backend=self.backend,
+        )
+        y, final_state = scanned if return_state else (scanned, None)
+        return y.unflatten(1, (-1, self.rank)), final_state
 
     def _within_token(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, from_next: Tensor) -> Tensor:
         """Return what outputs (B, L, R, H, P) get of their own token, beside the scan's.
