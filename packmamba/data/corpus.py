@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from packmamba.data.tokenizer import token_dtype
+from packmamba.layout import MAX_SLOTS
 
 META = "meta.json"
 SPLITS = ("train", "validation", "test")
@@ -137,15 +138,20 @@ class Joined(Documents):
 class Mixture(Joined):
     """Hold the same split of several corpora as one, whose groups are the parts.
 
+    Args:
+        weights: of the parts, shares of the tokens that are trained on.
+        longest: tokens that are trained on of a document, where longer ones are truncated.
+
     Attributes, as of ``Corpus``: ``lengths`` (n,) of all parts' documents, ``groups`` (n,) their
     parts, ``group_names`` the parts' names, ``vocab_size`` the largest.
     """
 
-    def __init__(self, parts: list[Corpus], names: list[str], weights: list[float]) -> None:
+    def __init__(self, parts: list[Corpus], names: list[str], weights: list[float], longest: int = MAX_SLOTS) -> None:
         super().__init__(tokens=None, lengths=np.concatenate([part.lengths for part in parts]))
         self.parts = parts
         self.group_names = self.source_names = names
         self.weights = weights
+        self.longest = longest
         self.split = parts[0].split
         self.vocab_size = max(part.vocab_size for part in parts)
         self.num_tokens = sum(part.num_tokens for part in parts)
@@ -155,14 +161,16 @@ class Mixture(Joined):
         self.groups = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
         identity = [[part.corpus_hash for part in parts], weights]
         self.corpus_hash = hashlib.blake2b(json.dumps(identity).encode(), digest_size=16).hexdigest()
+        # Tokens of each part that a pass over it trains on.
+        self.tokens_of_pass = np.array([np.minimum(part.lengths, longest).sum() for part in parts])
         # Weights are shares of tokens; windows draw documents, so divide by a part's mean length.
-        per_token = np.array(weights) / np.array([part.num_tokens / part.num_documents for part in parts])
+        per_token = np.array(weights) / (self.tokens_of_pass / counts)
         self.document_shares = per_token / per_token.sum()
         # A window may touch two passes of a part.
         self._shuffled = functools.lru_cache(2 * len(parts))(self._shuffle)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Mixture, (self.parts, self.group_names, self.weights)
+        return Mixture, (self.parts, self.group_names, self.weights, self.longest)
 
     def window(self, seed: int, number: int, size: int) -> np.ndarray:
         """Draw the documents of a window of about ``size``: those of each part in the order of its passes."""
@@ -185,5 +193,5 @@ class Mixture(Joined):
     def passes(self, tokens: float) -> dict[str, float]:
         """Return how often each part is read in so many tokens of the mixture."""
         shares = np.array(self.weights) / sum(self.weights)
-        passes = tokens * shares / [part.num_tokens for part in self.parts]
+        passes = tokens * shares / self.tokens_of_pass
         return dict(zip(self.group_names, passes.tolist()))

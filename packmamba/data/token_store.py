@@ -17,6 +17,7 @@ from packmamba.data.encoding import Opened, SplitWriter, encode, open_documents,
 from packmamba.data.sources import parts_of
 from packmamba.data.sources.source import SEED
 from packmamba.files import DiskFull, space_for, work_folder
+from packmamba.layout import MAX_SLOTS
 
 
 class Corpora(NamedTuple):
@@ -70,12 +71,13 @@ def _load_mixture(data: DataConfig, progress: bool) -> Corpora:
         with refusing(ConfigError, prefix=f"data.sources[{number}]: "):
             corpora.append(load_corpora(part.data, progress))
     mixed = {}
+    longest = data.row_length if data.overlong == "truncate" and data.row_length else MAX_SLOTS
     # A split of the mixture holds the sources that have this split: some have no test documents.
     for split in SPLITS:
         chosen = [(getattr(one, split), part) for one, part in zip(corpora, parts) if getattr(one, split)]
         if chosen:
             names, weights = [part.name for _, part in chosen], [part.weight for _, part in chosen]
-            mixed[split] = Mixture([corpus for corpus, _ in chosen], names, weights)
+            mixed[split] = Mixture([corpus for corpus, _ in chosen], names, weights, longest)
     return Corpora(mixed["train"], mixed["validation"], mixed["train"].corpus_hash, mixed.get("test"))
 
 

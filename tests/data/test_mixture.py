@@ -58,9 +58,10 @@ def test_a_window_is_a_function_of_its_number(sources):
     assert not np.array_equal(corpus.window(1, 0, 100), corpus.window(2, 0, 100))
 
 
+@pytest.mark.parametrize("keys", [{}, {"row_length": 64, "overlong": "truncate"}], ids=["whole", "truncated"])
 @pytest.mark.parametrize("batching", ["matched", "stream"])
-def test_every_step_has_the_mixture(sources, batching):
-    data = mixed(sources, {"short": 1, "long": 1}, batching=batching)
+def test_every_step_has_the_mixture(sources, batching, keys):
+    data = mixed(sources, {"short": 1, "long": 1}, batching=batching, **keys)
     corpus = load_corpora(data, progress=False).train
     schedule = StepSchedule(corpus, data, seed=0)
     tokens = np.zeros(2)
@@ -74,6 +75,10 @@ def test_every_step_has_the_mixture(sources, batching):
             assert (batch.source[letter == ord(name)] == part).all()
         assert (letter == ord("a")).any() and (letter == ord("b")).any()
     assert tokens[0] / tokens.sum() == pytest.approx(0.5, abs=0.15)
+    drawn = np.concatenate([corpus.window(0, number, 100) for number in range(4)])
+    of_long = drawn[corpus.groups[drawn] == 1]
+    trained_on = np.minimum(corpus.lengths[drawn], data.row_length).sum()
+    assert corpus.passes(float(trained_on))["long"] == pytest.approx(len(of_long) / 36, rel=0.1)
 
 
 def test_arms_of_a_sweep_read_the_same_documents(sources):
