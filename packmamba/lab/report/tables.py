@@ -396,16 +396,6 @@ def _evaluation(name: str, metrics: Sequence[str], arms: Arms) -> Table:
     return make_table(f"evaluation-{name}", f"Evaluation by arm: {name}", columns, rows, *notes)
 
 
-VERDICT_NOTES = (
-    "Leak not caught, no leak arm: no leak of the same setting is shown to be worse, so the "
-    "test could not have failed. Of survivors: runs diverged or have no finite value, and what is "
-    "left is a selection; diverges: more often than the other arm, by Fisher's exact test. Of "
-    "survivors, seeds missing, other documents: never equivalent.",
-    f"Seeds for 80 % power: to be equivalent at no difference, {FEW_SEEDS} or more, at the "
-    "upper 80 % confidence bound of the standard deviation; a dash: more than 100.",
-)
-
-
 def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
     rows = []
     for contrast in contrasts:
@@ -429,7 +419,12 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
         "Intervals are over paired seeds, and over groups of documents if there are any. Different: "
         f"the 95 % interval excludes zero.{within} Each claim also needs its p to be at most 0.05 "
         "after Holm's adjustment over the primary contrasts, or over the exploratory ones.",
-        *VERDICT_NOTES,
+        "Leak not caught, no leak arm: no leak of the same setting is shown to be worse, so the "
+        "test could not have failed. Of survivors: runs diverged or have no finite value, and what is "
+        "left is a selection; diverges: more often than the other arm, by Fisher's exact test. Of "
+        "survivors, seeds missing, other documents: never equivalent.",
+        f"Seeds for 80 % power: to be equivalent at no difference, {FEW_SEEDS} or more, at the "
+        "upper 80 % confidence bound of the standard deviation; a dash: more than 100.",
     )
 
 
@@ -506,8 +501,7 @@ def _notes(arms: Arms) -> list[str]:
         notes.append(f"Validation: {documents:,.0f} documents, {targets:,.0f} targets.")
         # Seeds vary the training, never the validation documents.
         if documents < 50:
-            few = "Fewer than 50 documents: intervals over seeds say nothing about other documents."
-            notes.append(few)
+            notes.append("Fewer than 50 documents: intervals over seeds say nothing about other documents.")
     absent = {name for arm in arms for name in arm.sweep.get("absent", ())}
     if absent:
         notes.append(f"Without any run: {', '.join(sorted(absent))}.")
@@ -536,8 +530,7 @@ def throughput_tables(records: Records) -> list[Table]:
     # Without the variant, which is the run: it has a column of its own.
     timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
     steps = ("rounds", "seconds_per_step_median", "seconds_per_step_spread")
-    speeds = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup")
-    measured = [_metric_column(metric, []) for metric in (*steps, *speeds)]
+    measured = [_metric_column(metric, []) for metric in (*steps, *aggregate.SPEEDS)]
     rows = []
     for arm in timed:
         run = Cell((arm.timing or "")[:8], (arm.timing,))
