@@ -96,12 +96,10 @@ def measure_throughput(configs: list[Config], rounds: int, output: str, progress
         samples: dict[str, list[Any]] = {name: [] for name in arms}
         for turn in tqdm(turns, desc="interleaved steps", unit="round", disable=not progress):
             for name, arm in arms.items():
-                sample = arm.step(turn)
-                if turn > WARM_UP:
-                    samples[name].append(sample)
+                samples[name].append(arm.step(turn))
         wall_seconds = time.perf_counter() - begun
         for name, arm in arms.items():
-            metrics = _metrics(samples[name]) | {"rounds": rounds}
+            metrics = _metrics(samples[name][WARM_UP:]) | {"rounds": rounds}
             metrics["parameters"] = sum(parameter.numel() for parameter in arm.module.parameters())
             identity = (name_of(output), name, recorded_config(arm.config) | {"run": run}, arm.config.seed)
             yield make_record("throughput", *identity, arm.corpus_hash, metrics, wall_seconds)

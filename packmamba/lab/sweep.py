@@ -123,9 +123,8 @@ def _grid_as_mapping(override: str) -> str:
 def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
     """Refuse a grid's key that is set elsewhere too, and overrides of keys in which arms differ."""
     arms = {f"arms.{arm}": flatten(keys) for arm, keys in sweep.arms.items()}
-    set_elsewhere = arms | overrides
     for name in sweep.grid:
-        for origin, keys in set_elsewhere.items():
+        for origin, keys in (arms | overrides).items():
             expected = f"a key that {origin} does not set"
             need(not _overlapping(name, keys), f"grid.{name}", expected, f"one; give grid.{name}=[...]")
     for origin, keys in overrides.items():
@@ -205,7 +204,7 @@ class _Progress:
         self.shown = shown
         self.states: Counter[str] = Counter()
 
-    def __call__(self, config: Config, status: launch.Status = launch.BEGINS, place: str = "") -> None:
+    def __call__(self, config: Config, status: launch.Status, place: str = "") -> None:
         self.states[status.state] += 1
         if self.shown:
             where = f" on {place}" if place else ""
