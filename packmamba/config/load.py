@@ -243,11 +243,10 @@ def _rule(config: Config, holds: object, name: str, expected: str) -> None:
 def _check_option_names(config: Config, boundary: Any) -> None:
     """Check names in keys that hold arguments of a function or class."""
     mixer = options(registry(schema.MIXERS)[config.model.mixer])
-    optimizer = options(registry(schema.OPTIMIZERS)[config.optimizer.name])
     own_keys = {*schema.MIXER_KEYS, "recompute", "backend"}  # of the sections model and ops
     allowed_names: dict[str, Iterable[str]] = {
         "model.mixer_options": {*mixer} - own_keys,
-        "optimizer.options": optimizer,
+        "optimizer.options": options(registry(schema.OPTIMIZERS)[config.optimizer.name]),
         "trainer.boundary_options": options(boundary),
         "evaluation_options": config.evaluations,
     }
@@ -307,8 +306,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
     rule(strategy.splits_documents, "data.strategy", f"concat_split {scheme}")
     rule(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {scheme}")
     rows = data.batch_rows if data.takes_turns else data.streams // devices
-    enough_rows = f"at least {boundary.least_rows} rows a batch {scheme}"
-    rule(rows >= boundary.least_rows, "data.streams", enough_rows)
+    rule(rows >= boundary.least_rows, "data.streams", f"at least {boundary.least_rows} rows a batch {scheme}")
     if data.batching == "stream":
         tokens = (data.row_length or 1) * (1 if data.takes_turns else data.streams)
         rule(data.tokens_per_step % tokens == 0, "data.tokens_per_step", f"a multiple of {tokens}")
@@ -316,8 +314,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
         whole_steps = data.streams % data.step_rows == 0
         rule(whole_steps, "data.streams", f"a multiple of a step's {data.step_rows} rows")
         equal_batches = data.step_rows % (data.batch_rows * devices) == 0
-        expected = f"equal batches of a step's {data.step_rows} rows"
-        rule(equal_batches, "data.max_tokens_per_batch", expected)
+        rule(equal_batches, "data.max_tokens_per_batch", f"equal batches of a step's {data.step_rows} rows")
 
 
 def shown(value: Any) -> str:
