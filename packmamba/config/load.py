@@ -288,7 +288,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     if config.model.pretrained is not None:
-        decided = vars(config.model).keys() - {*schema.NOT_OF_CHECKPOINTS}
+        decided = vars(config.model).keys() - {"pretrained", "compile", "recompute"}
         used |= {f"model.{name}": (False, "model.pretrained is null") for name in sorted(decided)}
     defaults = Config()
     for name, (is_used, where) in used.items():

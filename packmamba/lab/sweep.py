@@ -9,7 +9,6 @@ command skips what has a record and resumes the rest; nothing else remembers whe
 
 import copy
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -228,14 +227,14 @@ def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) 
     """Train runs without a record, last those that start from others' weights."""
     # Every run of the first wave may start at any time, so what a run starts from is in an
     # earlier one.
-    names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
+    names = {(Path(str(run.output)).resolve(), run.name) for run in wanted}
     first = []
     dependent = []
     for run, record in zip(wanted, find_records(wanted)):
         folder, _, arm = str(run.trainer.init_from).rpartition(":")
         if record is not None:
             report(run, launch.Status("done", "before"))
-        elif (os.path.realpath(folder), arm) in names:
+        elif (Path(folder).resolve(), arm) in names:
             dependent.append(run)
         else:
             first.append(run)

@@ -29,12 +29,9 @@ from packmamba.lab.report.statistics import Comparison, Divergence, Estimate, Ru
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 
-SCHEMES = (
-    "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry"
-).split()  # in the order of tables
+SCHEMES = """single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan
+    packed-carry""".split()  # in the order of tables
 LEAKS = ("leak", "leak_conv", "leak_scan")  # boundary schemes that are failures by design
-LETS_LEAK = "lets documents leak"  # the end of such a run's ``leakcheck`` in its record
-HIGHER_IS_BETTER = ("accuracy", "gain")  # words in the names of such metrics
 BASELINES = ("padded", "single", "packed-reset")
 OPEN_END = 2**31 - 1  # of the last range of positions
 SPEEDS = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup")
@@ -110,7 +107,7 @@ class Arm:
     def leaks(self) -> bool:
         """Tell if the arm lets documents cross their boundaries: the failure that is looked for."""
         # A plugin's scheme is not in LEAKS: its run said that leakcheck had nothing to look for.
-        of_plugin = str(self.runs.iloc[0].get("leakcheck")).endswith(LETS_LEAK)
+        of_plugin = str(self.runs.iloc[0].get("leakcheck")).endswith("lets documents leak")
         return of_plugin or self.says("trainer.boundary", "reset") in LEAKS
 
     @property
@@ -388,7 +385,7 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
 
 def higher_is_better(metric: str) -> bool:
     """Tell if a metric is a share of right answers or a gain, and no loss."""
-    return any(word in metric for word in HIGHER_IS_BETTER)
+    return any(word in metric for word in ("accuracy", "gain"))
 
 
 def same_documents(arm: Arm, other: Arm) -> bool:
@@ -432,7 +429,7 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
     return result
 
 
-# A metric's numerator and denominator among the keys of an item.
+# A metric's numerator and denominator among the keys of an item; an evaluation's main metric goes first.
 ITEM_MEASURES = {
     "choice_accuracy": ("correct", "choices"),
     "accuracy": ("right", "answers"),

@@ -243,7 +243,6 @@ FORMATS = {
     "peak_memory_bytes": "GiB",
     "speedup": ".2f x",
 }
-MAIN = ("choice_accuracy", "accuracy", "loss")  # an evaluation's main metric is its first of these
 
 
 def title(metric: str) -> str:
@@ -297,7 +296,8 @@ def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
 
 def main_first(metrics: Sequence[str]) -> list[str]:
     """Sort an evaluation's metrics: the main one, others by number, counts."""
-    main = next((metric for metric in MAIN if metric in metrics), "")
+    # The first that items can be compared by.
+    main = next((metric for metric in aggregate.ITEM_MEASURES if metric in metrics), "")
     return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
 
 
@@ -559,18 +559,17 @@ def evaluation_tables(records: Records) -> list[Table]:
 
 def _evaluated_models(name: str, task: str, records: Records) -> Table:
     """Tabulate the models of one evaluation; the first is the baseline's, if there is one."""
-    models = []
+    models: dict[str, Arm] = {}
     for arm, runs in aggregate.frame(records, "evaluation").groupby("arm", sort=False):
         latest = runs.drop_duplicates("seed", keep="last").set_index("seed")
-        models.append(Arm(str(arm), (), latest))
-    by_name = {model.name: model for model in models}
-    first = next((by_name[arm] for arm in aggregate.BASELINES if arm in by_name), models[0])
-    models.sort(key=lambda model: model is not first)  # stable: the others stay as they came
+        models[arm] = Arm(arm, (), latest)
+    first = next(models[arm] for arm in (*aggregate.BASELINES, *models) if arm in models)
     metrics = main_first(list(first.runs.select_dtypes(float)))
     measured = [_metric_column(metric, []) for metric in metrics]
     columns = [*make_columns("!arm | runs:d"), *measured]
     rows: list[Row] = []
-    for model in models:
+    # Sorting is stable: the others stay as they came.
+    for model in sorted(models.values(), key=lambda model: model is not first):
         rows.append({"arm": model.label, "runs": len(model.runs)} | _metric_values(model, measured))
         found = None if model is first else aggregate.item_difference(model, first, metrics[0])
         if found:
