@@ -10,8 +10,6 @@ from pathlib import Path
 
 from packmamba.errors import UserError
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # no space, or above a quota or a limit
-
 
 class DiskFull(UserError, OSError):
     """A file could not be written for want of space; the same command continues."""
@@ -32,7 +30,7 @@ def full_disk(error: BaseException, path: str | Path) -> DiskFull | None:
     while cause is not None:
         number = re.search(r"os error (\d+)", str(cause))
         code = cause.errno if isinstance(cause, OSError) else int(number[1]) if number else None
-        if code in FULL:
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # no space, or above a quota or a limit
             return DiskFull(code, os.strerror(code), getattr(cause, "filename", None) or str(path))
         cause = cause.__context__
     return None

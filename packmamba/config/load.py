@@ -242,13 +242,11 @@ def _rule(config: Config, holds: object, name: str, expected: str) -> None:
 
 def _check_option_names(config: Config, boundary: Any) -> None:
     """Check names in keys that hold arguments of a function or class."""
-    mixer_class = registry(schema.MIXERS)[config.model.mixer]
-    mixer = options(mixer_class)
-    optimizer = options(registry(schema.OPTIMIZERS)[config.optimizer.name])
+    mixer = options(registry(schema.MIXERS)[config.model.mixer])
     own_keys = {*schema.MIXER_KEYS, "recompute", "backend"}  # of the sections model and ops
     allowed_names: dict[str, Iterable[str]] = {
         "model.mixer_options": {*mixer} - own_keys,
-        "optimizer.options": optimizer,
+        "optimizer.options": options(registry(schema.OPTIMIZERS)[config.optimizer.name]),
         "trainer.boundary_options": options(boundary),
         "evaluation_options": config.evaluations,
     }
@@ -294,7 +292,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     if config.model.pretrained is not None:
-        decided = vars(config.model).keys() - {*schema.NOT_OF_CHECKPOINTS}
+        decided = vars(config.model).keys() - {"pretrained", "compile", "recompute"}
         used |= {f"model.{name}": (False, "model.pretrained is null") for name in sorted(decided)}
     defaults = Config()
     for name, (is_used, where) in used.items():
@@ -312,8 +310,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
     rule(strategy.splits_documents, "data.strategy", f"concat_split {scheme}")
     rule(data.streams % devices == 0, "data.streams", f"a multiple of the {devices} devices {scheme}")
     rows = data.batch_rows if data.takes_turns else data.streams // devices
-    enough_rows = f"at least {boundary.least_rows} rows a batch {scheme}"
-    rule(rows >= boundary.least_rows, "data.streams", enough_rows)
+    rule(rows >= boundary.least_rows, "data.streams", f"at least {boundary.least_rows} rows a batch {scheme}")
     if data.batching == "stream":
         tokens = (data.row_length or 1) * (1 if data.takes_turns else data.streams)
         rule(data.tokens_per_step % tokens == 0, "data.tokens_per_step", f"a multiple of {tokens}")
@@ -321,8 +318,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
         whole_steps = data.streams % data.step_rows == 0
         rule(whole_steps, "data.streams", f"a multiple of a step's {data.step_rows} rows")
         equal_batches = data.step_rows % (data.batch_rows * devices) == 0
-        expected = f"equal batches of a step's {data.step_rows} rows"
-        rule(equal_batches, "data.max_tokens_per_batch", expected)
+        rule(equal_batches, "data.max_tokens_per_batch", f"equal batches of a step's {data.step_rows} rows")
 
 
 def shown(value: Any) -> str:

@@ -13,7 +13,6 @@ MIXERS = "packmamba.nn.mixers:MIXERS"
 OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
 SCHEDULES = "packmamba.training.optimizer:SCHEDULES"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
-NOT_OF_CHECKPOINTS = ("pretrained", "compile", "recompute")  # keys of the section model
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 NAMED = ("csv", "tensorboard", "wandb")

@@ -5,11 +5,9 @@ one process holds all arms and takes a step of each in turn: what disturbs the m
 arms alike. Arms that read the same documents must first agree on their loss, or nothing is timed.
 """
 
-import operator
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from statistics import median
 from typing import Any
 
 import lightning
@@ -96,12 +94,10 @@ def measure_throughput(configs: list[Config], rounds: int, output: str, progress
         samples: dict[str, list[Any]] = {name: [] for name in arms}
         for turn in tqdm(turns, desc="interleaved steps", unit="round", disable=not progress):
             for name, arm in arms.items():
-                sample = arm.step(turn)
-                if turn > WARM_UP:
-                    samples[name].append(sample)
+                samples[name].append(arm.step(turn))
         wall_seconds = time.perf_counter() - begun
         for name, arm in arms.items():
-            metrics = _metrics(samples[name]) | {"rounds": rounds}
+            metrics = _metrics(samples[name][WARM_UP:]) | {"rounds": rounds}
             metrics["parameters"] = sum(parameter.numel() for parameter in arm.module.parameters())
             identity = (name_of(output), name, recorded_config(arm.config) | {"run": run}, arm.config.seed)
             yield make_record("throughput", *identity, arm.corpus_hash, metrics, wall_seconds)
@@ -118,13 +114,13 @@ def _check_loss(arm: Arm, losses: dict[str, float]) -> None:
         raise RuntimeError(f"arms disagree on the loss of the same documents: {found}")
 
 
-def _metrics(samples: list[tuple[float, int, int]]) -> dict[str, float]:
+def _metrics(samples: list[tuple[float, int, int]]) -> dict[str, Any]:
     """Return medians over rounds of an arm's seconds and of its tokens and slots per second."""
-    times, tokens, slots = zip(*samples)
+    times, tokens, slots = np.array(samples).T
     return {
-        "seconds_per_step_median": median(times),
+        "seconds_per_step_median": np.median(times),
         "seconds_per_step_spread": spread(times),
-        "real_tokens_per_second": median(map(operator.truediv, tokens, times)),
-        "slots_per_second": median(map(operator.truediv, slots, times)),
-        "padding_fraction": 1 - sum(tokens) / sum(slots),
+        "real_tokens_per_second": np.median(tokens / times),
+        "slots_per_second": np.median(slots / times),
+        "padding_fraction": 1 - tokens.sum() / slots.sum(),
     }

@@ -47,7 +47,6 @@ DEVICE = "cpu, cuda:1, ...; auto: a GPU if there is one."
 FIRST = """name data.source data.path data.strategy data.row_length data.tokens_per_step model.d_model
 optimizer.lr trainer.boundary trainer.max_steps""".split()
 RUN = "the folder of a run or checkpoint"
-RUN_KEYS = ("model.pretrained", "trainer.init_from")  # of which a run's name may be the value
 DTYPES = ("float64", "float32", "bfloat16", "float16")
 HASHED = ("dtype", "examples", "seed", "limit", "include_path")
 
@@ -467,7 +466,7 @@ def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[
 def _complete_run(override: str) -> str:
     """Complete a run's name in a key that takes one."""
     key, _, value = override.partition("=")
-    return f"{key}={newest(value)}" if key in RUN_KEYS else override
+    return f"{key}={newest(value)}" if key in ("model.pretrained", "trainer.init_from") else override
 
 
 def newest(name: str) -> str:

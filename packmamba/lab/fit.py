@@ -207,11 +207,6 @@ class _Run:
         if metrics.diverged is None and not math.isfinite(metrics.validation[-1]["loss"]):
             metrics.diverged = self.trainer.global_step
 
-    def _passes(self, tokens: float) -> dict[str, float]:
-        """Return how often so many tokens read each source of a mixture."""
-        train = self.data.corpora.train
-        return train.passes(tokens) if train.source_names else {}
-
     def _announce(self, module: PackedLitModule, resume: Path | None) -> None:
         """Print what is about to be trained, in one line."""
         train = self.data.corpora.train
@@ -220,7 +215,8 @@ class _Run:
         parameters = sum(parameter.numel() for parameter in module.model.parameters())
         max_steps = self.config.trainer.max_steps
         tokens = max_steps * min(self.config.data.tokens_per_step, train.num_tokens)
-        of_sources = [f"{passes:.2g} of {name}" for name, passes in self._passes(tokens).items()]
+        passes_of = train.passes(tokens) if train.source_names else {}
+        of_sources = [f"{passes:.2g} of {name}" for name, passes in passes_of.items()]
         sources = f" ({', '.join(of_sources)})" if of_sources else ""
         passes = f", {tokens / train.num_tokens:.2g} epochs{sources}"
         if train.is_streamed:
@@ -241,7 +237,7 @@ class _Run:
         validated = evaluation_documents(corpora.validation, self.config.data)
         record["metrics"]["validation_documents"] = len(validated)
         if self.config.data.sources:
-            record["epochs_by_source"] = self._passes(record["metrics"]["real_tokens"])
+            record["epochs_by_source"] = corpora.train.passes(record["metrics"]["real_tokens"])
         record["hardware"]["backend"] = self.backend
         record["leakcheck"] = self.leakcheck.result()
         # Sharded weights are gathered: every rank takes part.

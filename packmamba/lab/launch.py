@@ -30,14 +30,10 @@ THREADS = 4  # at most, of a run on a GPU or under jobs=auto
 
 
 class Status(NamedTuple):
-    """Say what became of a run: done, stopped, locked (by another process), or failed; and why."""
+    """Say what becomes of a run: begins, done, stopped, locked (by another process), or failed; and why."""
 
     state: str
     why: str = ""
-
-
-BEGINS = Status("begins")
-Report = Callable[..., None]
 
 
 def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: False) -> Status:
@@ -65,10 +61,10 @@ def train(config: Config, progress: bool, stop: Callable[[], bool] = lambda: Fal
     return Status("done", f"validation loss {metrics['val_loss']:.4f}")
 
 
-def run_here(configs: Iterable[Config], report: Report, progress: bool) -> None:
+def run_here(configs: Iterable[Config], report: Callable[..., None], progress: bool) -> None:
     """Train runs one after another in this process."""
     for config in configs:
-        report(config)
+        report(config, Status("begins"))
         report(config, train(config, progress))
 
 
@@ -94,7 +90,7 @@ def device_slots(jobs: int | str, on_gpu: bool) -> list[Slot]:
     return [Slot(f"CPU {i}", "", threads) for i in range(number)]
 
 
-def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report) -> None:
+def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Callable[..., None]) -> None:
     """Train runs in order, each in the next free slot.
 
     They stop with a checkpoint where this process gets SIGINT or SIGTERM.
@@ -107,7 +103,7 @@ def run_in_slots(configs: Iterable[Config], slots: list[Slot], report: Report) -
         pool = None
         while queue and not stop.is_set():
             config = queue.popleft()
-            report(config, place=slot.name)
+            report(config, Status("begins"), slot.name)
             # Made with the first run, and again after a failed one.
             pool = pool or ProcessPoolExecutor(1, context, _start_worker, (slot, stop))
             try:

@@ -26,7 +26,6 @@ from packmamba.files import space_for, write_whole
 
 SCHEMA = 2  # raise it when the meaning of a field changes, and rewrite the committed records
 SWEEPS = "sweep.json"
-SOURCES = ("*.py", "*.yaml", "kernels")  # a change of others makes no commit dirty
 FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz", "records/*.jsonl")
 KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_seconds".split()
 
@@ -187,7 +186,8 @@ def provenance() -> dict[str, Any]:
     # Another top level is that of a repository around an installed package.
     elif _output(*git, "rev-parse", "--show-toplevel") == str(root):
         commit = _output(*git, "rev-parse", "HEAD")
-        dirty = bool(_output(*git, "status", "--porcelain", "--", *SOURCES))
+        # A change of other files makes no commit dirty.
+        dirty = bool(_output(*git, "status", "--porcelain", "--", "*.py", "*.yaml", "kernels"))
     gpus = _output("nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader").splitlines()
     cpus = _output("sed", "-n", "s/^model name.*: //p", "/proc/cpuinfo").splitlines()
     hardware = {

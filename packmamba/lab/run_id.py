@@ -137,7 +137,7 @@ class RunLock:
         shared: Any = {"thread_local": False, "is_singleton": True}
         self._lease = SoftFileLease(folder / ".lock", lease_duration=LEASE_SECONDS, **shared)
 
-    def __enter__(self) -> "RunLock":
+    def __enter__(self) -> None:
         try:
             with space_for(self.folder / ".lock"):
                 # Twice or more: some versions of filelock
@@ -145,7 +145,6 @@ class RunLock:
                 self._lease.acquire(timeout=0.1, poll_interval=0.02)
         except Timeout:
             raise Locked(f"{self.folder} is in use by another process; wait for it, or stop it") from None
-        return self
 
     def __exit__(self, *_: object) -> None:
         self._lease.release()

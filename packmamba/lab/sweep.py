@@ -9,7 +9,6 @@ command skips what has a record and resumes the rest; nothing else remembers whe
 
 import copy
 import itertools
-import os
 import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -123,9 +122,8 @@ def _grid_as_mapping(override: str) -> str:
 def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:
     """Refuse a grid's key that is set elsewhere too, and overrides of keys in which arms differ."""
     arms = {f"arms.{arm}": flatten(keys) for arm, keys in sweep.arms.items()}
-    set_elsewhere = arms | overrides
     for name in sweep.grid:
-        for origin, keys in set_elsewhere.items():
+        for origin, keys in (arms | overrides).items():
             expected = f"a key that {origin} does not set"
             need(not _overlapping(name, keys), f"grid.{name}", expected, f"one; give grid.{name}=[...]")
     for origin, keys in overrides.items():
@@ -205,7 +203,7 @@ class _Progress:
         self.shown = shown
         self.states: Counter[str] = Counter()
 
-    def __call__(self, config: Config, status: launch.Status = launch.BEGINS, place: str = "") -> None:
+    def __call__(self, config: Config, status: launch.Status, place: str = "") -> None:
         self.states[status.state] += 1
         if self.shown:
             where = f" on {place}" if place else ""
@@ -229,14 +227,14 @@ def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) 
     """Train runs without a record, last those that start from others' weights."""
     # Every run of the first wave may start at any time, so what a run starts from is in an
     # earlier one.
-    names = {(os.path.realpath(str(run.output)), run.name) for run in wanted}
+    names = {(Path(str(run.output)).resolve(), run.name) for run in wanted}
     first = []
     dependent = []
     for run, record in zip(wanted, find_records(wanted)):
         folder, _, arm = str(run.trainer.init_from).rpartition(":")
         if record is not None:
             report(run, launch.Status("done", "before"))
-        elif (os.path.realpath(folder), arm) in names:
+        elif (Path(folder).resolve(), arm) in names:
             dependent.append(run)
         else:
             first.append(run)

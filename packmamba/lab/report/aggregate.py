@@ -14,7 +14,7 @@ import re
 import zipfile
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,15 +29,12 @@ from packmamba.lab.report.statistics import Comparison, Divergence, Estimate, Ru
 Record = Mapping[str, Any]
 Records = Sequence[Record]
 
-SCHEMES = (
-    "single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan packed-carry"
-).split()  # in the order of tables
+SCHEMES = """single padded padded-sorted packed-reset packed-leak packed-leak-conv packed-leak-scan
+    packed-carry""".split()  # in the order of tables
 LEAKS = ("leak", "leak_conv", "leak_scan")  # boundary schemes that are failures by design
-LETS_LEAK = "lets documents leak"  # the end of such a run's ``leakcheck`` in its record
-HIGHER_IS_BETTER = ("accuracy", "gain")  # words in the names of such metrics
 BASELINES = ("padded", "single", "packed-reset")
 OPEN_END = 2**31 - 1  # of the last range of positions
-SPEEDS = ["real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup", "timing"]
+SPEEDS = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup")
 NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
     trainer.log_every trainer.checkpoint_every trainer.threads""".split()  # alike in compared arms
 
@@ -110,7 +107,7 @@ class Arm:
     def leaks(self) -> bool:
         """Tell if the arm lets documents cross their boundaries: the failure that is looked for."""
         # A plugin's scheme is not in LEAKS: its run said that leakcheck had nothing to look for.
-        of_plugin = str(self.runs.iloc[0].get("leakcheck")).endswith(LETS_LEAK)
+        of_plugin = str(self.runs.iloc[0].get("leakcheck")).endswith("lets documents leak")
         return of_plugin or self.says("trainer.boundary", "reset") in LEAKS
 
     @property
@@ -147,7 +144,7 @@ class Arm:
     @lru_cache(maxsize=64)
     def points(self, curve: str) -> pd.DataFrame:
         """Return the points of a curve of all runs, with their seed."""
-        curves = self.runs.get(f"curves.{curve}", pd.Series(dtype=object)).dropna()
+        curves = self[f"curves.{curve}"].dropna()
         return pd.DataFrame([point | {"seed": seed} for seed, each in curves.items() for point in each])
 
 
@@ -172,8 +169,7 @@ def training_arms(records: Iterable[Record]) -> list[Arm]:
     settings = [column for column in runs if column.startswith("config.") and column not in excluded]
     varies = runs[settings].map(repr).groupby(runs["arm"]).nunique().gt(1).any()
     keys = sorted(column.removeprefix("config.") for column in varies.index[varies])
-    variants = [tuple((key, run[f"config.{key}"]) for key in keys) for _, run in runs.iterrows()]
-    runs["variant"] = variants
+    runs["variant"] = [tuple((key, run[f"config.{key}"]) for key in keys) for _, run in runs.iterrows()]
     arms = []
     for (name, _), group in runs.groupby(["arm", runs["variant"].map(repr)]):
         latest = group.drop_duplicates("seed", keep="last").set_index("seed").sort_index()
@@ -196,8 +192,7 @@ def timed_arms(records: Records) -> list[Arm]:
     arms = []
     for (name, timing), group in runs.groupby(["arm", "timing"]):
         arms.append(Arm(name, (("run", timing),), group.tail(1).set_index("seed")))
-    timed = []
-    for arm in sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True):
+    for arm in arms:
         # The baselines that the arm has as a trained one, then single, then BASELINES.
         baselines = {each.baseline.name for each in trained if each.name == arm.name}
         peers = [peer for peer in arms if peer.setting == arm.setting]
@@ -205,8 +200,8 @@ def timed_arms(records: Records) -> list[Arm]:
         candidates += [peer for scheme in ("single", *BASELINES) for peer in peers if peer.scheme == scheme]
         rates = arm.runs["real_tokens_per_second"]
         base = candidates[0]["real_tokens_per_second"].iloc[0] if candidates else math.nan
-        timed.append(replace(arm, runs=arm.runs.assign(speedup=rates / base)))
-    return timed
+        arm.runs = arm.runs.assign(speedup=rates / base)
+    return sorted(_in_order(arms), key=lambda arm: ended[arm.timing], reverse=True)
 
 
 def arms_with_speeds(records: Records) -> list[Arm]:
@@ -223,7 +218,7 @@ def arms_with_speeds(records: Records) -> list[Arm]:
         speeds: dict[str, Any] = {"speedup": math.nan, "timing": None}
         for each in reversed(timed):
             if each.name == arm.name and all(each.says(key) == value for key, value in arm.variant):
-                speeds = dict(each.runs.iloc[0][SPEEDS])
+                speeds = dict(each.runs.iloc[0][[*SPEEDS, "timing"]])
         # Over another arm than the baseline a speedup would not be what its column says.
         if arm.baseline.name not in [each.name for each in timed]:
             speeds["speedup"] = math.nan
@@ -390,7 +385,7 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
 
 def higher_is_better(metric: str) -> bool:
     """Tell if a metric is a share of right answers or a gain, and no loss."""
-    return any(word in metric for word in HIGHER_IS_BETTER)
+    return any(word in metric for word in ("accuracy", "gain"))
 
 
 def same_documents(arm: Arm, other: Arm) -> bool:
@@ -434,7 +429,7 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
     return result
 
 
-# A metric's numerator and denominator among the keys of an item.
+# A metric's numerator and denominator among the keys of an item; an evaluation's main metric goes first.
 ITEM_MEASURES = {
     "choice_accuracy": ("correct", "choices"),
     "accuracy": ("right", "answers"),
@@ -447,8 +442,7 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
 
     Runs are paired by seed; one run of each is a pair whatever the seeds.
     """
-    absent = pd.Series(dtype=object)
-    ours, theirs = (side.runs.get("items", absent).dropna() for side in (arm, baseline))
+    ours, theirs = (side["items"].dropna() for side in (arm, baseline))
     pairs = [(ours[seed], theirs[seed]) for seed in sorted({*ours.index} & {*theirs.index})]
     # Models evaluated once each, under whatever seeds.
     if not pairs and len(ours) == len(theirs) == 1:

@@ -117,10 +117,9 @@ class _Panel(NamedTuple):
     xlabel: str
     ylabel: str
     lines: Lines
-    xscale: str = "linear"
 
 
-def _line_figure(name: str, caption: str, arms: Arms, panels: Sequence[_Panel]) -> list[Figure]:
+def _line_figure(name: str, caption: str, arms: Arms, panels: Sequence[_Panel], log: bool = False) -> list[Figure]:
     """Draw arms' lines with intervals, panel below panel; no panel where no line has two points."""
     panels = [panel for panel in panels if any(len(line) > 1 for line in panel.lines.values())]
     if not panels:
@@ -132,11 +131,10 @@ def _line_figure(name: str, caption: str, arms: Arms, panels: Sequence[_Panel]) 
             # A line of one point would not be seen.
             style = _style_in(arm, arms) | ({"marker": "o"} if len(line) == 1 else {})
             ax.plot(line.index, line["mean"], label=arm.label, **style)
-            band = {"color": style["color"], "alpha": 0.15, "linewidth": 0}
-            ax.fill_between(line.index, line["low"], line["high"], **band)
+            ax.fill_between(line.index, line["low"], line["high"], color=style["color"], alpha=0.15, linewidth=0)
         ax.set(title=panel.title, xlabel=panel.xlabel, ylabel=panel.ylabel)
         ax.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-        if panel.xscale == "log":
+        if log:
             ax.set_xscale("log", base=2)
             ax.xaxis.set_major_locator(matplotlib.ticker.LogLocator(base=2, numticks=6))
             ax.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,.0f}"))
@@ -187,13 +185,12 @@ def _learning_curves(arms: Arms) -> list[Figure]:
     # Tokens over the measured speed: the run's own time has validation and other load in it.
     speeds = {arm: arm["real_tokens_per_second"].mean() for arm in arms}
     by_time = {arm: line.set_axis(line.index / speeds[arm]) for arm, line in by_tokens.items()}
-    for arm in [arm for arm in differences if not aggregate.same_documents(arm, arm.baseline)]:
-        del differences[arm]
+    alike = {arm: line for arm, line in differences.items() if aggregate.same_documents(arm, arm.baseline)}
     panels = [_Panel("Against data", "non-padding tokens", "validation loss (nats)", by_tokens)]
     # Runs of their own may have shared a machine: only speeds of one timing compare.
     if all(arm.timing for arm in arms):
         panels.append(_Panel("Against time", "training time (s), at the measured speed", "", by_time))
-    panels.append(_Panel(_minus(arms), "non-padding tokens", "difference (nats)", differences))
+    panels.append(_Panel(_minus(arms), "non-padding tokens", "difference (nats)", alike))
     caption = "Validation loss by tokens and time; bands: range of seeds. "
     caption += "Paired differences: 95 % intervals over seeds."
     return _line_figure("learning-curves", caption, arms, panels)
@@ -249,11 +246,11 @@ def _loss_by_position(arms: Arms) -> list[Figure]:
     losses, differences = _along(arms, "loss_by_position", ["start", "end"], _middle)
     position = "position in the document (tokens)"
     panels = [
-        _Panel("Validation loss by position", position, "loss (nats)", losses, "log"),
-        _Panel(_minus(arms), position, "difference (nats)", differences, "log"),
+        _Panel("Validation loss by position", position, "loss (nats)", losses),
+        _Panel(_minus(arms), position, "difference (nats)", differences),
     ]
     caption = "Validation loss by position in the document; paired differences, 95 % intervals over seeds."
-    return _line_figure("loss-by-position", caption, arms, panels)
+    return _line_figure("loss-by-position", caption, arms, panels, log=True)
 
 
 def _minus(arms: Arms) -> str:

@@ -6,11 +6,9 @@ brings others, or replaces these.
 """
 
 import base64
-import itertools
 import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from operator import itemgetter
 from pathlib import Path
 
 import jinja2
@@ -63,14 +61,11 @@ def build_sections(records: Iterable[Record], figures: bool = True, kinds: Kinds
     Raises ConfigError for records of an unknown kind.
     """
     all_kinds = {**KINDS, **(kinds or {})}
-    corpus = itemgetter("corpus_hash")
-    sections = []
-    # Sorted by corpus alone: within one, records stay in the order in which they came.
-    for name, group in itertools.groupby(sorted(records, key=corpus), corpus):
-        of_corpus = [*group]
-        for record in of_corpus:
-            need(record["kind"] in all_kinds, "kind", f"one of {', '.join(all_kinds)}", record["kind"])
-        sections.append(Section(name, of_corpus, library.findings(of_corpus)))
+    by_corpus: dict[str, list[Record]] = {}
+    for record in records:
+        need(record["kind"] in all_kinds, "kind", f"one of {', '.join(all_kinds)}", record["kind"])
+        by_corpus.setdefault(record["corpus_hash"], []).append(record)
+    sections = [Section(name, group, library.findings(group)) for name, group in sorted(by_corpus.items())]
     for name, kind in all_kinds.items():
         _add_kind(kind, [section for section in sections if of_kind(section.records, name)], figures)
     return sections

@@ -243,7 +243,6 @@ FORMATS = {
     "peak_memory_bytes": "GiB",
     "speedup": ".2f x",
 }
-MAIN = ("choice_accuracy", "accuracy", "loss")  # an evaluation's main metric is its first of these
 
 
 def title(metric: str) -> str:
@@ -297,7 +296,8 @@ def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
 
 def main_first(metrics: Sequence[str]) -> list[str]:
     """Sort an evaluation's metrics: the main one, others by number, counts."""
-    main = next((metric for metric in MAIN if metric in metrics), "")
+    # The first that items can be compared by.
+    main = next((metric for metric in aggregate.ITEM_MEASURES if metric in metrics), "")
     return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
 
 
@@ -396,16 +396,6 @@ def _evaluation(name: str, metrics: Sequence[str], arms: Arms) -> Table:
     return make_table(f"evaluation-{name}", f"Evaluation by arm: {name}", columns, rows, *notes)
 
 
-VERDICT_NOTES = (
-    "Leak not caught, no leak arm: no leak of the same setting is shown to be worse, so the "
-    "test could not have failed. Of survivors: runs diverged or have no finite value, and what is "
-    "left is a selection; diverges: more often than the other arm, by Fisher's exact test. Of "
-    "survivors, seeds missing, other documents: never equivalent.",
-    f"Seeds for 80 % power: to be equivalent at no difference, {FEW_SEEDS} or more, at the "
-    "upper 80 % confidence bound of the standard deviation; a dash: more than 100.",
-)
-
-
 def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
     rows = []
     for contrast in contrasts:
@@ -429,7 +419,12 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
         "Intervals are over paired seeds, and over groups of documents if there are any. Different: "
         f"the 95 % interval excludes zero.{within} Each claim also needs its p to be at most 0.05 "
         "after Holm's adjustment over the primary contrasts, or over the exploratory ones.",
-        *VERDICT_NOTES,
+        "Leak not caught, no leak arm: no leak of the same setting is shown to be worse, so the "
+        "test could not have failed. Of survivors: runs diverged or have no finite value, and what is "
+        "left is a selection; diverges: more often than the other arm, by Fisher's exact test. Of "
+        "survivors, seeds missing, other documents: never equivalent.",
+        f"Seeds for 80 % power: to be equivalent at no difference, {FEW_SEEDS} or more, at the "
+        "upper 80 % confidence bound of the standard deviation; a dash: more than 100.",
     )
 
 
@@ -506,8 +501,7 @@ def _notes(arms: Arms) -> list[str]:
         notes.append(f"Validation: {documents:,.0f} documents, {targets:,.0f} targets.")
         # Seeds vary the training, never the validation documents.
         if documents < 50:
-            few = "Fewer than 50 documents: intervals over seeds say nothing about other documents."
-            notes.append(few)
+            notes.append("Fewer than 50 documents: intervals over seeds say nothing about other documents.")
     absent = {name for arm in arms for name in arm.sweep.get("absent", ())}
     if absent:
         notes.append(f"Without any run: {', '.join(sorted(absent))}.")
@@ -536,8 +530,7 @@ def throughput_tables(records: Records) -> list[Table]:
     # Without the variant, which is the run: it has a column of its own.
     timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
     steps = ("rounds", "seconds_per_step_median", "seconds_per_step_spread")
-    speeds = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup")
-    measured = [_metric_column(metric, []) for metric in (*steps, *speeds)]
+    measured = [_metric_column(metric, []) for metric in (*steps, *aggregate.SPEEDS)]
     rows = []
     for arm in timed:
         run = Cell((arm.timing or "")[:8], (arm.timing,))
@@ -566,18 +559,17 @@ def evaluation_tables(records: Records) -> list[Table]:
 
 def _evaluated_models(name: str, task: str, records: Records) -> Table:
     """Tabulate the models of one evaluation; the first is the baseline's, if there is one."""
-    models = []
+    models: dict[str, Arm] = {}
     for arm, runs in aggregate.frame(records, "evaluation").groupby("arm", sort=False):
         latest = runs.drop_duplicates("seed", keep="last").set_index("seed")
-        models.append(Arm(str(arm), (), latest))
-    by_name = {model.name: model for model in models}
-    first = next((by_name[arm] for arm in aggregate.BASELINES if arm in by_name), models[0])
-    models.sort(key=lambda model: model is not first)  # stable: the others stay as they came
+        models[arm] = Arm(arm, (), latest)
+    first = next(models[arm] for arm in (*aggregate.BASELINES, *models) if arm in models)
     metrics = main_first(list(first.runs.select_dtypes(float)))
     measured = [_metric_column(metric, []) for metric in metrics]
     columns = [*make_columns("!arm | runs:d"), *measured]
     rows: list[Row] = []
-    for model in models:
+    # Sorting is stable: the others stay as they came.
+    for model in sorted(models.values(), key=lambda model: model is not first):
         rows.append({"arm": model.label, "runs": len(model.runs)} | _metric_values(model, measured))
         found = None if model is first else aggregate.item_difference(model, first, metrics[0])
         if found:
