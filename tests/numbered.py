@@ -15,7 +15,6 @@ class Numbered(Documents):
 
     def __init__(self, lengths):
         super().__init__(np.arange(sum(lengths)), np.array(lengths, np.int32))
-        self.num_documents = len(lengths)
         self.num_tokens = self.vocab_size = len(self.tokens)
 
 

@@ -53,6 +53,11 @@ class Documents:
         return len(self.lengths)
 
     @property
+    def num_documents(self) -> int:
+        """Count the documents."""
+        return len(self.lengths)
+
+    @property
     def has_answers(self) -> bool:
         """Return whether targets are other than the next tokens."""
         return self.targets is not None
@@ -95,12 +100,11 @@ class Corpus(Documents):
         self.vocab_size: int = meta["vocab_size"]
         counts = meta["splits"][split]
         self.corpus_hash: str = counts.get("hash", meta["corpus_hash"])
-        self.num_documents: int = counts["documents"]
         self.num_tokens: int = counts["tokens"]
         self.group_names: list[str] = counts.get("groups", [])
         targets = self._map("targets", "<i4", self.num_tokens) if "answers" in counts else None
         tokens = self._map("tokens", token_dtype(self.vocab_size), self.num_tokens)
-        super().__init__(tokens, self._map("lengths", "<i4", self.num_documents), targets)
+        super().__init__(tokens, self._map("lengths", "<i4", counts["documents"]), targets)
         self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
 
     def _map(self, name: str, dtype: Any, size: int) -> np.ndarray:
@@ -155,7 +159,6 @@ class Mixture(Joined):
         self.split = parts[0].split
         self.vocab_size = max(part.vocab_size for part in parts)
         self.num_tokens = sum(part.num_tokens for part in parts)
-        self.num_documents = len(self.lengths)
         counts = [part.num_documents for part in parts]
         self.firsts = np.cumsum([0, *counts])
         self.groups = np.repeat(np.arange(len(parts), dtype=np.int32), counts)

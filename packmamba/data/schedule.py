@@ -62,14 +62,7 @@ def arrange(pieces: Pieces, data: DataConfig) -> RowPlan:
     if data.stagger:
         pieces = pieces.stagger(data.streams)
     try:
-        return plan_pieces(
-            pieces,
-            row_length=data.row_length,
-            strategy=data.strategy,
-            overlong=data.overlong,
-            buffer=data.buffer,
-            streams=data.streams,
-        )
+        return plan_pieces(pieces, data.row_length, data.strategy, data.overlong, data.buffer, data.streams)
     except ValueError as error:
         # The planner's arguments are keys of the section, but for ``lengths``.
         raise ConfigError(f"data.{error}".replace("data.lengths", "data.row_length")) from None

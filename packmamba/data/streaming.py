@@ -93,11 +93,6 @@ class StreamedCorpus(Joined):
         self._open(0)
         self.vocab_size = self.parts[0].vocab_size
 
-    @property
-    def num_documents(self) -> int:
-        """Count the documents of the shards that were opened."""
-        return len(self.lengths)
-
     def __reduce__(self) -> tuple[Any, ...]:
         return StreamedCorpus, (self.folder,)
 

@@ -74,9 +74,8 @@ def _download(name: str) -> Path:
         files = [TOKENIZER, OPTIONS, TEMPLATE]
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
     except Exception as error:
-        reason = " ".join(str(error).split())
         expected = "bytes, a JSON file, a folder or a Hub's name"
-        raise ConfigError(f"data.tokenizer: expected {expected}, got '{name}' ({reason})") from None
+        raise ConfigError(f"data.tokenizer: expected {expected}, got '{name}' ({error})") from None
 
 
 def _named(*tokens: str | None) -> list[str]:

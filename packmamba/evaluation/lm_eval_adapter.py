@@ -123,17 +123,13 @@ class PackMambaLM(TemplateLM):
         expect(not others, "generation_kwargs", known, sorted(others))
         stops = [stop for stop in ([until] if isinstance(until, str) else until or []) if stop]
         temperature = float(temperature or 0.0) if do_sample else 0.0
-        generated = generate(
-            self.model,
-            [self.tok_encode(context) or [self.prefix_token_id] for context in contexts],
-            int(max_new_tokens if max_gen_toks is None else max_gen_toks),
-            temperature,
-            top_p if temperature else 1.0,
-            self.eot_token_id,
-            max_slots=self.max_slots,
-            # By text, since a stop string's tokens depend on what precedes it.
-            stop=lambda tokens: any(stop in self.tok_decode(tokens) for stop in stops),
-        )
+        top_p = top_p if temperature else 1.0
+        prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+        count = int(max_new_tokens if max_gen_toks is None else max_gen_toks)
+        # By text, since a stop string's tokens depend on what precedes it.
+        ends = lambda tokens: any(stop in self.tok_decode(tokens) for stop in stops)
+        options: Any = {"max_slots": self.max_slots, "stop": ends}
+        generated = generate(self.model, prompts, count, temperature, top_p, self.eot_token_id, **options)
         texts = [self.tok_decode(tokens) for tokens in generated]
         for stop in stops:
             texts = [text.split(stop)[0] for text in texts]

@@ -131,9 +131,8 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[
     lengths = [segment.length(max_slots) for segment in segments]
     layout = to_device(SequenceLayout.from_lengths([lengths], row_length=max_slots), device)
     tokens = torch.zeros(1, max_slots, dtype=torch.int64)
-    ids = np.concatenate(
-        [segment.tokens[segment.first : segment.first + length] for segment, length in zip(segments, lengths)]
-    )
+    parts = [segment.tokens[segment.first : segment.first + length] for segment, length in zip(segments, lengths)]
+    ids = np.concatenate(parts)
     tokens[0, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
     starts = [segment.start for segment in segments]
     states = None if all(start is None for start in starts) else InitialStates(model, starts)

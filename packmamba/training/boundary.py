@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves as flatten_states
 from torch.utils._pytree import tree_map as map_states
-from torch.utils._pytree import tree_structure, tree_unflatten
+from torch.utils._pytree import tree_map_only, tree_structure, tree_unflatten
 
 from packmamba.config.load import need
 from packmamba.data.batch import PackedBatch
@@ -81,14 +81,8 @@ class Boundary:
     def hidden(self, model: MambaLM, batch: PackedBatch, **states: Any) -> Any:
         """Compute the head's input (B, L, d_model)."""
         conv_layout, ssm_layout = self.layouts(batch.layout)
-        return model(
-            batch.tokens,
-            layout=batch.layout,
-            conv_layout=conv_layout,
-            ssm_layout=ssm_layout,
-            return_hidden=True,
-            **states,
-        )
+        layouts = {"layout": batch.layout, "conv_layout": conv_layout, "ssm_layout": ssm_layout}
+        return model(batch.tokens, **layouts, return_hidden=True, **states)
 
     def logits(self, model: MambaLM, tokens: Tensor, lengths: Sequence[int]) -> Tensor:
         """Compute logits (1, L, V) of one row of documents of these lengths."""
@@ -162,12 +156,12 @@ class StatefulBoundary(Boundary):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the attributes in ``SAVED``, on the CPU."""
-        return {name: move_states(getattr(self, name), "cpu") for name in self.SAVED}
+        return {name: tree_map_only(Tensor, Tensor.cpu, getattr(self, name)) for name in self.SAVED}
 
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore them on a device, so that a resumed run continues the same documents."""
         for name in self.SAVED:
-            setattr(self, name, move_states(state_dict[name], device))
+            setattr(self, name, tree_map_only(Tensor, lambda part: part.to(device), state_dict[name]))
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         """Return a state for each row (B, ...), detached."""
@@ -438,11 +432,6 @@ def row_of(layout: SequenceLayout) -> Tensor:
 def index_states(states: States, index: Tensor) -> States:
     """Select documents or rows of every tensor; ``index`` may lie on the CPU."""
     return map_states(lambda part: part[index.to(part.device, non_blocking=True)], states)
-
-
-def move_states(states: Any, device: torch.device | str) -> Any:
-    """Copy states, or what holds them, to a device."""
-    return map_states(lambda part: part.to(device) if isinstance(part, Tensor) else part, states)
 
 
 def unflatten_states(parts: Iterable[Tensor], like: States) -> States:

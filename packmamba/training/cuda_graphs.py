@@ -159,10 +159,7 @@ class BatchGraphs:
             return self._run(batch, num_targets, *inputs)
         # Of the same slots there is one graph: capture it anew with room for both batches.
         if captured is not None:
-            shape = shape._replace(
-                documents=max(shape.documents, captured.shape.documents),
-                longest=max(shape.longest, captured.shape.longest),
-            )
+            shape = Shape._make(map(max, shape, captured.shape))
         if captured is None or captured.shape != shape:
             captured = self.captured[key] = self._capture(shape, batch, num_targets, inputs)
         captured.static.fill(batch, num_targets)
@@ -204,9 +201,7 @@ class BatchGraphs:
         # Casts made in the capture lie in the graph's memory, where eager code must not read them.
         torch.clear_autocast_cache()
         gradients = [parameter.grad for parameter in self.parameters]
-        return Captured(
-            shape=shape, graph=graph, static=static, inputs=static_inputs, results=results, gradients=gradients
-        )
+        return Captured(shape, graph, static, static_inputs, results, gradients)
 
     def _set_gradients(self, gradients: Sequence[Tensor | None] | None) -> None:
         for parameter, gradient in zip(self.parameters, gradients or [None] * len(self.parameters)):

@@ -155,7 +155,7 @@ class PackedDataModule(lightning.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             sampler = StepSampler(lambda: 0, self.steps.schedule.epoch_steps())
-            return self._loader(self.steps, sampler)
+            return self._loader(DataLoader, self.steps, sampler)
         # A module with automatic optimisation may accumulate several StepBatches into one step.
         accumulated = trainer.accumulate_grad_batches
         # Steps are numbered from 0 over all epochs; ``last`` is the number after the last step's.
@@ -165,24 +165,23 @@ class PackedDataModule(lightning.LightningDataModule):
         # A function, since one loader serves all epochs,
         # each from the Trainer's step at its start.
         sampler = StepSampler(lambda: trainer.global_step * accumulated, epoch, last)
-        return self._loader(self.steps, sampler, kind=StepLoader)
+        return self._loader(StepLoader, self.steps, sampler)
 
     def val_dataloader(self) -> list[DataLoader[PackedBatch]]:
         """Load the validation documents; a second loader, if any, has them as trained."""
-        return self._evaluation_loaders(self.evaluations)
+        return [self._evaluation_loader(plan) for plan in self.evaluations]
 
     def test_dataloader(self) -> list[DataLoader[PackedBatch]]:
         """Load the test documents as ``val_dataloader`` does validation's.
 
         Without a test split load validation's, with a warning.
         """
-        return self._evaluation_loaders(self._evaluations(self._test_corpus("test")))
+        return [self._evaluation_loader(plan) for plan in self._evaluations(self._test_corpus("test"))]
 
     def predict_dataloader(self) -> DataLoader[PackedBatch]:
         """Load the test documents, or as ``test_dataloader`` validation's, in the corpus's order."""
         need(self.context_parallel == 1, "context_parallel", "1 in trainer.predict", self.context_parallel)
-        (loader,) = self._evaluation_loaders([self._alone(self._test_corpus("predict"), "next_fit")])
-        return loader
+        return self._evaluation_loader(self._alone(self._test_corpus("predict"), "next_fit"))
 
     def _test_corpus(self, action: str) -> Corpus:
         if self.corpora.test is not None:
@@ -193,15 +192,10 @@ class PackedDataModule(lightning.LightningDataModule):
         )
         return self.corpora.validation
 
-    def _evaluation_loaders(self, evaluations: list[StepPlan]) -> list[DataLoader[PackedBatch]]:
-        return [
-            self._loader(
-                plan.micro_batches,
-                StepSampler(lambda: 0, len(plan.micro_batches)),
-                make=partial(make_batch, plan.corpus, plan.rows),
-            )
-            for plan in evaluations
-        ]
+    def _evaluation_loader(self, plan: StepPlan) -> DataLoader[PackedBatch]:
+        sampler = StepSampler(lambda: 0, len(plan.micro_batches))
+        make = partial(make_batch, plan.corpus, plan.rows)
+        return self._loader(DataLoader, plan.micro_batches, sampler, make)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a step or batch, of rows that ranks share this rank's columns, without waiting for the copy."""
@@ -210,11 +204,7 @@ class PackedDataModule(lightning.LightningDataModule):
         return batch.to(device, non_blocking=True)
 
     def _loader(
-        self,
-        dataset: Any,
-        sampler: StepSampler,
-        make: Callable[[Any], Any] | None = None,
-        kind: type[DataLoader] = DataLoader,
+        self, kind: type[DataLoader], dataset: Any, sampler: StepSampler, make: Callable[[Any], Any] | None = None
     ) -> DataLoader:
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu, "collate_fn": make}
