@@ -48,7 +48,6 @@ FIRST = """name data.source data.path data.strategy data.row_length data.tokens_
 optimizer.lr trainer.boundary trainer.max_steps""".split()
 RUN = "the folder of a run or checkpoint"
 DTYPES = ("float64", "float32", "bfloat16", "float16")
-HASHED = ("dtype", "examples", "seed", "limit", "include_path")
 
 
 @dataclasses.dataclass
@@ -211,7 +210,7 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
     from packmamba.lab.report.html import format_table
 
     settings: Any = {"name": name, "options": context.options, "max_slots": context.max_slots}
-    settings |= {key: getattr(config, key) for key in HASHED}
+    settings |= {key: getattr(config, key) for key in ("dtype", "examples", "seed", "limit", "include_path")}
     settings["data"] = {key: value for key, value in vars(config.data).items() if key != "cache_dir"}
     settings["boundary"] = {context.trainer.boundary: context.trainer.boundary_options}
     # A run's folder may get other weights, as one that was trained on.
@@ -235,13 +234,10 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
 def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Callable]:
     """Return a function for each task of lm-evaluation-harness. Raises ConfigError."""
     expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
-
-    def require_task(holds: object, name: str) -> None:
-        need(holds, "tasks", expected, f"'{name}'{suggest(name, EVALUATIONS)}")
-
     if not names:
         return {}
-    require_task(importlib.util.find_spec("lm_eval"), names[0])
+    got = {name: f"'{name}'{suggest(name, EVALUATIONS)}" for name in names}
+    need(importlib.util.find_spec("lm_eval"), "tasks", expected, got[names[0]])
     import lm_eval
     from lm_eval.tasks import TaskManager
 
@@ -249,7 +245,7 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
 
     manager = TaskManager(include_path=config.include_path)
     for name in names:
-        require_task(name in manager.all_tasks, name)
+        need(name in manager.all_tasks, "tasks", expected, got[name])
 
     def run(name: str, model: Any, context: Any) -> EvalResult:
         adapter = PackMambaLM(model, folder, context.max_slots)
