@@ -252,7 +252,7 @@ def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, T
             # Filled up with zeros to ``count`` rows: one shape, one choice of kernels.
             rows = weight.new_zeros(count, hidden.shape[1])
             rows[: len(part)] = part
-            logits = torch.nn.functional.linear(rows, weight)[: len(part)]
+            logits = model.lm_head(rows)[: len(part)]
             yield slice(first, first + len(part)), torch.log_softmax(logits.to(wide), dim=-1)
 
 

@@ -138,7 +138,7 @@ def replace(model: nn.Module) -> nn.Module:
     layers = [
         (parent, name, child)
         for parent in model.modules()
-        for name, child in parent.named_children()
+        for name, child in parent._modules.items()
         if type(child).__name__ in ("Mamba", "Mamba2", "Mamba3", "Mamba2Simple") and not isinstance(child, Mamba)
     ]
     expect(layers, "model", "layers of mamba_ssm's class Mamba", f"{type(model).__name__} without any")

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from packmamba.errors import expect
+
 STD = 0.02  # of embeddings and heads (Mamba follows GPT-2)
 
 
@@ -90,6 +92,14 @@ class Head(nn.Linear):
         self.tied_to = (embedding,)
         self.weight = embedding.weight
 
+    def tie_again(self) -> None:
+        """Share the embedding's weight again, if loading made two of it. Raises ValueError if they differ."""
+        embedding = self.tied_to[0]
+        if self.weight is not embedding.weight:
+            same = torch.equal(self.weight, embedding.weight)
+            expect(same, "lm_head.weight", "the embedding's, to which it is tied", "another")
+            self.tie(embedding)
+
     def reset_parameters(self) -> None:
         """Draw the weight; a tied one, which ``to_empty`` separates, is the embedding's again."""
         if self.tied_to:
@@ -145,3 +155,19 @@ class DeltaProjection(nn.Linear):
             bound = self.in_features**-0.5
             nn.init.uniform_(self.weight, -bound, bound)
             dt_bias_(self.bias, *self.dt)
+
+
+def is_plain(projection: nn.Module) -> bool:
+    """Return whether a projection is no more than its weight and bias, so that these may be read instead.
+
+    Adapters (PEFT, loralib), quantisation, pruning and accelerate's hooks change the type, ``forward``
+    or hooks.
+    """
+    hooks = (
+        projection._forward_hooks,
+        projection._forward_pre_hooks,
+        projection._backward_hooks,
+        projection._backward_pre_hooks,
+    )
+    ours = (nn.Linear, Head, Projection, DeltaProjection)
+    return type(projection) in ours and "forward" not in vars(projection) and not any(hooks)

@@ -99,6 +99,7 @@ class MambaLM(nn.Module):
         self.lm_head = Head(d_model, vocab_size, bias=False)
         if tie_embeddings:
             self.lm_head.tie(embedding)
+            self.register_load_state_dict_post_hook(_tie_again)
         self._start = add_norm  # or compiled, see ``compile_blocks``
 
     def init_weights(self) -> None:
@@ -303,6 +304,10 @@ class Block(nn.Module):
         return residual, normed, state
 
 
+def _tie_again(model: MambaLM, _: Any) -> None:
+    model.lm_head.tie_again()
+
+
 def add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:
     """Return residual + mixed, and the same divided by its root mean square: both (B, L, d_model).
 
@@ -314,7 +319,7 @@ def add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Ten
     if is_transforming():  # torch.func takes no function with a backward of its own
         residual, normed, _ = _add_norm(residual, mixed, epsilon)
         return residual, normed
-    return _AddNorm.apply(residual, mixed, epsilon)
+    return _AddNorm.apply(residual, mixed, epsilon)[:2]
 
 
 def _add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -331,20 +336,21 @@ def _add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Te
 class _AddNorm(torch.autograd.Function):
     """Differentiate ``add_norm`` from the normalised sum and its factor alone.
 
-    With r the sum, s the factor and n = r s, a gradient dn of n adds ``s (dn - n mean(dn n))`` to
-    that of r.
+    With r the sum, s the factor and n = r s, gradients dn of n and ds of s add ``s (dn - n (mean(dn n)
+    + ds s / d_model))`` to that of r. The factor is a result, with a gradient of zero but in second
+    derivatives, since autograd takes what a function saves beside arguments and results for constant.
     """
 
     @staticmethod
-    def forward(ctx: Any, residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor, Tensor]:
         residual, normed, scale = _add_norm(residual, mixed, epsilon)
         ctx.save_for_backward(normed, scale)
-        return residual, normed
+        return residual, normed, scale
 
     @staticmethod
-    def backward(ctx: Any, dresidual: Tensor, dnormed: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, dresidual: Tensor, dnormed: Tensor, dscale: Tensor) -> tuple[Tensor, Tensor, None]:
         normed, scale = ctx.saved_tensors
         dnormed = dnormed.to(scale.dtype)
-        along = (dnormed * normed).mean(-1, keepdim=True)
+        along = (dnormed * normed).mean(-1, keepdim=True) + dscale * scale / normed.shape[-1]
         dresidual = dresidual + scale * (dnormed - normed * along)
         return dresidual, dresidual.to(normed.dtype), None

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from packmamba.ops.checks import accumulation_dtype
 
@@ -113,6 +114,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (losses if shares is None else losses * shares).sum(), placed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dtotal: Tensor, _: Tensor) -> tuple:
         dx, dhead = ctx.saved_tensors
         dx = dx * dtotal

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, check_all
@@ -21,6 +22,8 @@ ACTIVATION_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64
 OPTIONAL = {"bias", "D", "z", "delta_bias", "initial_state", "conv_bias"}
 OPTIONAL |= {"conv_state", "ssm_state", "k_state", "v_state"}
 """Arguments that may be None."""
+_layouts = WeakTensorKeyDictionary()
+"""Layouts of a caller's boundaries. No attribute of the tensor, which would be saved with it."""
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -116,9 +119,9 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
     # no version; memory on the host may be written to by others (NumPy).
     version = None if value.is_inference() else value._version
     key = (version, torch.is_inference_mode_enabled(), (rows, width), hidden.device)
-    cached_key, cached, copy = getattr(value, "_packmamba_layout", (None, None, None))
+    cached_key, cached, copy = _layouts.get(value, (None, None, None))
     if version is not None and cached_key == key and (copy is None or torch.equal(copy, value)):
-        return cached  # type: ignore[return-value]
+        return cached
     if name == "cu_seqlens":
         layout = SequenceLayout.from_cu_seqlens(value, rows, width)
     elif name == "seq_idx":
@@ -127,7 +130,7 @@ def _convert(name: str, value: Any, hidden: Tensor) -> SequenceLayout:
         layout = SequenceLayout.from_position_indices(value)
         check_all(value[:, :1] <= 0, name, "0 where a row starts", value)
     layout = layout.to(hidden.device)
-    value._packmamba_layout = (key, layout, value.clone() if value.device.type == "cpu" else None)
+    _layouts[value] = (key, layout, value.clone() if value.device.type == "cpu" else None)
     return layout
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -154,17 +153,16 @@ class PackedDataModule(lightning.LightningDataModule):
         """
         trainer = self.trainer
         if trainer is None:
-            sampler = StepSampler(lambda: 0, self.steps.schedule.epoch_steps())
-            return self._loader(DataLoader, self.steps, sampler)
-        # A module with automatic optimisation may accumulate several StepBatches into one step.
-        accumulated = trainer.accumulate_grad_batches
-        # Steps are numbered from 0 over all epochs; ``last`` is the number after the last step's.
-        last = trainer.max_steps * accumulated if trainer.max_steps > 0 else sys.maxsize
-        whole = trainer.max_steps > 0 and trainer.max_epochs in (-1, None)
-        epoch = last if whole else self.steps.schedule.epoch_steps()
-        # A function, since one loader serves all epochs,
-        # each from the Trainer's step at its start.
-        sampler = StepSampler(lambda: trainer.global_step * accumulated, epoch, last)
+            return self._loader(DataLoader, self.steps, StepSampler(lambda: 0, len(self.steps)))
+        epoch = len(self.steps)
+        if trainer.max_steps > 0 and trainer.max_epochs in (-1, None):
+            # A module with automatic optimisation may accumulate several StepBatches into one step.
+            epoch = trainer.max_steps * trainer.accumulate_grad_batches
+        # StepBatches are numbered from 0 over all epochs. Those that were trained on are counted,
+        # and not optimizer steps, of which a module may take any number in one. A function, since
+        # one loader serves all epochs.
+        progress: Any = trainer.fit_loop.epoch_loop.batch_progress
+        sampler = StepSampler(lambda: progress.total.processed, epoch)
         return self._loader(StepLoader, self.steps, sampler)
 
     def val_dataloader(self) -> list[DataLoader[PackedBatch]]:
@@ -217,8 +215,8 @@ class PackedDataModule(lightning.LightningDataModule):
 class StepLoader(DataLoader):
     """Tell Lightning that a resumed training goes on where it stopped.
 
-    The state is for Lightning to see: ``StepSampler`` begins at the Trainer's own step, which the
-    checkpoint restores.
+    The state is for Lightning to see: ``StepSampler`` begins at the Trainer's own count of batches,
+    which the checkpoint restores.
     """
 
     def state_dict(self) -> dict[str, int]:
@@ -226,7 +224,7 @@ class StepLoader(DataLoader):
         return {"next_step": cast(StepSampler, self.sampler).first()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
-        """Do nothing: the Trainer's step decides."""
+        """Do nothing: the Trainer's count decides."""
 
 
 @dataclass
@@ -246,16 +244,21 @@ class StepDataset(Dataset):
         counts = count_step(plan.corpus, plan.rows, plan.micro_batches)
         return StepBatch(**vars(counts), batches=batches)
 
+    def __len__(self) -> int:
+        """Return the steps of an epoch; there are more, of later ones."""
+        return self.schedule.epoch_steps()
+
 
 class StepSampler(DistributedSampler):
-    """Yield ``length`` numbers from ``first()`` on, below ``last``; Lightning replaces no DistributedSampler."""
+    """Yield ``length`` numbers from ``first()`` on; Lightning replaces no DistributedSampler."""
 
-    def __init__(self, first: Callable[[], int], length: int, last: int = sys.maxsize) -> None:
-        self.first, self.length, self.last = first, length, last
+    def __init__(self, first: Callable[[], int], length: int) -> None:
+        self.first = first
+        self.length = length
 
     def __iter__(self) -> Iterator[int]:
         first = self.first()
-        return iter(range(first, min(first + self.length, self.last)))
+        return iter(range(first, first + self.length))
 
     def __len__(self) -> int:
         return self.length  # of a whole epoch: Lightning counts from its first step

@@ -10,12 +10,15 @@ from lightning.fabric.utilities.seed import _collect_rng_states, _set_rng_states
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.functional import cross_entropy
 from torchmetrics import Metric
 
 from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, need, refusing, resolve, validate
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
+from packmamba.nn.init import is_plain
 from packmamba.nn.loss import linear_cross_entropy
+from packmamba.ops.checks import accumulation_dtype
 from packmamba.training.boundary import Boundary, Reset, StatefulBoundary, flatten_states, unflatten_states
 from packmamba.training.cuda_graphs import BatchGraphs
 from packmamba.training.optimizer import learning_rate, make_optimizer
@@ -198,8 +201,14 @@ class PackedLitModule(lightning.LightningModule):
             targets_of_row = mask.sum(1, keepdim=True)
             rows = (targets_of_row > 0).sum().clamp(min=1)
             weights = (targets_of_row.sum() / rows / targets_of_row.clamp(min=1)).expand(mask.shape)
-        head = self.model.lm_head.weight
-        return linear_cross_entropy(hidden, head, batch.targets, mask, slots, self.compiled, weights)
+        head = self.model.lm_head
+        if is_plain(head):
+            return linear_cross_entropy(hidden, head.weight, batch.targets, mask, slots, self.compiled, weights)
+        # With an adapter the weight is not the whole.
+        logits = head(hidden).flatten(0, 1)
+        losses = cross_entropy(logits.to(accumulation_dtype(logits.dtype)), batch.targets.flatten(), reduction="none")
+        losses = torch.where(mask, losses.view(mask.shape), 0)
+        return (losses if weights is None else losses * weights).sum(), losses.detach()
 
     def accumulate(self, step: StepBatch, backward: Backward, world_size: int = 1) -> Tensor:
         """Add the step's gradients; return its loss on this rank's targets over all."""

@@ -1,6 +1,7 @@
 """The drop-in layer against mamba_ssm's slow path, which is written out here."""
 
 import inspect
+import io
 from types import SimpleNamespace
 
 import pytest
@@ -149,6 +150,10 @@ def test_boundaries_are_read_once_for_all_layers(monkeypatch):
     x = hidden()
     first = ours(x, seq_idx=seq_idx)
     assert torch.equal(ours(x, seq_idx=seq_idx), first) and len(calls) == 1
+    file = io.BytesIO()
+    torch.save(seq_idx, file)  # with no trace of the layout
+    file.seek(0)
+    assert torch.equal(torch.load(file), seq_idx)
     assert torch.equal(ours(x, seq_idx=LAYOUT.seq_idx, cu_seqlens=LAYOUT.cu_seqlens), first)
     with torch.inference_mode():
         assert torch.equal(ours(x, seq_idx=seq_idx), first)
@@ -209,6 +214,9 @@ def test_a_model_s_layers_are_exchanged():
     assert replace(model) is model
     assert all(isinstance(layer.mixer, Ours) and not layer.mixer.training for layer in model.layers)
     assert [layer.mixer.layer_idx for layer in model.layers] == [0, 1]
+    shared = Theirs(8, d_state=4)
+    twice = replace(nn.ModuleList([shared, shared]))
+    assert isinstance(twice[0], Ours) and twice[0] is twice[1]
     assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
     assert relative_error(model(tokens).logits.detach(), before.detach().double()) < 1e-6
     result = leakcheck(model, "seq_idx")

@@ -17,7 +17,6 @@ MIXERS = {
         ["in_proj", "out_proj", "fc1", "fc2"],
     ),
 }
-pytestmark = pytest.mark.extras
 
 
 def adapt(mixer, targets=None):
@@ -29,6 +28,7 @@ def adapt(mixer, targets=None):
     return copy.deepcopy(model), peft.get_peft_model(model, config)
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize(
     ("mixer", "target"), [(mixer, target) for mixer, (_, targets) in MIXERS.items() for target in targets]
 )
@@ -40,6 +40,7 @@ def test_an_adapter_counts_and_merges(mixer, target):
     assert error(logits, adapted.merge_and_unload()(tokens, layout=LAYOUT)) < 1e-9
 
 
+@pytest.mark.extras
 @pytest.mark.parametrize("mixer", MIXERS)
 def test_adapters_alone_are_trained_and_documents_stay_apart(mixer):
     _, adapted = adapt(mixer)
@@ -58,3 +59,41 @@ def test_adapters_alone_are_trained_and_documents_stay_apart(mixer):
     others[int(LAYOUT.ends[0]) :] = 3
     again = adapted(others.view_as(tokens), layout=LAYOUT).flatten(0, 1)[first]
     assert torch.equal(again, adapted(tokens, layout=LAYOUT).flatten(0, 1)[first])
+
+
+class Doubled(torch.nn.Linear):
+    """A projection with a forward of its own, as loralib's."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+def double(linear):
+    """Put ``Doubled`` in a projection's place."""
+    linear.__class__ = Doubled
+
+
+def double_by_hook(linear):
+    linear.register_forward_hook(lambda module, inputs, output: 2 * output)
+
+
+@pytest.mark.parametrize("adapter", [double, double_by_hook])
+@pytest.mark.parametrize(
+    ("mixer", "target"), [(mixer, target) for mixer, (_, targets) in MIXERS.items() for target in targets]
+)
+def test_a_projection_that_is_more_than_its_weight_is_called(mixer, target, adapter):
+    torch.manual_seed(0)
+    model = MambaLM(vocab_size=VOCAB, d_model=16, n_layer=2, **MIXERS[mixer][0]).double()
+    adapted = copy.deepcopy(model)
+    for module, other in zip(model.modules(), adapted.modules()):
+        if isinstance(getattr(module, target, None), torch.nn.Linear):
+            adapter(getattr(other, target))
+            with torch.no_grad():
+                for parameter in getattr(module, target).parameters():
+                    parameter *= 2
+    tokens = random_tokens()
+    logits = adapted(tokens, layout=LAYOUT)
+    assert error(logits, model(tokens, layout=LAYOUT)) < 1e-12
+    unadapted = MambaLM(vocab_size=VOCAB, d_model=16, n_layer=2, **MIXERS[mixer][0]).double()
+    unadapted.load_state_dict(adapted.state_dict())
+    assert error(logits, unadapted(tokens, layout=LAYOUT)) > 1e-5

@@ -68,6 +68,21 @@ def test_embeddings_are_tied_or_not(tied):
     assert bool(unseen.any()) == tied, "token 0 never occurs: only the head gives its row a gradient"
 
 
+def test_loading_keeps_the_head_tied():
+    weights = build().state_dict()
+    with torch.device("meta"):
+        empty = build()
+    empty.to_empty(device="cpu").load_state_dict(weights)
+    assigned = build()
+    assigned.load_state_dict(weights, assign=True)
+    for model in (empty, assigned, copy.deepcopy(assigned)):
+        assert model.lm_head.weight is model.backbone.embedding.weight
+        assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
+    other = weights | {"lm_head.weight": weights["lm_head.weight"] + 1}
+    with pytest.raises(ValueError, match="^lm_head.weight: expected the embedding's"):
+        assigned.load_state_dict(other, assign=True)
+
+
 @every_config
 def test_weight_decay_groups_hold_each_parameter_once(config):
     model = copy.deepcopy(build(**config))

@@ -47,6 +47,38 @@ def test_a_program_takes_any_number_of_rows_of_any_length(mixer):
             assert torch.equal(run(tokens), model(tokens))
 
 
+@every_mixer
+def test_second_derivatives_are_those_of_finite_differences(mixer):
+    model = model_of(mixer).double()
+    for module in model.modules():
+        if hasattr(module, "backend"):
+            module.backend = "reference"
+    tokens = tokens_of(1, 5)
+    parameter = model.backbone.layers[0].mixer.D
+
+    def gradient():
+        return torch.autograd.grad(model(tokens).sin().sum(), parameter, create_graph=True)[0]
+
+    direction = torch.randn_like(parameter)
+    (found,) = torch.autograd.grad((gradient() * direction).sum(), parameter)
+    step = 1e-6
+    with torch.no_grad():
+        parameter += step * direction
+    after = gradient()
+    with torch.no_grad():
+        parameter -= 2 * step * direction
+    torch.testing.assert_close(found, (after - gradient()).detach() / (2 * step), rtol=1e-5, atol=1e-8)
+
+
+def test_the_loss_refuses_second_derivatives():
+    hidden, head = torch.randn(1, 3, 4, requires_grad=True), torch.randn(5, 4)
+    is_target = torch.ones(1, 3, dtype=torch.bool)
+    total, _ = linear_cross_entropy(hidden, head, torch.zeros(1, 3, dtype=torch.int64), is_target)
+    (gradient,) = torch.autograd.grad(total.square(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
+
+
 class Packed(nn.Module):
     """A model of tokens (B, L) or hidden states (B, L, d_model), and documents (S,)."""
 

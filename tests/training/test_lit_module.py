@@ -272,6 +272,65 @@ def test_users_own_module_of_ten_lines(tmp_path):
     assert float(best.best_model_score) == pytest.approx(validated["val/loss"], rel=1e-5)
 
 
+class ByHand(lightning.LightningModule):
+    """Optimise by hand, with two optimizers, every second StepBatch."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = torch.nn.ParameterList([torch.zeros(1), torch.zeros(1)])
+        self.automatic_optimization = False
+
+    def training_step(self, step, index):
+        loss = sum(self.model).sum() * step.num_tokens
+        self.manual_backward(loss)
+        for optimizer in self.optimizers() if index % 2 else ():
+            optimizer.step()
+        return loss
+
+    def configure_optimizers(self):
+        return [torch.optim.SGD([parameter]) for parameter in self.model]
+
+
+@pytest.mark.parametrize("last", [{"max_steps": 6}, {"max_epochs": 2}], ids=["steps", "epochs"])
+def test_every_step_is_read_once_whatever_an_optimizer_step_is(tmp_path, last):
+    def save(trainer, module, outputs, step, index):
+        if index == 3:
+            trainer.save_checkpoint(tmp_path / "after-4.ckpt")
+
+    data, seen, resumed = data_module(tmp_path), Seen(), Seen()
+    saving = lightning.pytorch.callbacks.LambdaCallback(on_train_batch_end=save)
+    trainer_of(tmp_path, callbacks=[seen, saving], **last).fit(ByHand(), data)
+    wanted = [tokens_of(data.steps[i]) for i in range(6 if "max_steps" in last else 2 * len(data.steps))]
+    assert [tokens_of(step) for step in seen.steps] == wanted
+    trainer = trainer_of(tmp_path, callbacks=[resumed], **last)
+    trainer.fit(ByHand(), data_module(tmp_path), ckpt_path=tmp_path / "after-4.ckpt", weights_only=True)
+    assert [tokens_of(step) for step in resumed.steps] == wanted[4:]
+
+
+def test_the_trainer_overfits_a_few_steps(tmp_path):
+    data, seen = data_module(tmp_path), Seen()
+    trainer_of(tmp_path, callbacks=[seen], max_epochs=2, overfit_batches=2).fit(lit_module(data), data)
+    assert [tokens_of(step) for step in seen.steps] == 2 * [tokens_of(data.steps[i]) for i in range(2)]
+
+
+@pytest.mark.parametrize("mean_over", ["targets", "rows"])
+def test_an_adapter_on_the_head_counts(tmp_path, mean_over):
+    class Doubled(torch.nn.Linear):
+        def forward(self, x):
+            return super().forward(2 * x)
+
+    data = data_module(tmp_path)
+    data.setup()
+    module, batch = lit_module(data, mean_over=mean_over).double(), data.steps[0].batches[0]
+    with torch.no_grad():
+        module.model.lm_head.weight *= 2
+    expected = module.loss(batch)
+    head = Doubled(*module.model.lm_head.weight.T.shape, bias=False).double()
+    head.weight = torch.nn.Parameter(module.model.lm_head.weight / 2)
+    module.model.lm_head = head
+    torch.testing.assert_close(module.loss(batch), expected)
+
+
 @pytest.mark.parametrize("file", ["demo.yaml", "sweeps/continuity.yaml"])
 def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
     keys = [f"data.cache_dir={tmp_path}", "data.source=synthetic", "data.num_documents=1000"]

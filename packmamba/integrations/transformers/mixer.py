@@ -4,11 +4,12 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from packmamba import ops
 from packmamba.integrations.transformers.boundaries import Packing
 from packmamba.layout import SequenceLayout
+from packmamba.nn.init import is_plain
 from packmamba.ops.checks import accumulation_dtype, check_layout
 from packmamba.ops.inner import InnerArguments
 
@@ -29,7 +30,7 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     # A wrapped projection (adapter, hook, quantisation)
     # is called; else one operator takes the weights.
     if not (of_zamba or hasattr(mixer, "dt_layernorm")) and all(
-        map(_plain, (mixer.x_proj, mixer.dt_proj, mixer.out_proj))
+        map(is_plain, (mixer.x_proj, mixer.dt_proj, mixer.out_proj))
     ):
         mixed, state = _mix_fused(mixer, xz, layout, keeps)
         mixed = _blank(mixed, packing)
@@ -96,7 +97,7 @@ def _scan(mixer: Any, x: Tensor, z: Tensor, options: dict[str, Any]) -> tuple[Te
         normed = mixer.dt_layernorm(low), mixer.b_layernorm(B), mixer.c_layernorm(C)
         # Jamba's norms return float32 under autocast.
         low, B, C = (part.to(x.dtype) for part in normed)
-    if _plain(mixer.dt_proj):  # the bias is not rounded
+    if is_plain(mixer.dt_proj):  # the bias is not rounded
         delta, bias = F.linear(low, mixer.dt_proj.weight), mixer.dt_proj.bias.to(A.dtype)
     else:
         delta, bias = mixer.dt_proj(low), None
@@ -157,12 +158,6 @@ def _keep(mixer: Any, cache: Any, packing: Packing, inputs: Tensor, state: Any) 
 
 def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
     return projected.split((mixer.time_step_rank, mixer.ssm_state_size, mixer.ssm_state_size), dim=-1)
-
-
-def _plain(linear: nn.Module) -> bool:
-    # Adapters (PEFT), quantisation and accelerate's hooks change the type, ``forward`` or hooks.
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
-    return type(linear) is nn.Linear and "forward" not in vars(linear) and not any(hooks)
 
 
 def _blank(tensor: Tensor, packing: Packing) -> Tensor:

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.layout import ceil_div
-from packmamba.nn.init import DeltaProjection, Projection
-from packmamba.nn.mixers.mixer import Mixer, State, is_adapted
+from packmamba.nn.init import DeltaProjection, Projection, is_plain
+from packmamba.nn.mixers.mixer import Mixer, State
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.inner import InnerArguments
 
@@ -99,7 +99,7 @@ class PackedMamba(Mixer):
         documents = self._check_documents(projected, conv_layout, ssm_layout, state)
         conv_layout, ssm_layout, conv_state, ssm_state = documents
         is_shared = conv_layout.crossing or ssm_layout.crossing
-        if is_shared or any(map(is_adapted, (self.x_proj, self.dt_proj, self.out_proj))):
+        if is_shared or not all(map(is_plain, (self.x_proj, self.dt_proj, self.out_proj))):
             return self._mix_apart(projected, documents, return_state)
         wide = accumulation_dtype(projected.dtype)
         arguments = InnerArguments(

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
-from packmamba.nn.init import Projection, dt_bias_, whole_parameters
+from packmamba.nn.init import Projection, dt_bias_, is_plain, whole_parameters
 from packmamba.ops import checks
 
 # States of documents, tensors (S, ...): convolutions first, the recurrence last.
@@ -129,10 +129,10 @@ class Mixer(nn.Module):
             weight: (d_model,), which scales in_proj's columns, not the tokens.
             layouts_and_state: conv_layout, ssm_layout, state, return_state, as of ``forward``.
         """
-        if is_adapted(self.in_proj):
-            projected = self.in_proj(normed * weight)
-        else:
+        if is_plain(self.in_proj):
             projected = F.linear(normed, self.in_proj.weight * weight, self.in_proj.bias)
+        else:
+            projected = self.in_proj(normed * weight)
         return self._mix(projected, *layouts_and_state)
 
     def start_state(self, documents: int) -> State:
@@ -234,8 +234,3 @@ def call(function: Any, *arguments: Any, recompute: bool) -> Any:
     if plain or not recompute or not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
-
-
-def is_adapted(projection: nn.Module) -> bool:
-    """Return whether an adapter, such as PEFT's, stands in a projection's place: its weight is not the whole."""
-    return not isinstance(projection, nn.Linear)
