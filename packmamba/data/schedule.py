@@ -163,7 +163,7 @@ class StepSchedule:
         self.budget = self.data.tokens_per_step
         if not self.corpus.is_streamed:
             # A corpus smaller than a step is one step: no step holds a document twice.
-            self.budget = min(self.budget, self._count_tokens())
+            self.budget = min(self.budget, self.corpus.num_tokens)
         # First step of each window, or its first token where steps are exact.
         self._firsts = [0]
         # The last window used, by its number. Steps come in order, so one is enough.
@@ -207,11 +207,8 @@ class StepSchedule:
         if self.corpus.is_streamed:
             self.corpus.wait()
         if self.exact:
-            return ceil_div(self._count_tokens(), self.budget)
+            return ceil_div(self.corpus.num_tokens, self.budget)
         return sum(self._size(window) for window in range(self._windows_per_epoch))
-
-    def _count_tokens(self) -> int:
-        return int(self.corpus.lengths.sum(dtype=np.int64))
 
     @property
     def _windows_per_epoch(self) -> int:
