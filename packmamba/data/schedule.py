@@ -25,7 +25,7 @@ Two values of ``data.batching`` make steps, here of 8 tokens in rows of 8; the f
 
 import bisect
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,7 @@ from packmamba.layout import ceil_div
 WINDOW_DOCUMENTS = 1_000_000
 
 
-@dataclass(frozen=True, eq=False)
-class StepPlan:
+class StepPlan(NamedTuple):
     """Plan a step: its rows, and the row numbers of each micro-batch, of all ranks.
 
     Micro-batch i belongs to rank i modulo the number of ranks; a plan for evaluation has those of
@@ -123,8 +122,7 @@ def _edges_by_slots(widths: Integers, most_slots: int, most_rows: int) -> list[i
     return edges
 
 
-@dataclass(frozen=True, eq=False)
-class Window:
+class Window(NamedTuple):
     """Hold a window of documents, and where its steps lie in it.
 
     Attributes:
