@@ -15,7 +15,7 @@ class Numbered(Documents):
 
     def __init__(self, lengths):
         super().__init__(np.arange(sum(lengths)), np.array(lengths, np.int32))
-        self.num_tokens = self.vocab_size = len(self.tokens)
+        self.vocab_size = len(self.tokens)
 
 
 def steps_of(lengths, ranks=1, carry=False, seed=0, **keys):

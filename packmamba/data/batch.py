@@ -144,9 +144,9 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
             takes part in every micro-batch.
     """
     shape = max(len(rows), 1), int(plan.slots[rows].max(initial=1))
-    tokens = np.zeros(shape, np.int64)
-    targets = np.zeros(shape, np.int64)
-    loss_mask = np.zeros(shape, bool)
+    tokens = torch.zeros(shape, dtype=torch.int64)
+    targets = torch.zeros(shape, dtype=torch.int64)
+    loss_mask = torch.zeros(shape, dtype=torch.bool)
     lengths = []
     offsets = []
     documents = []
@@ -160,20 +160,13 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
         for document, start, length, ends in pieces.places():
             of_piece = slice(slot, slot + length)
             # A target of -1 is none: store a valid id there, and let the mask exclude it.
-            tokens[b, of_piece], of_tokens = corpus.read(document, start, length, ends)
-            targets[b, of_piece] = np.maximum(of_tokens, 0)
-            loss_mask[b, of_piece] = of_tokens >= 0
+            tokens.numpy()[b, of_piece], of_tokens = corpus.read(document, start, length, ends)
+            targets.numpy()[b, of_piece] = np.maximum(of_tokens, 0)
+            loss_mask.numpy()[b, of_piece] = of_tokens >= 0
             slot += length
     source = None
     if documents and corpus.source_names:
         source = torch.from_numpy(corpus.groups[np.concatenate(documents)])
-    return PackedBatch(
-        tokens=torch.from_numpy(tokens),
-        targets=torch.from_numpy(targets),
-        loss_mask=torch.from_numpy(loss_mask),
-        # Without rows ``[[]]`` is one row that is all padding.
-        layout=SequenceLayout.from_lengths(lengths or [[]], row_length=shape[1], offsets=offsets or [[]]),
-        turn=turn,
-        source=source,
-        source_names=tuple(corpus.source_names),
-    )
+    # Without rows ``[[]]`` is one row that is all padding.
+    layout = SequenceLayout.from_lengths(lengths or [[]], row_length=shape[1], offsets=offsets or [[]])
+    return PackedBatch(tokens, targets, loss_mask, layout, turn, source, tuple(corpus.source_names))

@@ -58,6 +58,11 @@ class Documents:
         return len(self.lengths)
 
     @property
+    def num_tokens(self) -> int:
+        """Count the tokens of all documents."""
+        return int(self.lengths.sum(dtype=np.int64))
+
+    @property
     def has_answers(self) -> bool:
         """Return whether targets are other than the next tokens."""
         return self.targets is not None
@@ -100,10 +105,9 @@ class Corpus(Documents):
         self.vocab_size: int = meta["vocab_size"]
         counts = meta["splits"][split]
         self.corpus_hash: str = counts.get("hash", meta["corpus_hash"])
-        self.num_tokens: int = counts["tokens"]
         self.group_names: list[str] = counts.get("groups", [])
-        targets = self._map("targets", "<i4", self.num_tokens) if "answers" in counts else None
-        tokens = self._map("tokens", token_dtype(self.vocab_size), self.num_tokens)
+        targets = self._map("targets", "<i4", counts["tokens"]) if "answers" in counts else None
+        tokens = self._map("tokens", token_dtype(self.vocab_size), counts["tokens"])
         super().__init__(tokens, self._map("lengths", "<i4", counts["documents"]), targets)
         self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
 
@@ -158,7 +162,6 @@ class Mixture(Joined):
         self.longest = longest
         self.split = parts[0].split
         self.vocab_size = max(part.vocab_size for part in parts)
-        self.num_tokens = sum(part.num_tokens for part in parts)
         counts = [part.num_documents for part in parts]
         self.firsts = np.cumsum([0, *counts])
         self.groups = np.repeat(np.arange(len(parts), dtype=np.int32), counts)

@@ -25,7 +25,7 @@ Two values of ``data.batching`` make steps, here of 8 tokens in rows of 8; the f
 
 import bisect
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,8 +38,7 @@ from packmamba.layout import ceil_div
 WINDOW_DOCUMENTS = 1_000_000
 
 
-@dataclass(frozen=True, eq=False)
-class StepPlan:
+class StepPlan(NamedTuple):
     """Plan a step: its rows, and the row numbers of each micro-batch, of all ranks.
 
     Micro-batch i belongs to rank i modulo the number of ranks; a plan for evaluation has those of
@@ -123,8 +122,7 @@ def _edges_by_slots(widths: Integers, most_slots: int, most_rows: int) -> list[i
     return edges
 
 
-@dataclass(frozen=True, eq=False)
-class Window:
+class Window(NamedTuple):
     """Hold a window of documents, and where its steps lie in it.
 
     Attributes:
@@ -163,7 +161,7 @@ class StepSchedule:
         self.budget = self.data.tokens_per_step
         if not self.corpus.is_streamed:
             # A corpus smaller than a step is one step: no step holds a document twice.
-            self.budget = min(self.budget, self._count_tokens())
+            self.budget = min(self.budget, self.corpus.num_tokens)
         # First step of each window, or its first token where steps are exact.
         self._firsts = [0]
         # The last window used, by its number. Steps come in order, so one is enough.
@@ -207,11 +205,8 @@ class StepSchedule:
         if self.corpus.is_streamed:
             self.corpus.wait()
         if self.exact:
-            return ceil_div(self._count_tokens(), self.budget)
+            return ceil_div(self.corpus.num_tokens, self.budget)
         return sum(self._size(window) for window in range(self._windows_per_epoch))
-
-    def _count_tokens(self) -> int:
-        return int(self.corpus.lengths.sum(dtype=np.int64))
 
     @property
     def _windows_per_epoch(self) -> int:

@@ -89,7 +89,6 @@ class StreamedCorpus(Joined):
         self.folder = folder
         self.parts = []
         self.firsts = [0]
-        self.num_tokens = 0
         self._open(0)
         self.vocab_size = self.parts[0].vocab_size
 
@@ -140,7 +139,6 @@ class StreamedCorpus(Joined):
         self.parts.append(part)
         self.firsts.append(self.firsts[-1] + part.num_documents)
         self.lengths = np.concatenate([self.lengths, part.lengths])
-        self.num_tokens += part.num_tokens
 
 
 def _shard(folder: Path, number: int) -> Path:

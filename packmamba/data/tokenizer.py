@@ -205,10 +205,13 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     need((folder / TOKENIZER).is_file(), "data.tokenizer", f"a folder with {TOKENIZER}", f"{folder} without")
     options = json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
-    # transformers writes a token as its text, or as a dictionary with its content and flags.
-    tokens = [options.get(name) for name in ("bos_token", "eos_token")]
-    begin, end = (token.get("content") if isinstance(token, dict) else token for token in tokens)
+    begin, end = (token_text(options.get(name)) for name in ("bos_token", "eos_token"))
     return ByteTokenizer(begin, end) if options.get(BYTES) else FileTokenizer(folder / TOKENIZER, begin, end)
+
+
+def token_text(token: Any) -> Any:
+    """Return the text of a token, which transformers writes as such or as a dictionary with its content and flags."""
+    return token.get("content") if isinstance(token, dict) else token
 
 
 def _byte_level(begin_token: str | None, end_token: str | None) -> str:

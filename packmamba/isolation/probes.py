@@ -84,9 +84,7 @@ class Documents:
 def draw(model: CheckedCallable, way: str, lengths: Sequence[int]) -> Documents:
     """Draw tokens of documents and others in their place, and arrange them in a model's rows."""
     device = model.device
-    special = torch.tensor(sorted(model.avoid), dtype=torch.int64)
-    ids = torch.arange(model.vocab_size)
-    ids = ids[~torch.isin(ids, special)].to(device)
+    ids = torch.tensor([i for i in range(model.vocab_size) if i not in model.avoid], device=device)
     expect(len(ids) > 1, "vocab_size", "two ids that are not special", len(ids))
     total = sum(lengths)
     # Its own generator: the global one stays.

@@ -252,10 +252,8 @@ class Carry(StatefulBoundary):
     def measures(self) -> dict[str, float]:
         """Return the bytes of stored states, and the steps since the last used ones ended."""
         tensors = [tensor for states, *_ in self.stored.values() for tensor in flatten_states(states)]
-        measures: dict[str, float] = {"state_bytes": sum(tensor.nbytes for tensor in tensors)}
-        if self.age is not None:
-            measures["state_age_steps"] = self.age
-        return measures
+        age = {} if self.age is None else {"state_age_steps": self.age}
+        return {"state_bytes": sum(tensor.nbytes for tensor in tensors), **age}
 
     def reset(self) -> None:
         """Forget all stored states."""

@@ -74,9 +74,7 @@ class StaticBatch:
             tokens, targets = (torch.zeros(slots, dtype=torch.int64) for _ in range(2))
             loss_mask = torch.zeros(slots, dtype=torch.bool)
             self.num_targets = torch.ones(())
-        layout = SequenceLayout(
-            slots, starts, ends, offsets, num_tokens=num_tokens, longest=shape.longest, flowing=flow
-        )
+        layout = SequenceLayout(slots, starts, ends, offsets, num_tokens, shape.longest, flow)
         self.batch = PackedBatch(tokens=tokens, targets=targets, loss_mask=loss_mask, layout=layout)
 
     def fill(self, batch: PackedBatch, num_targets: int) -> None:

@@ -184,10 +184,8 @@ class PackedDataModule(lightning.LightningDataModule):
     def _test_corpus(self, action: str) -> Corpus:
         if self.corpora.test is not None:
             return self.corpora.test
-        rank_zero_warn(
-            f"data.test_fraction, data.test_path: expected one for trainer.{action}, got neither; "
-            f"it reads the validation documents."
-        )
+        got = "neither; it reads the validation documents."
+        rank_zero_warn(f"data.test_fraction, data.test_path: expected one for trainer.{action}, got {got}")
         return self.corpora.validation
 
     def _evaluation_loader(self, plan: StepPlan) -> DataLoader[PackedBatch]:

@@ -127,9 +127,8 @@ class PackedLitModule(lightning.LightningModule):
         self.automatic_optimization, self.compiled = False, compile
         takes = isinstance(model, dict | nn.Module)
         need(takes, "model", "MambaLM's arguments or a module", f"{model}; pass your own")
-        trainer = validate(
-            TrainerConfig(boundary=boundary, boundary_options=boundary_options or {}, mean_over=mean_over)
-        )
+        options = boundary_options or {}
+        trainer = validate(TrainerConfig(boundary=boundary, boundary_options=options, mean_over=mean_over))
         self.optimizer_config = resolve(OptimizerConfig, [({"lr": lr, **optimizer}, type(self).__name__)])
         # Two instances: validation must not touch the states that training carries.
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()

@@ -32,7 +32,7 @@ from hugging_face import (  # noqa: E402
     wide,  # noqa: F401
 )
 from packmamba import SequenceLayout, leakcheck  # noqa: E402
-from packmamba.integrations.transformers import delta, disable, enable, models, patch  # noqa: E402
+from packmamba.integrations.transformers import disable, enable, mixer, models, patch  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
 OTHERS = ("seq_idx", "cu_seq_lens_q", "position_ids+seq_idx")
@@ -185,7 +185,7 @@ def test_flash_attention_of_one_packed_row(family, monkeypatch):
 @pytest.mark.parametrize("family", ["Qwen3Next", "OlmoHybrid", "KimiLinear"])
 def test_fla_s_operators_of_one_row(family, monkeypatch):
     """They need a GPU; a stand-in has their arguments: one row without padding, and cumulative lengths."""
-    rule = next(rule for name in delta.RULES if (rule := getattr(modeling(family), name, None)))
+    rule = next(rule for name in mixer.RULES if (rule := getattr(modeling(family), name, None)))
 
     def by_cu_seqlens(q, k, v, *, g, beta, cu_seqlens, **options):
         assert len(q) == 1 and cu_seqlens[-1] == q.shape[1] and cu_seqlens.dtype == torch.int64
@@ -197,9 +197,9 @@ def test_fla_s_operators_of_one_row(family, monkeypatch):
     query, key, value = (torch.randn(3, 80, 4, size, generator=make) for size in (6, 6, 8))
     decay = torch.rand(3, 80, 4, *[6] * (family == "KimiLinear"), generator=make).neg()
     given = {"g": decay, "beta": torch.rand(3, 80, 4, generator=make), "use_qk_l2norm_in_kernel": True}
-    expected, _ = delta._recur(rule, query, key, value, layout=layout, **given)
-    monkeypatch.setattr(delta, "_takes_cu_seqlens", lambda query: True)
-    found, _ = delta._recur(by_cu_seqlens, query, key, value, layout=layout, **given)
+    expected, _ = mixer._recur(rule, query, key, value, layout=layout, **given)
+    monkeypatch.setattr(mixer, "_takes_cu_seqlens", lambda query: True)
+    found, _ = mixer._recur(by_cu_seqlens, query, key, value, layout=layout, **given)
     assert error(found, expected) < 1e-5 and not found[layout.documents < 0].any()
 
 

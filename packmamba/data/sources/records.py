@@ -20,7 +20,7 @@ from typing import Any
 
 from packmamba.config import ConfigError, DataConfig, extra, need
 from packmamba.data.sources.source import Document
-from packmamba.data.tokenizer import OPTIONS, TEMPLATE, tokenizer_file
+from packmamba.data.tokenizer import OPTIONS, TEMPLATE, token_text, tokenizer_file
 
 Range = tuple[int, int]
 PROMPT_KEYS = ("prompt", "completion", "messages")
@@ -146,10 +146,8 @@ def find_chat_template(tokenizer: str, chosen: str | None) -> tuple[str | None, 
         template = file.read_text("utf-8") if file.is_file() else options.get("chat_template")
     if chosen is not None:
         template = CHATML if chosen == "chatml" else _read_template(chosen)
-    tokens = {name: value for name, value in options.items() if name.endswith("_token")}
-    return template if isinstance(template, str) else None, {
-        name: value.get("content") if isinstance(value, dict) else value for name, value in tokens.items()
-    }
+    tokens = {name: token_text(value) for name, value in options.items() if name.endswith("_token")}
+    return template if isinstance(template, str) else None, tokens
 
 
 def _read_template(path: str) -> str:

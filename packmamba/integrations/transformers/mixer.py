@@ -1,5 +1,16 @@
-"""Forward of a patched mixer. Shapes: B rows, L slots, D channels."""
+"""Forward of a patched mixer.
 
+Mamba and Mamba-2 are computed by our operators (``mix``); a gated delta or short convolution layer
+keeps its own forward, with its convolution and recurrence exchanged (``mix_by_documents``).
+
+Shapes: B rows, L slots, D channels, H heads, K and V channels of a head.
+"""
+
+import functools
+import importlib.util
+import inspect
+from collections.abc import Callable
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -12,6 +23,12 @@ from packmamba.layout import SequenceLayout
 from packmamba.nn.init import is_plain
 from packmamba.ops.checks import accumulation_dtype, check_layout
 from packmamba.ops.inner import InnerArguments
+
+# Name of the convolution in transformers' modules.
+CONVOLUTION = "causal_conv1d_fn"
+# Names of the recurrence there: fla's operator where fla is installed, else PyTorch's.
+RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
+HAS_FLA = importlib.util.find_spec("fla") is not None
 
 
 def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
@@ -27,11 +44,10 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     of_zamba = hasattr(mixer, "n_mamba_heads")
     # Zamba's channels of input and gate alternate.
     x, z = map(Tensor.contiguous, xz.unflatten(-1, (-1, 2)).unbind(-1)) if of_zamba else xz.chunk(2, dim=-1)
-    # A wrapped projection (adapter, hook, quantisation)
-    # is called; else one operator takes the weights.
-    if not (of_zamba or hasattr(mixer, "dt_layernorm")) and all(
-        map(is_plain, (mixer.x_proj, mixer.dt_proj, mixer.out_proj))
-    ):
+    # One operator takes the weights, but for Zamba's heads, Jamba's norms
+    # and a wrapped projection (adapter, hook, quantisation), which is called.
+    is_apart = of_zamba or hasattr(mixer, "dt_layernorm")
+    if not is_apart and all(map(is_plain, (mixer.x_proj, mixer.dt_proj, mixer.out_proj))):
         mixed, state = _mix_fused(mixer, xz, layout, keeps)
         mixed = _blank(mixed, packing)
         if mixer.out_proj.bias is not None:
@@ -162,3 +178,81 @@ def _split(mixer: Any, projected: Tensor) -> tuple[Tensor, ...]:
 
 def _blank(tensor: Tensor, packing: Packing) -> Tensor:
     return tensor if packing.left is None else tensor.masked_fill(packing.left[..., None], 0)
+
+
+def mix_by_documents(kind: type) -> Callable[..., Tensor]:
+    """Make the counterpart of ``mixer.mix`` for a class of transformers' layers.
+
+    It runs the layer's own forward. In that only the convolution and the recurrence read other
+    tokens, so both are exchanged for functions that take the layout.
+    """
+    theirs: Any = kind.forward  # type: ignore[attr-defined]
+    own = inspect.unwrap(theirs)
+    # The forward finds both functions among its module's names. A copy of these leaves the module,
+    # and so unpatched models, as they are.
+    names = own.__globals__ | {CONVOLUTION: _convolve}
+    names |= {name: functools.partial(_recur, names[name]) for name in RULES if name in names}
+    forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
+
+    def mix(layer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
+        hidden = _blank(hidden, packing)
+        if packing.layout is None or cache is not None:
+            # Each row is one document. No layer has biases,
+            # so zeros before it leave states at zero.
+            return theirs(layer, hidden, cache)
+        return forward(layer, hidden, layout=packing.layout)
+
+    return mix
+
+
+def _convolve(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    layout: SequenceLayout,
+    **_: Any,
+) -> Tensor:
+    """Convolve each document of hidden (B, D, L); SiLU is the one activation that ``patch`` lets pass."""
+    x = hidden.transpose(1, 2)
+    y = ops.conv1d_pack(x, weight, bias, layout=layout, activation=activation and "silu")
+    return y.transpose(1, 2)
+
+
+@torch.compiler.disable  # the number of documents decides how often the rule runs
+def _recur(
+    rule: Callable[..., tuple[Tensor, Any]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    layout: SequenceLayout,
+    g: Tensor,
+    beta: Tensor,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Run ``rule`` over each document of query, key (B, L, H, K) and value (B, L, H, V); g and beta begin with B, L.
+
+    fla's operator on a GPU takes all documents in one call. PyTorch's, which pads to chunks of 64
+    tokens, takes one document after the other. Returns (B, L, H, V), zero at padding, and no
+    state, as the rule does without a cache.
+    """
+    tensors = [tensor.flatten(0, 1) for tensor in (query, key, value, g, beta)]
+    result = torch.zeros_like(tensors[2])
+    if _takes_cu_seqlens(query):
+        parts = [layout.token_slots] if layout.num_tokens else []
+        options["cu_seqlens"] = F.pad(layout.lengths.cumsum(0), (1, 0))
+    else:
+        rule = inspect.unwrap(rule)  # fla computes on GPUs alone
+        parts = layout.token_slots.split(layout.lengths.tolist())
+    for slots in parts:
+        query, key, value_part, g, beta = (tensor[None, slots] for tensor in tensors)
+        mixed, _ = rule(query, key, value_part, g=g, beta=beta, **options)
+        result = result.index_copy(0, slots, mixed[0])
+    return result.view_as(value), None
+
+
+def _takes_cu_seqlens(query: Tensor) -> bool:
+    """Return whether the recurrence is fla's operator on a GPU, which takes one row of documents."""
+    return HAS_FLA and query.is_cuda

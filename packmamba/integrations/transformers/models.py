@@ -18,8 +18,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from packmamba.errors import expect
 from packmamba.integrations.transformers.boundaries import BOUNDARIES, KNOWN, WHOLE_ROWS, Packing, find
-from packmamba.integrations.transformers.delta import mix_by_documents
-from packmamba.integrations.transformers.mixer import mix
+from packmamba.integrations.transformers.mixer import mix, mix_by_documents
 
 PARTS = {"in_proj", "conv1d", "out_proj", "A_log", "D"}
 PROJECTIONS = {"x_proj", "dt_proj"}
