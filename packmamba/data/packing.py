@@ -25,7 +25,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heapreplace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,6 +38,20 @@ Integers = NDArray[np.int64]
 # Maximum tokens of a document and slots of a row: positions are int32 in the operators.
 LONGEST = 2**31 - 1
 OVERLONG = ("error", "truncate", "split")
+
+
+class Piece(NamedTuple):
+    """Locate a part of a document: ``length`` tokens from its token ``start`` on."""
+
+    document: int
+    start: int
+    length: int
+
+
+class Row(tuple[Piece, ...]):
+    """Hold a row's pieces from left to right; the rest of its ``slots`` is padding."""
+
+    slots: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,6 +157,8 @@ def join(several: list[Pieces]) -> Pieces:
 class RowPlan(Pieces):
     """Hold rows of pieces: the pieces of all rows in row order, and where rows begin.
 
+    Iterate over it for one ``Row`` of ``Piece`` after another.
+
     Attributes:
         offset: (P,) int64, tokens of the same input piece that lie in earlier rows: above 0 only
             where a row's end cut it (``concat_split``, or overlong ``split``), so that its state
@@ -182,6 +198,14 @@ class RowPlan(Pieces):
         """Return the indices of all pieces of these rows, row by row."""
         row, place = _enumerate(np.diff(self.row_offsets)[rows])
         return self.row_offsets[np.asarray(rows)[row]] + place
+
+    def __iter__(self) -> Iterator[Row]:
+        for index in range(len(self)):
+            pieces = self.take(self.row(index))
+            columns = pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist()
+            row = Row(map(Piece, *columns))
+            row.slots = int(self.slots[index])
+            yield row
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Packing strategies: properties that all hold, and each held to its definition, one document at a time."""
 
-import itertools
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
@@ -24,15 +22,9 @@ def fitting(draw):
     return n, draw(st.lists(length, max_size=80))
 
 
-def rows_of(plan: RowPlan) -> list[list[tuple[int, int, int]]]:
-    """(document, first token, length) of the pieces of each row."""
-    pieces = [plan.take(plan.row(index)) for index in range(len(plan))]
-    return [list(zip(p.document.tolist(), p.start.tolist(), p.length.tolist())) for p in pieces]
-
-
-def tokens_in(row: list[tuple[int, int, int]]) -> list[tuple[int, int]]:
-    """(document, place) of every token."""
-    return [(document, start + i) for document, start, length in row for i in range(length)]
+def tokens_of(plan: RowPlan) -> list[tuple[int, int]]:
+    """(document, place) of every token, row by row."""
+    return [(p.document, p.start + i) for row in plan for p in row for i in range(p.length)]
 
 
 @every_strategy
@@ -44,14 +36,13 @@ def test_every_token_is_in_one_row_once(strategy, lengths, row_length, buffer, o
     plan = plan_rows(lengths, row_length, strategy, overlong=overlong, buffer=buffer)
     cut = overlong == "truncate" and not STRATEGIES[strategy].splits_documents
     kept = [min(n, row_length) if cut else n for n in lengths]
-    rows = rows_of(plan)
-    assert sorted(itertools.chain(*map(tokens_in, rows))) == [(d, i) for d, n in enumerate(kept) for i in range(n)]
-    for row, slots in zip(rows, plan.slots):
-        assert 0 < len(tokens_in(row)) <= slots <= row_length
-        assert row == sorted(row)
-    assert (plan.num_tokens, plan.num_slots) == (sum(kept), sum(plan.slots))
+    assert sorted(tokens_of(plan)) == [(d, i) for d, n in enumerate(kept) for i in range(n)]
+    for row in plan:
+        assert 0 < sum(piece.length for piece in row) <= row.slots <= row_length
+        assert [piece[:2] for piece in row] == sorted(piece[:2] for piece in row)
+    assert (plan.num_tokens, plan.num_slots) == (sum(kept), sum(row.slots for row in plan))
     assert plan.padding_fraction == pytest.approx(1 - sum(kept) / plan.num_slots if lengths else 0)
-    assert len(plan) == plan.num_rows == len(plan.slots) == len(plan.row_offsets) - 1
+    assert len(plan) == plan.num_rows == len(list(plan)) == len(plan.slots) == len(plan.row_offsets) - 1
 
 
 @every_strategy
@@ -67,7 +58,7 @@ def test_facts_show_on_an_example(strategy):
 
 def test_overlong_documents_are_cut_where_the_row_ends():
     def pieces(strategy, overlong):
-        return rows_of(plan_rows([3, 9, 4], 4, strategy, overlong=overlong))
+        return [list(map(tuple, row)) for row in plan_rows([3, 9, 4], 4, strategy, overlong=overlong)]
 
     assert pieces("next_fit", "truncate") == [[(0, 0, 3)], [(1, 0, 4)], [(2, 0, 4)]]
     assert pieces("next_fit", "split") == [[(0, 0, 3)], [(1, 0, 4)], [(1, 4, 4)], [(1, 8, 1)], [(2, 0, 4)]]
@@ -127,7 +118,7 @@ def test_every_strategy_that_chooses_rows_has_a_definition():
 def test_assignment_is_the_definition_s(strategy, drawn, buffer):
     row_length, lengths = drawn
     plan = plan_rows(lengths, row_length, strategy, buffer=buffer)
-    assert [[document for document, *_ in row] for row in rows_of(plan)] == NAIVE[strategy](lengths, row_length, buffer)
+    assert [[piece.document for piece in row] for row in plan] == NAIVE[strategy](lengths, row_length, buffer)
 
 
 @settings(max_examples=60)
@@ -135,8 +126,8 @@ def test_assignment_is_the_definition_s(strategy, drawn, buffer):
 @example([4, 1, 1, 30], 4, 3)
 def test_streams_go_on_from_row_to_row(lengths, row_length, streams):
     plan = plan_rows(lengths, row_length, "concat_split", streams=streams)
-    rows = rows_of(plan)
-    assert len(rows) % streams == 0 and set(plan.slots.tolist()) <= {row_length}
+    rows = list(plan)
+    assert len(rows) % streams == 0 and all(row.slots == row_length for row in rows)
     assert not rows or any(rows[-streams + b] for b in range(streams))
     totals, expected = [0] * streams, [[] for _ in range(streams)]
     for document, n in enumerate(lengths):
@@ -144,7 +135,7 @@ def test_streams_go_on_from_row_to_row(lengths, row_length, streams):
         totals[b] += n
         expected[b] += [(document, i) for i in range(n)]
     for b in range(streams):
-        held = list(map(tokens_in, rows[b::streams]))
+        held = [[(p.document, p.start + i) for p in row for i in range(p.length)] for row in rows[b::streams]]
         assert [token for row in held for token in row] == expected[b]
         filled = [len(row) for row in held if row]
         assert filled[:-1] == [row_length] * len(filled[:-1])

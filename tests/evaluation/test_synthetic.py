@@ -98,7 +98,7 @@ def test_under_leak_each_row_is_read_as_one_document(model):
     examples = [TASKS["parity"](length=(2, 15)).example(1_000_000, i) for i in range(30)]
     plan = plan_rows([len(e.tokens) for e in examples], row_length=40, strategy="greedy")
     found = ask(model, "leak")
-    for row in [[examples[d] for d in plan.document[plan.row(i)]] for i in range(len(plan))]:
+    for row in [[examples[piece.document] for piece in row] for row in plan]:
         flow = log_probabilities(model, np.concatenate([example.tokens for example in row]))
         for example, end in zip(row, np.cumsum([len(example.tokens) for example in row])):
             item = found.items[examples.index(example)]
