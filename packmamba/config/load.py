@@ -10,6 +10,7 @@ expected, what came and what to do.
 import copy
 import dataclasses
 import functools
+import glob
 import importlib
 import json
 import os
@@ -51,6 +52,21 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 }
 # The commands that a file with a key is for; other files are for train.
 KINDS = {"bench": "bench", "arms": "sweep"}
+RECORDS = ("jsonl", "splits", "parquet", "huggingface")
+# Keys of data that few of our sources read; a plugin's source may read any.
+KEYS_OF_SOURCES = {
+    "unit": ("packages",),
+    "text_key": RECORDS,
+    "loss_on": RECORDS,
+    "subset": ("huggingface",),
+    "split": ("huggingface",),
+    "distribution": ("synthetic",),
+    "vocab_size": ("synthetic",),
+    "num_documents": ("synthetic", "task"),
+    "task": ("task",),
+    "task_options": ("task",),
+}
+SOURCES = {"stdlib", "text", "megatron"}.union(*KEYS_OF_SOURCES.values())
 # Values of ``trainer.accelerator`` that may take a GPU.
 ON_GPU = ("auto", "gpu", "cuda")
 # Modules that ``import_plugins`` has imported, for processes that are started.
@@ -164,8 +180,18 @@ def validate(config: Keys) -> Keys:
     for name, field, value in keys_of(config):
         _check(name, value, **field.metadata.get("limits", {}))
     if isinstance(config, Config):
+        config.model.pretrained = newest_run(config.model.pretrained)
+        config.trainer.init_from = newest_run(config.trainer.init_from)
         _check_rules(config)
     return config
+
+
+def newest_run(name: Any) -> Any:
+    """Return the newest run of a name, such as runs/mine-seed0-1f2e3d4c5b of runs/mine; else the name."""
+    if name is None or os.path.exists(name):
+        return name
+    runs = glob.glob(f"{glob.escape(name)}-seed*-*/{CONFIGURATION}")
+    return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else name
 
 
 def keys_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -277,7 +303,6 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     used: dict[str, tuple[Any, str]] = {
         "data.path": (not data.sources, "data.sources is empty"),
         "data.streaming": (not data.sources, "data.sources is empty"),
-        "data.unit": (data.source == "packages", "data.source=packages"),
         "data.streams": (strategy.splits_documents, "data.strategy=concat_split"),
         "data.stagger": (is_stream and strategy.splits_documents, "in streams of concat_split"),
         "data.shuffle_steps": (shuffles, "batching=stream without carry"),
@@ -291,6 +316,9 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         ),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
+    for name, sources in KEYS_OF_SOURCES.items():
+        is_read = data.sources or data.source in sources or data.source not in SOURCES
+        used[f"data.{name}"] = (is_read, f"data.source={' or '.join(sources)}")
     if config.model.pretrained is not None:
         decided = vars(config.model).keys() - {"pretrained", "compile", "recompute"}
         used |= {f"model.{name}": (False, "model.pretrained is null") for name in sorted(decided)}

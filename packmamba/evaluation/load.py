@@ -36,8 +36,9 @@ def read_config(folder: str | Path) -> Config:
     need((folder / "config.json").is_file(), str(folder), expected, f"no config.json{hint}")
     trained = (folder / CONFIGURATION).is_file()
     config = load_config(folder / CONFIGURATION if trained else None)
-    # The folder's tokenizer, since the path of training may not exist here.
-    if (folder / TOKENIZER).is_file() and not (trained and config.data.tokenizer == "bytes"):
+    # The folder's tokenizer, since the path of training may not exist here. A checkpoint without one
+    # needs it from the user: bytes may be no ids of it.
+    if not trained or ((folder / TOKENIZER).is_file() and config.data.tokenizer != "bytes"):
         config.data.tokenizer = str(folder / TOKENIZER)
     if not trained:
         config.data.begin_token = config.data.end_token = None

@@ -7,7 +7,6 @@ wrong request, 3 where the same command goes on, 130 after Ctrl-C.
 """
 
 import dataclasses
-import glob
 import hashlib
 import importlib.util
 import json
@@ -30,10 +29,13 @@ try:
     from tqdm import tqdm
 
     from packmamba.config import CONFIGS, CONFIGURATION, Config, DataConfig, import_plugins, key, registry, resolve
-    from packmamba.config.load import PACKAGE, keys_of, load, load_config, read_layers, shown
+    from packmamba.config.load import PACKAGE, keys_of, load, load_config, newest_run, read_layers, shown
     from packmamba.data.sources import read_texts, reads_text
+    from packmamba.data.token_store import load_corpora
     from packmamba.data.tokenizer import TOKENIZER, train_tokenizer, write_template
     from packmamba.evaluation import generate as continue_tokens
+    from packmamba.evaluation.language_modeling import EVALUATIONS as LANGUAGE_MODELING
+    from packmamba.evaluation.language_modeling import SPLIT
     from packmamba.evaluation.load import load_model, read_config
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, check, default_max_slots
     from packmamba.evaluation.registry import evaluate as evaluate_built_in
@@ -216,10 +218,13 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
     # A run's folder may get other weights, as one that was trained on.
     sums = [weight.detach().double().sum() for weight in model.model.parameters()]
     settings["weights"] = float(sum(sums))
+    if name in LANGUAGE_MODELING:  # the files of a path may have changed
+        split = context.options.get(SPLIT, "validation")
+        settings["documents"] = getattr(load_corpora(config.data), split).corpus_hash
     content = json.dumps(settings, sort_keys=True, default=str).encode()
     digest = hashlib.sha256(content).hexdigest()[:10]
     done = [each for each in records.records_of(output, "evaluation") if each["config"].get("id") == digest]
-    if not done:
+    if not done or (config.include_path and name not in EVALUATIONS):  # a user's own task may have changed
         begun = time.perf_counter()
         result = run(name, model.model, context)
         seconds = time.perf_counter() - begun
@@ -246,16 +251,20 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
     manager = TaskManager(include_path=config.include_path)
     for name in names:
         need(name in manager.all_tasks, "tasks", expected, got[name])
+        need(name in manager.all_subtasks, "tasks", "tasks and no group of them", f"'{name}'; name its tasks")
 
     def run(name: str, model: Any, context: Any) -> EvalResult:
         adapter = PackMambaLM(model, folder, context.max_slots)
         results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
         values = results["results"][name]
         numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
-        metrics = {key.partition(",")[0]: value for key, value in numbers.items()}  # acc,none
+        # acc,none, or of each of a task's filters: exact_match,strict-match
+        metrics = {key.removesuffix(",none"): value for key, value in numbers.items()}
         items = []
         for sample in results["samples"][name]:
             scores = {metric: sample[metric] for metric in sample["metrics"]}
+            if sample["filter"] != "none":
+                scores["filter"] = sample["filter"]
             items.append({"doc_id": sample["doc_id"], "responses": sample["filtered_resps"], **scores})
         return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
 
@@ -265,7 +274,7 @@ def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Cal
 def generate(words: list[str]) -> None:
     """Continue a text with a trained model."""
     need(len(words) >= 2, "generate", f"{RUN}, and a text", " ".join(words) or "none")
-    folder = newest(words[0])
+    folder = newest_run(words[0])
     prompt = words[1]
     config = load(GenerateConfig, None, words[2:])
     read_config(folder)
@@ -450,27 +459,13 @@ COMMANDS: dict[str, tuple[Callable, str, type | str | None]] = {
 
 def split(words: list[str], expected: str, least: int, most: int) -> tuple[list[str], list[str]]:
     """Split words into arguments, runs' names completed, and overrides."""
-    arguments = [newest(word) for word in words if "=" not in word]
+    arguments = [newest_run(word) for word in words if "=" not in word]
     for word in words:
         if word.startswith("--"):
             raise UserError(f"expected key=value, got {word}; keys have no dashes")
     if not least <= len(arguments) <= most:
         raise UserError(f"expected {expected}, and key=value, got {' '.join(arguments) or 'none'}")
-    return arguments, [_complete_run(word) for word in words if "=" in word]
-
-
-def _complete_run(override: str) -> str:
-    """Complete a run's name in a key that takes one."""
-    key, _, value = override.partition("=")
-    return f"{key}={newest(value)}" if key in ("model.pretrained", "trainer.init_from") else override
-
-
-def newest(name: str) -> str:
-    """Return the newest run of a name, such as runs/mine-seed0-1f2e3d4c5b of runs/mine."""
-    if os.path.exists(name):
-        return name
-    runs = glob.glob(f"{glob.escape(name)}-seed*-*/{CONFIGURATION}")
-    return os.path.dirname(max(runs, key=os.path.getmtime)) if runs else name
+    return arguments, [word for word in words if "=" in word]
 
 
 def print_help(command: str, prog: str) -> None:

@@ -160,12 +160,29 @@ class _Run:
             if found is not None:
                 same = found["corpus_hash"] == self.data.corpora.corpus_hash
                 need(same, "data", "this run's documents", f"others; remove {self.record_path} and {self.folder}")
+                self._check_start(found)
                 if self.progress:
-                    print(f"already done, nothing is trained: {self.folder}")
+                    later = f"; its weights are of step {self.reached}"
+                    longer = later if self.reached > self.config.trainer.max_steps else ""
+                    print(f"already done, nothing is trained: {self.folder}{longer}")
                 return found
             module = self._prepare()
             self._train(module)
             return self._finish(module)
+
+    def _check_start(self, found: dict[str, Any]) -> None:
+        """Check that a finished run began with the weights that its keys name today. Raises ConfigError."""
+        checksum = found["metrics"].get("started_from_checksum")
+        if checksum is None:
+            return
+        key = "model.pretrained" if self.config.trainer.init_from is None else "trainer.init_from"
+        model = PackedLitModule.from_config(self.config, self.data.vocab_size).model
+        if self.config.trainer.init_from is not None:
+            load_initial_weights(model, self.config)
+        same = weights_checksum(model) == checksum
+        need(
+            same, key, "the weights that this run began with", f"others; remove {self.record_path} and {self.folder}"
+        )
 
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
@@ -287,6 +304,8 @@ def write_tokenizer_of(data: DataConfig, folder: Path) -> None:
 def check_run(config: Config, vocab_size: int | None = None) -> None:
     """Check the boundary scheme's options, samples and the evaluations. Raises ConfigError."""
     config.trainer.scheme()
+    if config.data.chat_template is not None:
+        find_chat_template(config.data.tokenizer, config.data.chat_template)
     samples = config.trainer.samples
     need(not samples or reads_text(config.data), "trainer.samples", "0 for documents that are no text", samples)
     if config.optimizer.name == "lion":
