@@ -162,7 +162,9 @@ class OptimizerConfig:
     weight_decay: float = key(0.1, "Only matrices decay.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
     schedule: str = key("cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES)
-    decay_fraction: float = key(0.2, "Last fraction of the steps, in which wsd falls.", above=0, high=1)
+    decay_fraction: float = key(
+        0.2, "Last fraction of the steps after the warm-up, in which wsd falls.", above=0, high=1
+    )
     schedule_steps: Optional[int] = key(None, "Steps of the schedule.", null="max_steps", low=1)
     final_lr_fraction: float = key(0.1, "Of the peak, at the schedule's end.", low=0, high=1)
     grad_clip: Optional[float] = key(1.0, "Maximum gradient norm.", null="no clipping", above=0)

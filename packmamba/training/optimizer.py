@@ -119,7 +119,10 @@ def linear(config: OptimizerConfig, progress: float, step: int) -> float:
 
 
 def warmup_stable_decay(config: OptimizerConfig, progress: float, step: int) -> float:
-    """Stay at the peak, then fall along a line in the last ``decay_fraction`` (arXiv 2404.06395)."""
+    """Stay at the peak, then fall along a line (arXiv 2404.06395).
+
+    It falls in the last ``decay_fraction`` of the steps after the warm-up.
+    """
     return min(1.0, (1 - progress) / max(config.decay_fraction, 1e-9))
 
 

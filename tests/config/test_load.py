@@ -17,6 +17,14 @@ def test_overrides_come_after_the_file(tmp_path):
     assert config.optimizer.betas == [0.9, 0.99]
 
 
+def test_a_run_is_named_without_seed_and_id(tmp_path):
+    for name in ("base-seed0-1a", "other-seed0-2b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "configuration.yaml").touch()
+    config = load_config(None, [f"trainer.init_from={tmp_path}/base"])
+    assert config.trainer.init_from == f"{tmp_path}/base-seed0-1a"
+
+
 def test_a_model_is_named_by_its_size():
     assert (load_config(None, ["model=1.4b", "model.n_layer=2"]).model.d_model) == 2048
     with pytest.raises(ConfigError, match="^model: .*did you mean '130m'"):
@@ -131,6 +139,9 @@ def test_valid(overrides):
         ("data.stagger=true", "data.stagger: "),
         ("data.shuffle_steps=3", "data.shuffle_steps: "),
         ("data.unit=files", "data.unit: expected null"),
+        ("data.source=text data.task=mqar", "data.task: expected null, unless data.source=task"),
+        ("data.source=text data.num_documents=9", "data.num_documents: .* unless data.source=synthetic or task"),
+        ("data.source=text data.loss_on=all", 'data.loss_on: expected "completion", unless data.source=jsonl'),
         ("data.validation_fraction=0", "data.validation_fraction: "),
         ("trainer.boundary=carry", "data.strategy: expected concat_split"),
         (f"{CARRIES} data.streams=3 trainer.devices=2", "data.streams: .*2 devices"),

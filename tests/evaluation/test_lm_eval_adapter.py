@@ -17,6 +17,8 @@ from lm_eval.api.instance import Instance  # noqa: E402
 
 from packmamba import MambaLM  # noqa: E402
 from packmamba.evaluation.lm_eval_adapter import PackMambaLM  # noqa: E402
+from packmamba.lab import cli  # noqa: E402
+from packmamba.lab.records import read_records  # noqa: E402
 
 pytestmark = pytest.mark.extras
 WORDS = "the a cat dog sees likes green small house tree and runs under over old new bird".split()
@@ -34,6 +36,10 @@ TASKS = {
         "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
         "generation_kwargs": {"until": ["cat", "\n"], "max_gen_toks": 12, "do_sample": False},
         "metric_list": [{"metric": "exact_match"}],
+        "filter_list": [
+            {"name": "whole", "filter": [{"function": "take_first"}]},
+            {"name": "cat", "filter": [{"function": "regex", "regex_pattern": "(cat)"}, {"function": "take_first"}]},
+        ],
     },
 }  # fmt: skip
 
@@ -67,6 +73,7 @@ def tasks(tmp_path_factory):
         data.write_text("".join(json.dumps(line) + "\n" for line in [*lines, empty][: 11 if name == "choices" else 10]))
         files = {"dataset_path": "json", "dataset_kwargs": {"data_files": {"test": str(data)}}, "test_split": "test"}
         (folder / f"{name}.yaml").write_text(json.dumps({"task": f"ours_{name}", **files, **task}))
+    (folder / "group.yaml").write_text(json.dumps({"group": "ours", "task": [f"ours_{name}" for name in TASKS]}))
     return TaskManager(include_path=str(folder), include_defaults=False)
 
 
@@ -93,8 +100,9 @@ def test_every_log_likelihood_is_the_hf_class_s(checkpoint, tasks, monkeypatch, 
                 else:
                     assert abs(a[0] - b[0]) < 1e-3 and a[1] == b[1]
                 compared += 1
-    assert compared == 11 * 4 + 10 + 10
-    generated = [len(sample["filtered_resps"][0].split()) for sample in ours["samples"]["ours_generation"]]
+    assert compared == 11 * 4 + 10 + 2 * 10
+    whole = [sample for sample in ours["samples"]["ours_generation"] if sample["filter"] == "whole"]
+    generated = [len(sample["filtered_resps"][0].split()) for sample in whole]
     assert min(generated) < 5 < max(generated), "a stop string ends some"
     for name, values in theirs["results"].items():
         for metric, value in values.items():
@@ -119,3 +127,14 @@ def test_errors_name_the_argument(tmp_path):
         PackMambaLM(model)
     with pytest.raises(ValueError, match="tokenizer"):
         PackMambaLM(model, tokenizer=str(tmp_path))
+
+
+def test_the_command_line_names_filters_and_refuses_groups(checkpoint, tasks, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    command = ["eval", str(checkpoint), f"include_path={tasks.include_path}", f"output={tmp_path}/out", "device=cpu"]
+    assert cli.main([*command, "tasks=[ours_generation]"]) == 0
+    (record,) = read_records(tmp_path / "out")
+    assert {"exact_match,whole", "exact_match,cat"} < record["metrics"].keys()
+    assert cli.main([*command, "tasks=[ours]"]) == 2
+    assert "tasks: expected tasks and no group of them, got 'ours'" in capsys.readouterr().err

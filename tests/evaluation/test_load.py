@@ -17,6 +17,7 @@ from packmamba.lab.fit import fit
 from packmamba.lab.records import read_records
 from packmamba.lab.run_id import run_folder
 from runs import tiny_config
+from written import write_lines
 
 ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=12", "evaluation_options.parity.length=6"]
 SAME = ["tasks=[parity,perplexity]", "examples=12", "options.parity.length=6", "device=cpu"]
@@ -53,6 +54,26 @@ def test_eval_repeats_the_numbers_of_the_record(run, config, tmp_path, monkeypat
     assert metrics["bits_per_byte"] == pytest.approx(per_byte)
     monkeypatch.setattr(registry, "evaluate", lambda *_: pytest.fail("computed again"))
     assert cli.main(command) == 0 and len(read_records(tmp_path)) == 2
+
+
+def test_changed_documents_are_evaluated_again(run, tmp_path, capsys):
+    documents = tmp_path / "documents.jsonl"
+    asked = ["tasks=[perplexity]", "data.source=jsonl", f"data.path={documents}", f"output={tmp_path}/out"]
+    for letter in "ab":
+        write_lines(documents, [letter * length for length in range(3, 30)])
+        assert cli.main(["eval", str(run), *asked, f"data.cache_dir={tmp_path}/cache"]) == 0
+    first, second = read_records(tmp_path / "out")
+    assert first["metrics"]["loss"] != second["metrics"]["loss"]
+
+
+def test_a_checkpoint_without_a_tokenizer_needs_one(tmp_path, capsys):
+    MambaLM(300, 16, 1).save_pretrained(tmp_path / "model")
+    write_lines(tmp_path / "documents.jsonl", [f"text {number}" for number in range(30)])
+    asked = ["tasks=[perplexity]", "data.source=jsonl", f"data.path={tmp_path}/documents.jsonl"]
+    asked += [f"data.cache_dir={tmp_path}/cache", f"output={tmp_path}/out"]
+    assert cli.main(["eval", str(tmp_path / "model"), *asked]) == 2
+    assert "data.tokenizer: expected" in capsys.readouterr().err
+    assert cli.main(["eval", str(tmp_path / "model"), *asked, "data.tokenizer=bytes"]) == 0
 
 
 def test_models_that_share_an_output_have_records_of_their_own(run, tmp_path):

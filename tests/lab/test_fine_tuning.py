@@ -32,8 +32,8 @@ def write_pairs(folder):
     return write_rows(folder / "pairs.jsonl", PAIRS)
 
 
-def write_checkpoint(folder, mixer="mamba1", format="state_spaces"):
-    torch.manual_seed(0)
+def write_checkpoint(folder, mixer="mamba1", format="state_spaces", seed=0):
+    torch.manual_seed(seed)
     model = MambaLM(vocab_size=260, **SIZES[mixer])
     model.save_pretrained(folder, format=format)
     write_tokenizer(folder, "bytes", None, "</s>")
@@ -58,6 +58,16 @@ def mean_loss_of_answers(model):
         total += F.cross_entropy(logits[answer - 1 :], ids[answer:], reduction="sum")
         targets += len(ids) - answer
     return total / targets
+
+
+def test_a_finished_run_that_began_with_other_weights_is_refused(tmp_path):
+    write_checkpoint(tmp_path / "checkpoint")
+    config = configure(tmp_path, "trainer.max_steps=1")
+    record = fit(config, progress=False)
+    assert fit(config, progress=False) == record
+    write_checkpoint(tmp_path / "checkpoint", seed=1)
+    with pytest.raises(ConfigError, match="^model.pretrained: expected the weights that this run began with"):
+        fit(config, progress=False)
 
 
 @pytest.mark.parametrize(("mixer", "format"), [("mamba1", "huggingface"), ("mamba2", "state_spaces")])
