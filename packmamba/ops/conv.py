@@ -67,25 +67,13 @@ def conv1d_pack(
     channels = x.shape[2]
     width = checks.check_columns(weight, "weight", channels, 2, 4)
     # Parameters and state: x's dtype, as in a model that was cast, or float32, as under autocast.
-    checks.check_tensors(
-        x,
-        "x",
-        (x.dtype, torch.float32),
-        weight=(weight, (channels, width)),
-        bias=(bias, (channels,)),
-        initial_state=(initial_state, (layout.num_documents, channels, width - 1)),
-    )
+    dtypes = (x.dtype, torch.float32)
+    checks.check_tensors(x, "x", dtypes, weight=(weight, (channels, width)), bias=(bias, (channels,)))
+    state_shape = (layout.num_documents, channels, width - 1)
+    checks.check_tensors(x, "x", dtypes, initial_state=(initial_state, state_shape))
     expect(activation in (None, "silu"), "activation", "'silu' or None", repr(activation))
     checks.check_flags(return_final_state=return_final_state)
-    arguments = ConvArguments(
-        x=x,
-        weight=weight,
-        bias=bias,
-        initial_state=initial_state,
-        layout=layout,
-        activation=activation,
-        return_final_state=return_final_state,
-    )
+    arguments = ConvArguments(x, weight, bias, initial_state, layout, activation, return_final_state)
     y, final_state = context_parallel.run("conv1d_pack", arguments, backend)
     return (y, final_state) if return_final_state else y
 
