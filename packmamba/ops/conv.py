@@ -19,17 +19,7 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, context_parallel
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
-from packmamba.ops.custom_op import (
-    KERNELS,
-    Nothing,
-    Outputs,
-    PackedOperator,
-    declare,
-    dense,
-    empty_grad_like,
-    to_dtype,
-    unit_stride,
-)
+from packmamba.ops.custom_op import KERNELS, Outputs, PackedOperator, declare, dense, to_dtype, unit_stride
 
 
 def conv1d_pack(
@@ -90,6 +80,10 @@ class ConvArguments(NamedTuple):
     return_final_state: bool
 
 
+class Nothing(NamedTuple):
+    """Saved for the backward, which needs the arguments alone."""
+
+
 def of_layer(a: Any, x: Tensor) -> ConvArguments:
     """Return the convolution's arguments in a layer's fused operator, whose own have equal names; x is its input."""
     return ConvArguments(
@@ -126,7 +120,7 @@ def _allocate(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]
     channels, width = a.weight.shape
     documents = a.layout.starts.shape[0]
     final_state = a.weight.new_empty(documents, channels, width - 1) if a.return_final_state else None
-    return Outputs(y=empty_grad_like(a.x), final_state=final_state), Nothing()
+    return Outputs(y=a.x.new_empty(a.x.shape), final_state=final_state), Nothing()
 
 
 def _backward(a: ConvArguments, saved: Nothing, grads: Outputs) -> dict[str, Tensor | None]:

@@ -90,10 +90,6 @@ class Outputs(NamedTuple):
     final_state: Tensor | None
 
 
-class Nothing(NamedTuple):
-    """Saved for the backward by an operator that needs its arguments alone."""
-
-
 class Documents(NamedTuple):
     """A layout in a traced graph: the two tensors that kernels read, (S,) int32."""
 
@@ -187,7 +183,9 @@ class PackedOperator(Generic[Arguments]):
         signature = self.signature
         values = signature.flatten(arguments)
         tensors = values[: signature.num_tensors]
-        needs_backward = torch.is_grad_enabled() and _any_requires_grad(tensors[: signature.num_gradients])
+        needs_backward = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in tensors[: signature.num_gradients]
+        )
         # Inside forward-mode differentiation: an operator
         # without a rule would drop tangents silently.
         if forward_ad._current_level >= 0:
@@ -344,13 +342,6 @@ def _define(schema: str, num_results: int, run: Callable, fake: Callable) -> Non
 def none_to_empty(values: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
     """Replace None by empty tensors of like's dtype, on its device."""
     return tuple(like.new_empty(0) if value is None else value for value in values)
-
-
-def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
 
 
 def empty_grad_like(tensor: Any) -> Any:

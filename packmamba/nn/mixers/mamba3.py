@@ -217,17 +217,11 @@ class PackedMamba3(HeadMixer):
         x = v * (weight[:, :, None] / steps)[..., None]
         # float16 would overflow: a step may be far smaller than the next one, which the weight holds.
         near = x.dtype if dtype == torch.float16 else dtype
-        scanned = ops.ssd_pack(
-            x=x.flatten(1, 2).to(near),
-            delta=steps.flatten(1, 2),
-            A=step.new_full((self.nheads,), -1),
-            B=k.flatten(1, 2).to(near),
-            C=q.flatten(1, 2).to(near),
-            layout=_stretch(layout, self.rank),
-            initial_state=initial_state,
-            return_final_state=return_state,
-            backend=self.backend,
-        )
+        x, B, C = (tensor.flatten(1, 2).to(near) for tensor in (x, k, q))
+        A = step.new_full((self.nheads,), -1)
+        layout = _stretch(layout, self.rank)
+        states: Any = {"initial_state": initial_state, "return_final_state": return_state}
+        scanned = ops.ssd_pack(x, steps.flatten(1, 2), A, B, C, layout=layout, backend=self.backend, **states)
         y, final_state = scanned if return_state else (scanned, None)
         return y.unflatten(1, (-1, self.rank)), final_state
 
