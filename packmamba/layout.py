@@ -123,9 +123,8 @@ class SequenceLayout:
         expect(fits, "offsets", "one for each length", "others")
         starts: list[int] = []
         for b, row in enumerate(rows):
-            if sum(row) > row_length:
-                expected = f"at most row_length={row_length} tokens"
-                raise ValueError(f"lengths[{b}]: expected {expected}, got {sum(row)}")
+            tokens = sum(row)
+            expect(tokens <= row_length, f"lengths[{b}]", f"at most row_length={row_length} tokens", tokens)
             # Slots of first tokens: sums of the lengths before; the last sum is an end.
             starts += [*accumulate(row, initial=b * row_length)][:-1]
         first = torch.tensor(starts, dtype=torch.int64)
@@ -389,8 +388,7 @@ def _integer(value: int, name: str, minimum: int) -> int:
         number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: expected an integer, got {value!r}") from None
-    if number < minimum:
-        raise ValueError(f"{name}: expected at least {minimum}, got {number}")
+    expect(number >= minimum, name, f"at least {minimum}", number)
     return number
 
 

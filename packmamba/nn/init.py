@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from packmamba.errors import expect
 
 STD = 0.02  # of embeddings and heads (Mamba follows GPT-2)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
 
 
 @contextmanager
@@ -163,11 +164,6 @@ def is_plain(projection: nn.Module) -> bool:
     Adapters (PEFT, loralib), quantisation, pruning and accelerate's hooks change the type, ``forward``
     or hooks.
     """
-    hooks = (
-        projection._forward_hooks,
-        projection._forward_pre_hooks,
-        projection._backward_hooks,
-        projection._backward_pre_hooks,
-    )
     ours = (nn.Linear, Head, Projection, DeltaProjection)
-    return type(projection) in ours and "forward" not in vars(projection) and not any(hooks)
+    has_hooks = any(getattr(projection, name) for name in HOOKS)
+    return type(projection) in ours and "forward" not in vars(projection) and not has_hooks

@@ -25,15 +25,15 @@ from packmamba.nn.mixers import MIXERS
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
 DEFAULT_LAYER = "Mamba1"  # ssm_cfg.layer where config.json has none
 NORM_EPSILON = 1e-5
-STATE_SPACES = {  # by MambaLM's argument, the key of config.json and its default
-    "vocab_size": ("vocab_size", 50277),
-    "d_model": ("d_model", None),
-    "n_layer": ("n_layer", None),
-    "tie_embeddings": ("tie_embeddings", True),
-    "norm_epsilon": ("norm_epsilon", NORM_EPSILON),
-    "d_intermediate": ("d_intermediate", 0),
+STATE_SPACES = {  # keys of config.json, which are MambaLM's arguments, and their defaults
+    "vocab_size": 50277,
+    "d_model": None,
+    "n_layer": None,
+    "tie_embeddings": True,
+    "norm_epsilon": NORM_EPSILON,
+    "d_intermediate": 0,
 }
-HUGGING_FACE = {  # the same of transformers' configuration
+HUGGING_FACE = {  # by MambaLM's argument, the key of transformers' configuration and its default
     "vocab_size": ("vocab_size", 50280),
     "d_model": ("hidden_size", None),
     "n_layer": ("num_hidden_layers", 32),
@@ -176,7 +176,7 @@ def _to_state_spaces(config: dict[str, Any]) -> dict[str, Any]:
     layer = _layer(config["mixer"])
     options = {} if layer == DEFAULT_LAYER else {"layer": layer}
     options |= {key: value for key, value in config.items() if key not in {*STATE_SPACES, *NOT_PUBLISHED}}
-    published = {key: config[argument] for argument, (key, _) in STATE_SPACES.items() if argument in config}
+    published = {key: config[key] for key in STATE_SPACES if key in config}
     if published["norm_epsilon"] == NORM_EPSILON:
         del published["norm_epsilon"]  # mamba-ssm has no such key
     return published | {
@@ -216,7 +216,7 @@ def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
     unknown = options.keys() - (parameters - {"d_model", "recompute", "backend"})
     if unknown:
         raise ValueError(f"{path}: ssm_cfg: unknown keys {', '.join(sorted(unknown))}")
-    arguments = {argument: published.get(key, default) for argument, (key, default) in STATE_SPACES.items()}
+    arguments = {key: published.get(key, default) for key, default in STATE_SPACES.items()}
     return options | arguments | {"mixer": mixer}
 
 

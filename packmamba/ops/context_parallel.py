@@ -165,7 +165,7 @@ def _scan(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
     # What a row hands on: the state of its document that leaves, started from zero here, and the
     # factor by which that document's columns here shrink what enters, if it fills them all.
     added = torch.cat([states, states.new_zeros(1, *states.shape[1:])])[crossing.leaving]
-    remains = torch.where(_by_row(crossing.spans, added), _remaining(a, crossing), 0).expand_as(added)
+    remains = torch.where(_spread(crossing.spans, added), _remaining(a, crossing), 0).expand_as(added)
     entered = _combine(added, remains, crossing)
     # Those of documents that enter now.
     entering = crossing.entering
@@ -185,7 +185,7 @@ def _combine(added: Tensor, remains: Tensor, crossing: Crossing) -> Tensor:
     is_earlier = torch.arange(len(handed), device=added.device) < crossing.context.rank
     nothing = torch.arange(2, device=added.device).view(2, *(1,) * added.dim())
     entered = torch.zeros_like(added)
-    for state, factor in torch.where(_by_row(is_earlier, handed), handed, nothing):
+    for state, factor in torch.where(_spread(is_earlier, handed), handed, nothing):
         # What another document left is not multiplied by 0, which NaN survives.
         entered = state + factor * torch.where(factor == 0, 0, entered)
     return entered
@@ -194,11 +194,11 @@ def _combine(added: Tensor, remains: Tensor, crossing: Crossing) -> Tensor:
 def sum_before(numbers: Tensor, layout: SequenceLayout) -> Tensor:
     """Sum numbers (B, L, ...) of each document on earlier ranks: (S, ...), 0 for one that begins here."""
     crossing: Crossing = layout.crossing
-    leaves = _by_slot(layout.documents == crossing.leaving[:, None], numbers)
+    leaves = _spread(layout.documents == crossing.leaving[:, None], numbers)
     added = torch.where(leaves, numbers, 0).sum(1)
-    spans = _by_row(crossing.spans, added).to(added.dtype).expand_as(added)
+    spans = _spread(crossing.spans, added).to(added.dtype).expand_as(added)
     entered = _combine(added, spans, crossing)[layout.rows]
-    return torch.where(_by_row(crossing.enters, entered), entered, 0)
+    return torch.where(_spread(crossing.enters, entered), entered, 0)
 
 
 def first_after(tensor: Tensor, layout: SequenceLayout) -> Tensor:
@@ -207,13 +207,13 @@ def first_after(tensor: Tensor, layout: SequenceLayout) -> Tensor:
     # Out of the last rank nothing leaves, so that it may read any rank's.
     of_rank_after = _Gather.apply(tensor[:, :1], context.group)[(context.rank + 1) % context.size]
     leaves = layout.documents[:, -1:] == layout.crossing.leaving[:, None]
-    return torch.where(_by_slot(leaves, tensor), of_rank_after, 0)
+    return torch.where(_spread(leaves, tensor), of_rank_after, 0)
 
 
 def _remaining(a: Any, crossing: Crossing) -> Tensor:
     """Compute the factor of a state that is left after all columns (B, D, N), or (B, H, 1, 1) of Mamba-2."""
     # Of other rows nothing is read: they may hold NaN.
-    step = torch.where(_by_row(crossing.spans, a.delta), a.delta, 0).to(a.A.dtype)
+    step = torch.where(_spread(crossing.spans, a.delta), a.delta, 0).to(a.A.dtype)
     if a.delta_bias is not None:
         step = step + a.delta_bias
     if a.delta_softplus:
@@ -223,14 +223,9 @@ def _remaining(a: Any, crossing: Crossing) -> Tensor:
     return torch.exp(total[..., None] * a.A if a.A.dim() == 2 else (total * a.A)[..., None, None])
 
 
-def _by_row(flags: Tensor, like: Tensor) -> Tensor:
-    """Return flags (B,) in a shape that broadcasts with a tensor (B, ...)."""
-    return flags.view(-1, *(1,) * (like.dim() - 1))
-
-
-def _by_slot(flags: Tensor, like: Tensor) -> Tensor:
-    """Return flags (B, L) in a shape that broadcasts with a tensor (B, L, ...)."""
-    return flags.view(*flags.shape, *(1,) * (like.dim() - 2))
+def _spread(flags: Tensor, like: Tensor) -> Tensor:
+    """Return flags (B,) or (B, L) in a shape that broadcasts with a tensor (B, ...) or (B, L, ...)."""
+    return flags.view(*flags.shape, *(1,) * (like.dim() - flags.dim()))
 
 
 # Not traced, as by torch.compiler.disable, which imports the compiler: seconds.

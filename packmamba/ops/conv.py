@@ -19,17 +19,7 @@ from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, context_parallel
 from packmamba.ops.cuda import launch, scans_by_tensor_cores
-from packmamba.ops.custom_op import (
-    KERNELS,
-    Nothing,
-    Outputs,
-    PackedOperator,
-    declare,
-    dense,
-    empty_grad_like,
-    to_dtype,
-    unit_stride,
-)
+from packmamba.ops.custom_op import KERNELS, Outputs, PackedOperator, declare, dense, to_dtype, unit_stride
 
 
 def conv1d_pack(
@@ -67,25 +57,13 @@ def conv1d_pack(
     channels = x.shape[2]
     width = checks.check_columns(weight, "weight", channels, 2, 4)
     # Parameters and state: x's dtype, as in a model that was cast, or float32, as under autocast.
-    checks.check_tensors(
-        x,
-        "x",
-        (x.dtype, torch.float32),
-        weight=(weight, (channels, width)),
-        bias=(bias, (channels,)),
-        initial_state=(initial_state, (layout.num_documents, channels, width - 1)),
-    )
+    dtypes = (x.dtype, torch.float32)
+    checks.check_tensors(x, "x", dtypes, weight=(weight, (channels, width)), bias=(bias, (channels,)))
+    state_shape = (layout.num_documents, channels, width - 1)
+    checks.check_tensors(x, "x", dtypes, initial_state=(initial_state, state_shape))
     expect(activation in (None, "silu"), "activation", "'silu' or None", repr(activation))
     checks.check_flags(return_final_state=return_final_state)
-    arguments = ConvArguments(
-        x=x,
-        weight=weight,
-        bias=bias,
-        initial_state=initial_state,
-        layout=layout,
-        activation=activation,
-        return_final_state=return_final_state,
-    )
+    arguments = ConvArguments(x, weight, bias, initial_state, layout, activation, return_final_state)
     y, final_state = context_parallel.run("conv1d_pack", arguments, backend)
     return (y, final_state) if return_final_state else y
 
@@ -100,6 +78,10 @@ class ConvArguments(NamedTuple):
     layout: SequenceLayout
     activation: str | None
     return_final_state: bool
+
+
+class Nothing(NamedTuple):
+    """Saved for the backward, which needs the arguments alone."""
 
 
 def of_layer(a: Any, x: Tensor) -> ConvArguments:
@@ -138,7 +120,7 @@ def _allocate(a: ConvArguments, needs_backward: bool) -> tuple[Outputs, Nothing]
     channels, width = a.weight.shape
     documents = a.layout.starts.shape[0]
     final_state = a.weight.new_empty(documents, channels, width - 1) if a.return_final_state else None
-    return Outputs(y=empty_grad_like(a.x), final_state=final_state), Nothing()
+    return Outputs(y=a.x.new_empty(a.x.shape), final_state=final_state), Nothing()
 
 
 def _backward(a: ConvArguments, saved: Nothing, grads: Outputs) -> dict[str, Tensor | None]:

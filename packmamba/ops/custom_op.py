@@ -90,10 +90,6 @@ class Outputs(NamedTuple):
     final_state: Tensor | None
 
 
-class Nothing(NamedTuple):
-    """Saved for the backward by an operator that needs its arguments alone."""
-
-
 class Documents(NamedTuple):
     """A layout in a traced graph: the two tensors that kernels read, (S,) int32."""
 
@@ -178,16 +174,37 @@ class PackedOperator(Generic[Arguments]):
     saved_if_eager: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        self.signature = Signature(self.arguments, self.constants)
+        """Define both operators in torch.ops.packmamba, and the autograd of the first."""
+        self.signature = signature = Signature(self.arguments, self.constants)
         self.num_outputs = len(self.outputs._fields)  # type: ignore[attr-defined]
-        self._define()
+        saved = self.saved._fields  # type: ignore[attr-defined]
+        grads = "".join(f"Tensor? grad_{i}, " for i in range(self.num_outputs))
+        states = "".join(f", Tensor saved_{i}" for i in range(len(saved)))
+        # keep: whether a backward follows, so that the forward saves for it.
+        self._operator = _define(
+            f"{self.name}({signature.schema}, bool keep)",
+            num_results=self.num_outputs + len(saved),
+            run=functools.partial(self._run, self.forward),
+            fake=functools.partial(self._run, self.fake),
+        )
+        self._operator_backward = _define(
+            f"{self.name}_backward({grads}{signature.schema}{states})",
+            num_results=signature.num_gradients,
+            run=self._run_backward,
+            fake=self._run_fake_backward,
+        )
+        torch.library.register_autograd(
+            f"packmamba::{self.name}", self._backward_of_call, setup_context=self._save, lib=_library
+        )
 
     def __call__(self, arguments: Arguments) -> tuple:
         """Compute. Raises RuntimeError under forward-mode differentiation, vmap and torch.func.grad."""
         signature = self.signature
         values = signature.flatten(arguments)
         tensors = values[: signature.num_tensors]
-        needs_backward = torch.is_grad_enabled() and _any_requires_grad(tensors[: signature.num_gradients])
+        needs_backward = torch.is_grad_enabled() and any(
+            tensor is not None and tensor.requires_grad for tensor in tensors[: signature.num_gradients]
+        )
         # Inside forward-mode differentiation: an operator
         # without a rule would drop tangents silently.
         if forward_ad._current_level >= 0:
@@ -226,32 +243,6 @@ class PackedOperator(Generic[Arguments]):
             if tensor is not None and forward_ad.unpack_dual(tensor).tangent is not None:
                 reason = "compiled kernels have no forward-mode derivatives; take backend='reference'"
                 raise RuntimeError(f"{self.name}: {reason}")
-
-    def _define(self) -> None:
-        """Define both operators in torch.ops.packmamba, and the autograd of the first."""
-        signature = self.signature
-        saved = self.saved._fields  # type: ignore[attr-defined]
-        grads = "".join(f"Tensor? grad_{i}, " for i in range(self.num_outputs))
-        states = "".join(f", Tensor saved_{i}" for i in range(len(saved)))
-        name_backward = f"{self.name}_backward"
-        # keep: whether a backward follows, so that the forward saves for it.
-        _define(
-            f"{self.name}({signature.schema}, bool keep)",
-            num_results=self.num_outputs + len(saved),
-            run=functools.partial(self._run, self.forward),
-            fake=functools.partial(self._run, self.fake),
-        )
-        _define(
-            f"{name_backward}({grads}{signature.schema}{states})",
-            num_results=signature.num_gradients,
-            run=self._run_backward,
-            fake=self._run_fake_backward,
-        )
-        torch.library.register_autograd(
-            f"packmamba::{self.name}", self._backward_of_call, setup_context=self._save, lib=_library
-        )
-        self._operator = getattr(torch.ops.packmamba, self.name).default
-        self._operator_backward = getattr(torch.ops.packmamba, name_backward).default
 
     def _run(self, function: Callable[[Arguments, bool], Results], *values: Any) -> tuple[Tensor, ...]:
         """Compute the results of the schema by ``forward`` or ``fake``."""
@@ -332,25 +323,20 @@ class _FirstDerivatives(torch.autograd.Function):
         raise RuntimeError(f"{ctx.name}: compiled kernels have no second derivatives; take backend='reference'")
 
 
-def _define(schema: str, num_results: int, run: Callable, fake: Callable) -> None:
+def _define(schema: str, num_results: int, run: Callable, fake: Callable) -> torch._ops.OpOverload:
+    """Define an operator by its schema and results; return it."""
     name = schema.partition("(")[0]
     _library.define(f"{schema} -> ({', '.join(['Tensor'] * num_results)})")
     # One function for both: it looks the kernel up by its tensors' device.
     for device in ("CPU", "CUDA"):
         _library.impl(name, run, device)
     torch.library.register_fake(f"packmamba::{name}", fake, lib=_library)
+    return getattr(torch.ops.packmamba, name).default
 
 
 def none_to_empty(values: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor, ...]:
     """Replace None by empty tensors of like's dtype, on its device."""
     return tuple(like.new_empty(0) if value is None else value for value in values)
-
-
-def _any_requires_grad(tensors: tuple[Tensor | None, ...]) -> bool:
-    for tensor in tensors:
-        if tensor is not None and tensor.requires_grad:
-            return True
-    return False
 
 
 def empty_grad_like(tensor: Any) -> Any:

@@ -175,9 +175,8 @@ def _walk(
     low_rank, B, C = a.parts(projected)
     delta = _linear(low_rank, dt_weight)
     scanned, saved = recur(a.scan(x, delta, B, C, z), needs_backward)
-    outputs = InnerOutputs(
-        mixed=_linear(scanned.y, out_weight), conv_state=convolved.final_state, ssm_state=scanned.final_state
-    )
+    mixed = _linear(scanned.y, out_weight)
+    outputs = InnerOutputs(mixed, convolved.final_state, scanned.final_state)
     keeps_all = needs_backward and not a.recompute
     # CUDA's ``ssm_backward`` can also write y, so that ``recompute`` keeps none there.
     keeps_y = keeps_all or (needs_backward and a.xz.device.type != "cuda")

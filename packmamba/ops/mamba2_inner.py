@@ -23,6 +23,7 @@ from packmamba.ops import checks, context_parallel, conv, ssd
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import ConvArguments
 from packmamba.ops.custom_op import Outputs, PackedOperator, to_dtype
+from packmamba.ops.scan import ScanSaved
 from packmamba.ops.ssd import SsdArguments
 
 
@@ -123,10 +124,8 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
     computes the norm again; it keeps the convolution's and the scan's output.
     """
     if a.conv_layout.crossing or a.ssm_layout.crossing:
-        operators = ("conv1d_pack", "ssd_pack")
-        return Mamba2Outputs(
-            *compose(a, *(partial(context_parallel.run, name, backend=backend) for name in operators))
-        )
+        run = partial(context_parallel.run, backend=backend)
+        return Mamba2Outputs(*compose(a, partial(run, "conv1d_pack"), partial(run, "ssd_pack")))
     return Mamba2Outputs(*choose(backend, a.projected.device, "mamba2_inner")(a))
 
 
@@ -219,7 +218,7 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
     dx, dB, dC = a.parts_of_scan(dconvolved)
     scan = a.scan(saved.convolved, delta)
     scan_grads = Outputs(y=dy.view(scan.x.shape), final_state=grads.ssm_state)
-    scan_gradients = ssd._backward(scan, ssd.SsdSaved(saved.states), scan_grads, (dx, ddelta, dB, dC))
+    scan_gradients = ssd._backward(scan, ScanSaved(saved.states), scan_grads, (dx, ddelta, dB, dC))
     for name in ("dA", "dD", "ddelta_bias"):
         gradients[name] = scan_gradients[name]
     gradients["dssm_state"] = scan_gradients["dinitial_state"]

@@ -55,18 +55,7 @@ def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
     real = _real(a.layout)
     scan = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
     delta, u, B, C, z = map(_channels_first, _blank(a, real, a.u, a.B, a.C, a.z))
-    result = scan(
-        u,
-        delta,
-        a.A,
-        B,
-        C,
-        D=a.D,
-        z=z,
-        delta_bias=a.delta_bias,
-        delta_softplus=a.delta_softplus,
-        return_last_state=a.return_final_state,
-    )
+    result = scan(u, delta, a.A, B, C, a.D, z, a.delta_bias, a.delta_softplus, a.return_final_state)
     y, final = result if a.return_final_state else (result, None)
     y = torch.where(real, y.transpose(1, 2), 0)
     # States by row: each document takes that of its row.

@@ -78,29 +78,14 @@ def ssm_pack(
     checks.check_tensors(
         u, "u", (u.dtype,), True, delta=(delta, u.shape), B=(B, by_token), C=(C, by_token), z=(z, u.shape)
     )
+    wide = (checks.accumulation_dtype(u.dtype),)
     checks.check_tensors(
-        u,
-        "u",
-        (checks.accumulation_dtype(u.dtype),),
-        A=(A, (channels, states)),
-        D=(D, (channels,)),
-        delta_bias=(delta_bias, (channels,)),
-        initial_state=(initial_state, (layout.num_documents, channels, states)),
+        u, "u", wide, A=(A, (channels, states)), D=(D, (channels,)), delta_bias=(delta_bias, (channels,))
     )
+    checks.check_tensors(u, "u", wide, initial_state=(initial_state, (layout.num_documents, channels, states)))
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     arguments = ScanArguments(
-        u=u,
-        delta=delta,
-        A=A,
-        B=B,
-        C=C,
-        D=D,
-        z=z,
-        delta_bias=delta_bias,
-        initial_state=initial_state,
-        layout=layout,
-        delta_softplus=delta_softplus,
-        return_final_state=return_final_state,
+        u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state
     )
     y, final_state = context_parallel.run("ssm_pack", arguments, backend)
     return (y, final_state) if return_final_state else y
@@ -124,7 +109,10 @@ class ScanArguments(NamedTuple):
 
 
 class ScanSaved(NamedTuple):
-    """Saved for the backward: states every ``SAVED_TOKENS`` tokens (``allocate_scan``), or None."""
+    """Saved for the backward, or None.
+
+    States every ``SAVED_TOKENS`` tokens (``allocate_scan``), of Mamba-2 where segments start (``ssd_triton``).
+    """
 
     states: Tensor | None
 

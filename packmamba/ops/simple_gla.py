@@ -77,15 +77,8 @@ def simple_gla_pack(
         step = (-g.to(wide)).clamp(LEAST_STEP, MOST_STEP).masked_fill(is_padding, 1)
         x = v / step[..., None]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    scanned = ssd_pack(
-        x=x,
-        delta=step,
-        A=A,
-        B=k.to(x.dtype),
-        C=q.to(x.dtype) * scale,
-        layout=layout,
-        initial_state=initial_state,
-        return_final_state=return_final_state,
-        backend=backend,
-    )
+    B = k.to(x.dtype)
+    C = q.to(x.dtype) * scale
+    states: Any = {"initial_state": initial_state, "return_final_state": return_final_state}
+    scanned = ssd_pack(x, step, A, B, C, layout=layout, backend=backend, **states)
     return (scanned[0].to(v.dtype), scanned[1]) if return_final_state else scanned.to(v.dtype)

@@ -18,7 +18,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, context_parallel
 from packmamba.ops.cuda import check_has_kernels
 from packmamba.ops.custom_op import Outputs, PackedOperator, empty_grad_like, unit_stride
-from packmamba.ops.scan import ScanArguments
+from packmamba.ops.scan import ScanArguments, ScanSaved
 from packmamba.ops.scan import compiled as scan_of_mamba1
 
 MOST_STATES = 256
@@ -200,15 +200,9 @@ def elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
     return function(padded)[: value.numel()].view(value.shape)
 
 
-class SsdSaved(NamedTuple):
-    """Saved for the backward: states where segments start, see ``ssd_triton``."""
-
-    states: Tensor | None
-
-
-def _forward(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, SsdSaved]:
+def _forward(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
     y, final_state, starts = _kernels(a.x).forward(a)
-    return Outputs(y=y, final_state=final_state), SsdSaved(states=starts)
+    return Outputs(y=y, final_state=final_state), ScanSaved(states=starts)
 
 
 def _kernels(x: Tensor) -> Any:
@@ -218,13 +212,13 @@ def _kernels(x: Tensor) -> Any:
     return ssd_triton
 
 
-def _fake(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, SsdSaved]:
+def _fake(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
     final_state = a.A.new_empty(a.state_shape) if a.return_final_state else None
-    return Outputs(y=empty_grad_like(a.x), final_state=final_state), SsdSaved(states=None)
+    return Outputs(y=empty_grad_like(a.x), final_state=final_state), ScanSaved(states=None)
 
 
 def _backward(
-    a: SsdArguments, saved: SsdSaved, grads: Outputs, into: tuple[Tensor, ...] | None = None
+    a: SsdArguments, saved: ScanSaved, grads: Outputs, into: tuple[Tensor, ...] | None = None
 ) -> dict[str, Tensor | None]:
     """Return gradients as ``d<argument>``; into: where some are written, see ``ssd_triton.backward``."""
     dfinal = grads.final_state if a.return_final_state else None
@@ -242,7 +236,7 @@ compiled: PackedOperator[SsdArguments] = PackedOperator(
     "ssd_pack",
     arguments=SsdArguments,
     outputs=Outputs,
-    saved=SsdSaved,
+    saved=ScanSaved,
     forward=_forward,
     fake=_fake,
     backward=_backward,

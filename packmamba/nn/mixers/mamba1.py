@@ -139,19 +139,12 @@ class PackedMamba(Mixer):
         )
         u, conv_state = convolved if return_state else (convolved, None)
         delta, B, C = self.x_proj(u).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        delta = self.dt_proj(delta)  # its bias included
         wide = accumulation_dtype(u.dtype)
+        A = -torch.exp(self.A_log.to(wide))
+        D = self.D.to(wide)
         scanned = ops.ssm_pack(
-            u,
-            self.dt_proj(delta),  # its bias included
-            -torch.exp(self.A_log.to(wide)),
-            B,
-            C,
-            self.D.to(wide),
-            z=z,
-            delta_softplus=True,
-            layout=ssm_layout,
-            initial_state=ssm_state,
-            **options,
+            u, delta, A, B, C, D, z=z, delta_softplus=True, layout=ssm_layout, initial_state=ssm_state, **options
         )
         y, ssm_state = scanned if return_state else (scanned, None)
         return self.out_proj(y), (conv_state, ssm_state) if return_state else None

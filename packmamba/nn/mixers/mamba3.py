@@ -81,9 +81,6 @@ class PackedMamba3(HeadMixer):
     PUBLISHED = {"state_spaces": "Mamba3"}
     WITHOUT_EFFECT = ("chunk_size", "dropout", "fuse_pregate_headwise_norm")
     EXPLICIT = {"decay": "heavy_tail"}
-    mimo_x: nn.Parameter
-    mimo_z: nn.Parameter
-    mimo_o: nn.Parameter
 
     def __init__(
         self,
@@ -127,20 +124,20 @@ class PackedMamba3(HeadMixer):
         self.B_norm = nn.RMSNorm(d_state, eps=EPSILON)
         self.C_norm = nn.RMSNorm(d_state, eps=EPSILON)
         self.D = nn.Parameter(torch.empty(self.nheads))
-        # Of x, of the gate z and of the output: (H, R, P).
-        for name in ("mimo_x", "mimo_z", "mimo_o") if is_mimo else ():
-            setattr(self, name, nn.Parameter(torch.empty(self.nheads, rank, headdim)))
         of_head = {"k_state": (d_state,), "v_state": (headdim,), "ssm_state": (headdim, d_state)}
         self.state_shapes = {name: (self.nheads, *shape) for name, shape in of_head.items()}
         if is_mimo:
             self.state_shapes["k_state"] = (rank, self.nheads, d_state)
+            # Of x, of the gate z and of the output: (H, R, P).
+            self.mimo_x = nn.Parameter(torch.empty(self.nheads, rank, headdim))
+            self.mimo_z = nn.Parameter(torch.empty(self.nheads, rank, headdim))
+            self.mimo_o = nn.Parameter(torch.empty(self.nheads, rank, headdim))
         self._reset_own()
         # Holds the weight of a norm of each head.
         self.norm = nn.RMSNorm(self.d_inner, eps=EPSILON) if is_outproj_norm else None
         self.out_proj = Projection(self.d_inner, d_model, bias=False)
         self._mark_parameters()
 
-    @torch.no_grad()
     def _reset_own(self) -> None:
         super()._reset_own()
         nn.init.ones_(self.B_bias)
@@ -220,17 +217,11 @@ class PackedMamba3(HeadMixer):
         x = v * (weight[:, :, None] / steps)[..., None]
         # float16 would overflow: a step may be far smaller than the next one, which the weight holds.
         near = x.dtype if dtype == torch.float16 else dtype
-        scanned = ops.ssd_pack(
-            x=x.flatten(1, 2).to(near),
-            delta=steps.flatten(1, 2),
-            A=step.new_full((self.nheads,), -1),
-            B=k.flatten(1, 2).to(near),
-            C=q.flatten(1, 2).to(near),
-            layout=_stretch(layout, self.rank),
-            initial_state=initial_state,
-            return_final_state=return_state,
-            backend=self.backend,
-        )
+        x, B, C = (tensor.flatten(1, 2).to(near) for tensor in (x, k, q))
+        A = step.new_full((self.nheads,), -1)
+        layout = _stretch(layout, self.rank)
+        states: Any = {"initial_state": initial_state, "return_final_state": return_state}
+        scanned = ops.ssd_pack(x, steps.flatten(1, 2), A, B, C, layout=layout, backend=self.backend, **states)
         y, final_state = scanned if return_state else (scanned, None)
         return y.unflatten(1, (-1, self.rank)), final_state
 

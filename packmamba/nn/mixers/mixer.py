@@ -173,7 +173,6 @@ class Mixer(nn.Module):
         self.in_proj.place_in_stack()
         self.out_proj.place_in_stack(math.sqrt(num_residuals))
 
-    @torch.no_grad()
     def _reset_own(self) -> None:
         """Initialise the parameters that are no child's."""
         nn.init.ones_(self.D)
@@ -221,7 +220,6 @@ class HeadMixer(Mixer):
         expect(fits, "headdim", divides, self.headdim)
         self.dt_range = dt_range
 
-    @torch.no_grad()
     def _reset_own(self) -> None:
         super()._reset_own()
         dt_bias_(self.dt_bias, *self.dt_range)
