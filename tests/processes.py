@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 FORKS.set_forkserver_preload(["lightning", "torchmetrics", "packmamba.cli", "packmamba.lab.fit"])
-
-
-def run_py(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
-    """Start ``python run.py arguments``."""
-    command = [sys.executable, str(ROOT / "run.py"), *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
 def fork(function: Callable, *arguments: Any, output: Path, **environment: str) -> multiprocessing.Process:

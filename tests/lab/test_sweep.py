@@ -6,40 +6,15 @@ from collections import Counter
 import pytest
 from sweeps import write_sweep
 
-from made_records import training
 from packmamba.config import ConfigError
 from packmamba.lab import cli
-from packmamba.lab import sweep as sweep_module
-from packmamba.lab.launch import Status
-from packmamba.lab.records import append_record, make_record, read_records
-from packmamba.lab.run_id import record_path, recorded_config, run_id
+from packmamba.lab.records import read_records
+from packmamba.lab.run_id import run_id
 from packmamba.lab.sweep import load_sweep, run_sweep
-
-
-def done(config, **metrics):
-    """Leave the record of a finished run."""
-    values = training("padded")["metrics"] | {"val_loss": 2.0} | metrics
-    made = make_record("training", "x", config.name, recorded_config(config), config.seed, "hash", values, 1.0)
-    append_record(record_path(config), made)
 
 
 def runs_of(folder):
     return Counter((record["arm"], record["seed"]) for record in read_records(folder))
-
-
-@pytest.fixture
-def pretended(monkeypatch):
-    seen = []  # runs, recorded without being trained
-
-    def pretend(configs, report, progress):
-        for config in configs:
-            seen.append((config.name, config.seed))
-            done(config)
-            report(config, Status("done"))
-
-    monkeypatch.setattr(sweep_module.launch, "run_here", pretend)
-    monkeypatch.setattr(sweep_module, "_check_corpora", lambda *_: None)
-    return seen
 
 
 def test_every_arm_runs_with_every_value_of_the_grid(tmp_path):
