@@ -13,10 +13,6 @@ from packmamba.lab.run_id import run_id
 from packmamba.lab.sweep import load_sweep, run_sweep
 
 
-def runs_of(folder):
-    return Counter((record["arm"], record["seed"]) for record in read_records(folder))
-
-
 def test_every_arm_runs_with_every_value_of_the_grid(tmp_path):
     path = write_sweep(tmp_path, grid={"seed": [0, 1], "model.d_state": [2, 4]})
     _, configs = load_sweep(path, ["model.d_model=4"])
@@ -89,7 +85,8 @@ def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys, u
     assert "packed, seed 1: done: before" in capsys.readouterr().out
     assert cli.main(["sweep", path, "trainer.log_every=1", "throughput_rounds=1"]) == 0
     assert records.read_bytes().startswith(part)
-    assert runs_of(tmp_path / "sweep") == {("padded", 0): 2, ("padded", 1): 1, ("packed", 0): 2, ("packed", 1): 1}
+    counts = Counter((record["arm"], record["seed"]) for record in read_records(tmp_path / "sweep"))
+    assert counts == {("padded", 0): 2, ("padded", 1): 1, ("packed", 0): 2, ("packed", 1): 1}
     assert (tmp_path / "sweep" / "report.html").is_file()
     said = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["sweep"]
     assert said["arms"] == {"padded": [0, 1], "packed": [0, 1]}
