@@ -57,6 +57,12 @@ def fork_ranks(count: int, function: Callable, *arguments: Any, output: Path) ->
     return [fork(function, *arguments, output=output, **common, **each) for each in own]
 
 
+def run_ranks(count: int, function: Callable, *arguments: Any, output: Path) -> None:
+    """Run ``function(*arguments)`` in ``count`` ranks; where one fails, say what all have said."""
+    ended = statuses(*fork_ranks(count, function, *arguments, output=output))
+    assert ended == [0] * count, output.read_text()
+
+
 def kill(*processes: multiprocessing.Process) -> None:
     """Send SIGKILL to each process and to what it has started."""
     for process in processes:
