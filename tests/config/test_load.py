@@ -146,6 +146,7 @@ def test_valid(overrides):
         ("trainer.context_parallel=2", "trainer.context_parallel: expected 1, unless on multiples of as many devices"),
         ("trainer.context_parallel=2 trainer.devices=2 trainer.boundary=leak", "trainer.context_parallel: expected 1"),
         ("trainer.context_parallel=2 trainer.devices=2 trainer.mean_over=rows", "trainer.context_parallel: expected 1"),
+        ("trainer.samples=2 trainer.strategy=fsdp2 trainer.devices=2", "trainer.samples: expected 0"),
         ("ops.backend=gpu", "ops.backend: expected one of auto"),
         (
             "ops.backend=mamba_ssm model.mixer=mamba2",
