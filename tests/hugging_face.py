@@ -73,7 +73,18 @@ OWN_DELTA = {
     "Lfm2Moe": {"head_dim": 8, "layer_types": ["conv", "full_attention"]},
 }  # fmt: skip
 VOCAB = 40
+LENGTHS = [9, 4, 1, 7, 12, 3, 8, 2]
 ROWS = [([5, 1, 8], 0, 0), ([3, 2, 1], 3, 5), ([14], 0, 0), ([], 14, 0), ([4], 10, 0), ([9], 0, 5)]
+
+
+def random_tokens(rows=ROWS, seed=1):
+    return torch.randint(1, VOCAB, (len(rows), 14), generator=torch.Generator().manual_seed(seed))
+
+
+def documents():
+    """Return documents of LENGTHS, as data sets hold them."""
+    tokens = torch.randint(1, VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
+    return [{"input_ids": part.tolist()} for part in tokens.split(LENGTHS)]
 
 
 def modeling(family):

@@ -9,7 +9,6 @@ import os
 import resource
 import signal
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,12 +18,6 @@ ROOT = Path(__file__).resolve().parent.parent
 FORKS = multiprocessing.get_context("forkserver")
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
 FORKS.set_forkserver_preload(["lightning", "torchmetrics", "packmamba.cli", "packmamba.lab.fit"])
-
-
-def run_py(*arguments: Any, **kwargs: Any) -> subprocess.Popen:
-    """Start ``python run.py arguments``."""
-    command = [sys.executable, str(ROOT / "run.py"), *map(str, arguments)]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **kwargs)
 
 
 def fork(function: Callable, *arguments: Any, output: Path, **environment: str) -> multiprocessing.Process:
@@ -62,6 +55,12 @@ def fork_ranks(count: int, function: Callable, *arguments: Any, output: Path) ->
     common |= {"TORCHELASTIC_RUN_ID": "test", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     own = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
     return [fork(function, *arguments, output=output, **common, **each) for each in own]
+
+
+def run_ranks(count: int, function: Callable, *arguments: Any, output: Path) -> None:
+    """Run ``function(*arguments)`` in ``count`` ranks; where one fails, say what all have said."""
+    ended = statuses(*fork_ranks(count, function, *arguments, output=output))
+    assert ended == [0] * count, output.read_text()
 
 
 def kill(*processes: multiprocessing.Process) -> None:

@@ -16,7 +16,7 @@ from packmamba.config import Config, resolve, to_dict
 from packmamba.lab.callbacks import Stopped, checkpoints
 from packmamba.lab.fit import fit
 from packmamba.lab.run_id import run_folder
-from packmamba.training.datamodule import StepDataset
+from packmamba.training.datamodule import PackedDataModule, StepDataset
 
 # One-token documents, documents longer than a row (pieces, or continuations), and everything between.
 LENGTHS = [1, 2, 30, 7, 1, 55, 16, 3, 24, 12, 5, 1, 9, 40, 17]
@@ -43,6 +43,13 @@ def tiny_config(folder: Path, *overrides: str) -> Config:
     places = [f"runs_dir={folder}/runs", f"data.path={write_documents(folder)}", f"data.cache_dir={folder}/cache"]
     keys = OmegaConf.from_dotlist([*TINY, *places, *overrides])
     return resolve(Config, [(keys, "tiny")])  # ``load_config`` makes a layer of each key, which takes 0.1 s
+
+
+def data_of(config: Config) -> PackedDataModule:
+    """Return a run's data module, set up without a Trainer."""
+    data = PackedDataModule.from_config(config, progress=False)
+    data.setup()
+    return data
 
 
 def gradients_of_ranks(module, data, ranks: int, step: int) -> tuple[list[torch.Tensor], torch.Tensor, int]:

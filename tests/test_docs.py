@@ -9,7 +9,6 @@ import shlex
 import shutil
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
@@ -19,10 +18,9 @@ from experiments.corpus import build
 from packmamba.config import load_config
 from packmamba.lab import cli
 from packmamba.lab.sweep import load_sweep
-from processes import fork, fork_ranks, statuses
+from processes import ROOT, fork, fork_ranks, statuses
 from written import write_megatron
 
-ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 BLOCK = re.compile(r"(?:<!-- (?P<note>[^>]*) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.DOTALL | re.MULTILINE)
 TINY_RUN = "data.source=text data.path=my/folder data.row_length=64 data.tokens_per_step=128".split()

@@ -96,12 +96,7 @@ def test_layer_operators_and_leakcheck_need_torch_numpy_and_safetensors_alone():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "missing",
-    [
-        pytest.param(["lightning"], marks=pytest.mark.slow),
-        ["omegaconf", "lightning", "torchmetrics", "pandas", "scipy"],
-    ],
-    ids=len,
+    "missing", [["lightning"], ["omegaconf", "lightning", "torchmetrics", "pandas", "scipy"]], ids=len
 )
 def test_without_the_extra_an_import_says_what_to_install(missing):
     names = ["training", "lab.fit", "training.boundary"]

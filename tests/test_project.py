@@ -1,20 +1,18 @@
 """Files that repeat each other, and configurations that ship."""
 
-from pathlib import Path
-
 import pytest
 from omegaconf import OmegaConf
 
 from experiments.by_name import load_bench
 from packmamba.config import load_config
 from packmamba.lab.sweep import load_sweep
+from processes import ROOT
 
 try:
     import tomllib
 except ModuleNotFoundError:  # Python 3.10; pytest brings tomli there
     import tomli as tomllib
 
-ROOT = Path(__file__).resolve().parents[1]
 CONFIGS = [path for folder in ("configs", "experiments") for path in sorted((ROOT / folder).rglob("*.yaml"))]
 CONFIGS.remove(ROOT / "experiments" / "pages.yaml")  # tables of pages
 

@@ -10,7 +10,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hugging_face import VOCAB, build, plain_torch  # noqa: E402, F401
+from hugging_face import VOCAB, build, documents, plain_torch  # noqa: E402, F401
 from packmamba import MambaLM, SequenceLayout  # noqa: E402
 from packmamba.data.batch import PackedBatch, StepBatch  # noqa: E402
 from packmamba.data.tokenizer import write_tokenizer  # noqa: E402
@@ -21,7 +21,6 @@ from processes import fork_ranks, statuses  # noqa: E402
 
 pytest_plugins = ["packmamba.testing"]
 pytestmark = pytest.mark.filterwarnings("error:leakcheck")  # that nothing was checked, say
-LENGTHS = [9, 4, 1, 7, 12, 3, 8, 2]
 LEAK = r"^batch: expected isolated documents .* from backbone.layers.0.mixer \(MambaMixer\) on.*$"
 COLLATORS = {
     "position_ids": {},
@@ -35,11 +34,6 @@ def mamba(patched, dropout=False):
     if dropout:
         model.backbone.norm_f = nn.Sequential(model.backbone.norm_f, nn.Dropout(0.2))
     return patch(model) if patched else model
-
-
-def documents():
-    tokens = torch.randint(1, VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
-    return [{"input_ids": part.tolist()} for part in tokens.split(LENGTHS)]
 
 
 def state_of(model):

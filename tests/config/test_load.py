@@ -143,6 +143,9 @@ def test_valid(overrides):
         ("data.source=text data.num_documents=9", "data.num_documents: .* unless data.source=synthetic or task"),
         ("data.source=text data.loss_on=all", 'data.loss_on: expected "completion", unless data.source=jsonl'),
         ("data.validation_fraction=0", "data.validation_fraction: "),
+        ("data.streaming=true data.overlong=error", "data.overlong: "),
+        ('data.streaming=true data.sources=[{"source":"jsonl","path":"a","weight":1}]', "data.streaming: "),
+        ("optimizer.name=muon trainer.strategy=fsdp2 trainer.devices=2", "optimizer.name: expected adamw with fsdp2"),
         ("trainer.boundary=carry", "data.strategy: expected concat_split"),
         (f"{CARRIES} data.streams=3 trainer.devices=2", "data.streams: .*2 devices"),
         ("trainer.boundary=state_passing data.strategy=concat_split", "data.streams: expected at least 2 rows a batch"),
@@ -154,6 +157,7 @@ def test_valid(overrides):
         ("trainer.context_parallel=2", "trainer.context_parallel: expected 1, unless on multiples of as many devices"),
         ("trainer.context_parallel=2 trainer.devices=2 trainer.boundary=leak", "trainer.context_parallel: expected 1"),
         ("trainer.context_parallel=2 trainer.devices=2 trainer.mean_over=rows", "trainer.context_parallel: expected 1"),
+        ("trainer.samples=2 trainer.strategy=fsdp2 trainer.devices=2", "trainer.samples: expected 0"),
         ("ops.backend=gpu", "ops.backend: expected one of auto"),
         (
             "ops.backend=mamba_ssm model.mixer=mamba2",

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from packmamba.data.batch import make_batch
-from packmamba.data.packing import RowPlan
 from packmamba.data.schedule import arrange, pieces_of
 from packmamba.data.sources import SOURCES
 from packmamba.data.token_store import load_corpora
@@ -66,13 +65,12 @@ def test_a_batch_has_the_answers_alone(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", PAIRS)
     data = of(path, cache_dir=str(tmp_path / "cache"), row_length=64, strategy="greedy")
     corpus = load_corpora(data, progress=False).train
-    plan: RowPlan = arrange(pieces_of(corpus, np.arange(len(corpus))), data)
+    plan = arrange(pieces_of(corpus, np.arange(len(corpus))), data)
     batch = make_batch(corpus, plan, np.arange(plan.num_rows))
     assert plan.num_rows < len(corpus), "rows hold several documents"
-    answers = [f"{PAIRS[i]['completion']}>" for i in range(len(PAIRS))]
     trained = "".join(map(_character, batch.targets[batch.loss_mask].tolist())).split(">")[:-1]
     assert len(trained) == len(corpus)
-    assert {f"{one}>" for one in trained} <= set(answers)
+    assert {*trained} <= {pair["completion"] for pair in PAIRS}
 
 
 def test_messages_train_on_what_the_assistant_says(tmp_path):
@@ -157,5 +155,5 @@ def test_a_template_that_rewrites_is_refused(tmp_path):
     data.chat_template = str(path)
     assert "data.chat_template or data.loss_on=all" in refused(data)
     data.loss_on = "all"
-    (document,) = (one for one in SOURCES[data.source](data).read())
+    (document,) = SOURCES[data.source](data).read()
     assert document.content == "6"

@@ -223,6 +223,9 @@ def test_functions_are_cut_out_as_they_stand_in_their_file():
     assert functions_of(b"def (") is None
 
 
+TWO = {"source": "text", "path": "texts", "validation_fraction": 0.2}
+
+
 @pytest.mark.parametrize(
     ("keys", "key"),
     [
@@ -234,12 +237,24 @@ def test_functions_are_cut_out_as_they_stand_in_their_file():
         ({"source": "task"}, "data.task"),
         ({"source": "task", "task": "mqar", "task_options": {"num_pair": 3}}, "data.task_options"),
         ({"source": "megatron"}, "data.path"),
+        (TWO | {"test_path": "nowhere"}, "data.test_path"),
+        (TWO | {"test_path": "empty"}, "data.test_path"),
+        (TWO | {"test_path": "texts/"}, "data.test_path"),  # the documents trained on
+        (TWO | {"test_path": "texts", "test_fraction": 0.1}, "data.test_fraction"),
+        (TWO | {"test_fraction": 0.8}, "data.validation_fraction"),
+        (
+            {"source": "splits", "path": "texts", "validation_fraction": 0.05, "test_fraction": 0.1},
+            "data.test_fraction",
+        ),
+        ({"source": "splits", "path": "texts", "validation_fraction": 0.05, "test_path": "texts"}, "data.test_path"),
+        ({"source": "stdlib", "test_path": "texts"}, "data.test_path"),
     ],
     ids=str,
 )
 def test_a_wrong_key_is_refused_before_any_work(tmp_path, monkeypatch, keys, key):
     monkeypatch.chdir(tmp_path)
-    Path("one").mkdir()
-    Path("one/a.txt").write_text("a")
+    for name, text in (("one/a", "a"), ("texts/a", "some"), ("texts/b", "other"), ("empty/a", "")):
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(f"{name}.txt").write_text(text)
     with pytest.raises(ConfigError, match=f"^{key}: [^\n]*$"):
         open_source(DataConfig(**keys))

@@ -183,29 +183,6 @@ def test_named_test_documents_are_the_test_split_and_change_no_hash(tmp_path):
     assert len({*hashes}) == 1
 
 
-@pytest.mark.parametrize(
-    ("keys", "key"),
-    [
-        ({"test_path": "nowhere"}, "data.test_path"),
-        ({"test_path": "empty"}, "data.test_path"),
-        ({"test_path": "texts/"}, "data.test_path"),  # the documents trained on
-        ({"test_path": "texts", "test_fraction": 0.1}, "data.test_fraction"),
-        ({"test_fraction": 0.8}, "data.validation_fraction"),
-        ({"source": "splits", "validation_fraction": 0.05, "test_fraction": 0.1}, "data.test_fraction"),
-        ({"source": "splits", "validation_fraction": 0.05, "test_path": "texts"}, "data.test_path"),
-        ({"source": "stdlib", "path": None, "test_path": "texts"}, "data.test_path"),
-    ],
-    ids=str,
-)
-def test_a_test_split_that_cannot_be_is_refused_before_any_work(tmp_path, monkeypatch, keys, key):
-    monkeypatch.chdir(tmp_path)
-    for name, text in (("texts/a.txt", "some"), ("texts/b.txt", "other"), ("empty/a.txt", "")):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_text(text)
-    with pytest.raises(ConfigError, match=f"^{key}: [^\n]*$"):
-        open_source(of(**{"path": "texts", "source": "text"} | keys) if keys.get("path", 1) else DataConfig(**keys))
-
-
 def test_a_broken_test_file_is_named_by_its_key(tmp_path):
     path = write_lines(tmp_path / "a.jsonl")
     broken = tmp_path / "broken.jsonl"

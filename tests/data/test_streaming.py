@@ -1,7 +1,6 @@
 """A streamed corpus: shards in the source's order, steps by number alone, a writer that dies, fails or is taken over."""
 
 import dataclasses
-import json
 import os
 import pickle
 import sys
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from packmamba.config import ConfigError, import_plugins, load_config
+from packmamba.config import ConfigError, import_plugins
 from packmamba.data import streaming
 from packmamba.data.encoding import open_documents
 from packmamba.data.schedule import StepSchedule
@@ -146,18 +145,5 @@ def test_a_writer_that_died_is_said(data, monkeypatch):
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize(
-    ("keys", "name"),
-    [
-        ({"overlong": "error"}, "data.overlong"),
-        ({"sources": [{"source": "jsonl", "path": "a", "weight": 1}]}, "data.streaming"),
-        ({"test_fraction": 0.1}, "data.streaming"),
-    ],
-)
-def test_what_cannot_be_streamed_is_refused(data, keys, name):
-    if "test_fraction" in keys:
-        assert name in refused(dataclasses.replace(data, **keys))
-        return
-    overrides = [f"data.{key}={json.dumps(value)}" for key, value in keys.items()]
-    with pytest.raises(ConfigError, match=name):
-        load_config(None, ["data.streaming=true", *overrides])
+def test_a_test_split_of_a_stream_is_refused(data):
+    assert "data.streaming" in refused(dataclasses.replace(data, test_fraction=0.1))

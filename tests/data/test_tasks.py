@@ -14,7 +14,6 @@ DOCUMENTS = [
     ("two", "\n".join(f"def function_{i}(argument):\n    return argument + {i * 13 % 97}\n" for i in range(200))),
 ]
 OPTIONS = {"passkey": {"documents": DOCUMENTS}, "next_line": {"documents": DOCUMENTS}}
-CASES = sorted(TASKS)
 
 
 def make(name, **options):
@@ -51,7 +50,7 @@ def solve_passkey(task, tokens):
 SOLVERS = {name.removeprefix("solve_"): solver for name, solver in list(globals().items()) if name.startswith("solve_")}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", sorted(TASKS))
 def test_an_example_is_a_pure_function(name):
     task, again = make(name), make(name)
     examples = [task.example(0, index) for index in range(30)]

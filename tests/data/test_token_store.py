@@ -24,21 +24,6 @@ def data(tmp_path):
     return of(write_lines(tmp_path / "a.jsonl"), cache_dir=str(tmp_path / "cache"))
 
 
-@pytest.fixture
-def chunks(tmp_path, monkeypatch):
-    """A corpus of many chunks, and a tokenizer of words, which threads encode."""
-    monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 4000)
-    tokenizers = pytest.importorskip("tokenizers")
-    vocabulary = {word: i for i, word in enumerate(["[unk]", *WORDS, "<s>", "</s>"])}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[unk]"))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    made.save(str(tmp_path / "words.json"))
-    rng = np.random.default_rng(0)
-    texts = [" ".join(rng.choice(WORDS, n)) for n in rng.choice([0, 1, 5, 50, 400], 400)]
-    path = write_lines(tmp_path / "a.jsonl", texts)
-    return of(path, tokenizer=str(tmp_path / "words.json"), cache_dir=str(tmp_path / "cache"), num_proc=1)
-
-
 def load(data, **changes):
     return load_corpora(dataclasses.replace(data, **changes), progress=False)
 
@@ -118,7 +103,18 @@ def test_corpus_hashes_are_those_of_committed_records(tmp_path, monkeypatch, key
     assert load(DataConfig(**keys, cache_dir="cache")).corpus_hash == expected
 
 
-def test_the_bytes_do_not_depend_on_threads_or_chunks_or_a_kill(chunks, monkeypatch):
+def test_the_bytes_do_not_depend_on_threads_or_chunks_or_a_kill(tmp_path, monkeypatch):
+    """Of a corpus of many chunks, with a tokenizer of words, which threads encode."""
+    monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 4000)
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {word: i for i, word in enumerate(["[unk]", *WORDS, "<s>", "</s>"])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[unk]"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    made.save(str(tmp_path / "words.json"))
+    rng = np.random.default_rng(0)
+    texts = [" ".join(rng.choice(WORDS, n)) for n in rng.choice([0, 1, 5, 50, 400], 400)]
+    path = write_lines(tmp_path / "a.jsonl", texts)
+    chunks = of(path, tokenizer=str(tmp_path / "words.json"), cache_dir=str(tmp_path / "cache"), num_proc=1)
     whole = files(chunks, "whole")
     for threads in (2, 3):
         assert files(chunks, str(threads), num_proc=threads) == whole

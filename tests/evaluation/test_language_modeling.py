@@ -22,12 +22,6 @@ def model():
 
 
 @pytest.fixture(scope="module")
-def documents():
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, 256, n) for n in (1, 2, 70, 33, 300, 128, 5, 64)]
-
-
-@pytest.fixture(scope="module")
 def data(tmp_path_factory):
     return tiny_config(tmp_path_factory.mktemp("corpus"), "data.row_length=8", "data.validation_fraction=0.5").data
 
@@ -38,19 +32,17 @@ def texts(data):
     return [np.array(corpus.document(i), dtype=np.int64) for i in range(len(corpus))]
 
 
-def log_probabilities(model, tokens):
-    with torch.no_grad():
-        return model(torch.tensor(np.array([tokens])))[0].log_softmax(-1)
-
-
 def losses_alone(model, document):
     if len(document) < 2:
         return np.zeros(0)
-    log_p = log_probabilities(model, document)[:-1]
+    with torch.no_grad():
+        log_p = model(torch.tensor(document[None]))[0, :-1].log_softmax(-1)
     return -log_p.gather(1, torch.tensor(document[1:, None])).squeeze(1).numpy()
 
 
-def test_losses_are_those_of_documents_alone(model, documents):
+def test_losses_are_those_of_documents_alone(model):
+    rng = np.random.default_rng(0)
+    documents = [rng.integers(0, 256, n) for n in (1, 2, 70, 33, 300, 128, 5, 64)]
     for found, document in zip(token_losses(model, documents, max_slots=48), documents):
         np.testing.assert_allclose(found, losses_alone(model, document), rtol=0, atol=1e-10)
 

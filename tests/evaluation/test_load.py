@@ -24,19 +24,14 @@ SAME = ["tasks=[parity,perplexity]", "examples=12", "options.parity.length=6", "
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory):
+def run(tmp_path_factory):
     keys = ("data.begin_token=<s>", "data.end_token=</s>", "trainer.max_steps=3", "trainer.validate_every=3", *ASKED)
-    made = tiny_config(tmp_path_factory.mktemp("run"), *keys)
-    fit(made, progress=False)
-    return made
-
-
-@pytest.fixture(scope="module")
-def run(config):
+    config = tiny_config(tmp_path_factory.mktemp("run"), *keys)
+    fit(config, progress=False)
     return run_folder(config)
 
 
-def test_eval_repeats_the_numbers_of_the_record(run, config, tmp_path, monkeypatch):
+def test_eval_repeats_the_numbers_of_the_record(run, tmp_path, monkeypatch):
     command = ["eval", str(run), *SAME, f"output={tmp_path}"]
     assert cli.main(command) == 0
     (training,) = read_records(run)
@@ -92,7 +87,6 @@ def test_models_that_share_an_output_have_records_of_their_own(run, tmp_path):
     [
         (["evaluations=[mqar]"], "mqar: needs a vocabulary of 8192, the model has 256"),
         (["evaluations=[long_context]", "data.row_length=30"], "long_context"),
-        (["evaluations=[parity]", "evaluation_options.parity.size=3"], "evaluation_options.parity"),
     ],
 )
 def test_an_evaluation_is_checked_before_training(tmp_path, asked, match):

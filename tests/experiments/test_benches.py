@@ -377,7 +377,6 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     from experiments.integration import bench as integration
-    from experiments.integration.bench import Arm as HFArm
 
     arms = {
         "padded": {"batches": "padded", "kernels": "torch"},
@@ -398,14 +397,14 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
     assert 0 == found["patched"]["padding_fraction"] < found["patched-8"]["padding_fraction"]
     assert found["padded"]["padding_fraction"] < found["padded-8"]["padding_fraction"]
     documents = [{"input_ids": list(range(length))} for length in (3, 6)]
-    for arm in (HFArm("flattened", multiple_of=8), HFArm("padded", multiple_of=8)):
+    for arm in (integration.Arm("flattened", multiple_of=8), integration.Arm("padded", multiple_of=8)):
         batch = arm.collate(documents)
         assert all(values.shape[1] % 8 == 0 for values in batch.values())
         assert (batch["labels"] >= 0).sum() == 7, "no padding is a target"
     assert found["flattened"]["difference"] > 100 * found["patched"]["difference"]
-    real = HFArm.collate
+    real = integration.Arm.collate
     leaky = lambda self, features: {k: v for k, v in real(self, features).items() if k != "position_ids"}
-    monkeypatch.setattr(HFArm, "collate", leaky)
+    monkeypatch.setattr(integration.Arm, "collate", leaky)
     with pytest.raises(RuntimeError, match="patched: logits differ"):
         integration.run(config, tmp_path / "r.jsonl", progress=False)
 

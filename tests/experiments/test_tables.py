@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from experiments.by_name import kinds_of
 from made_records import table_files
 from packmamba.lab.records import read_records
 from packmamba.lab.report.aggregate import with_items
+from processes import ROOT
 
-EXPERIMENTS = Path(__file__).resolve().parents[2] / "experiments"
+EXPERIMENTS = ROOT / "experiments"
 FOLDERS = sorted(path.parent for path in EXPERIMENTS.glob("**/tables"))
 
 

@@ -1,7 +1,6 @@
 """The drop-in layer against mamba_ssm's slow path, which is written out here."""
 
 import inspect
-import io
 from types import SimpleNamespace
 
 import pytest
@@ -142,7 +141,7 @@ def test_the_constructor_is_theirs():
     assert torch.equal(PackedMamba.forward(ours, x, cu_seqlens=LAYOUT.cu_seqlens), ours(x, layout=LAYOUT))
 
 
-def test_boundaries_are_read_once_for_all_layers(monkeypatch):
+def test_boundaries_are_read_once_for_all_layers(tmp_path, monkeypatch):
     _, ours = both()
     calls, seq_idx = [], LAYOUT.seq_idx.clone()
     made = SequenceLayout.from_seq_idx
@@ -150,10 +149,8 @@ def test_boundaries_are_read_once_for_all_layers(monkeypatch):
     x = hidden()
     first = ours(x, seq_idx=seq_idx)
     assert torch.equal(ours(x, seq_idx=seq_idx), first) and len(calls) == 1
-    file = io.BytesIO()
-    torch.save(seq_idx, file)  # with no trace of the layout
-    file.seek(0)
-    assert torch.equal(torch.load(file), seq_idx)
+    torch.save(seq_idx, tmp_path / "seq_idx.pt")  # with no trace of the layout
+    assert torch.equal(torch.load(tmp_path / "seq_idx.pt"), seq_idx)
     assert torch.equal(ours(x, seq_idx=LAYOUT.seq_idx, cu_seqlens=LAYOUT.cu_seqlens), first)
     with torch.inference_mode():
         assert torch.equal(ours(x, seq_idx=seq_idx), first)

@@ -28,6 +28,7 @@ from hugging_face import (  # noqa: E402
     every_family_slowly,
     modeling,
     plain_torch,  # noqa: F401
+    random_tokens,
     refused,
     wide,  # noqa: F401
 )
@@ -37,10 +38,6 @@ from packmamba.integrations.transformers import disable, enable, mixer, models, 
 MASK, POSITION, IDX = arguments(ROWS)
 OTHERS = ("seq_idx", "cu_seq_lens_q", "position_ids+seq_idx")
 slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
-
-
-def random_tokens(rows=ROWS, seed=1):
-    return torch.randint(1, VOCAB, (len(rows), 14), generator=torch.Generator().manual_seed(seed))
 
 
 @every_family

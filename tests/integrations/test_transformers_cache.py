@@ -11,8 +11,6 @@ transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402
     FAMILIES,
-    ROWS,
-    VOCAB,
     arguments,
     both,
     build,
@@ -20,6 +18,7 @@ from hugging_face import (  # noqa: E402
     every_family,
     every_family_slowly,
     plain_torch,  # noqa: F401
+    random_tokens,
     refused,
 )
 from packmamba.integrations.transformers import patch  # noqa: E402
@@ -39,10 +38,6 @@ def warned_of(name):
         yield
     said = [str(warning.message) for warning in caught if "cache" in str(warning.message)]
     assert len(said) == (name in OLD) and all(f"`{name}` is deprecated" in message for message in said), said
-
-
-def random_tokens(rows=ROWS, seed=1):
-    return torch.randint(1, VOCAB, (len(rows), 14), generator=torch.Generator().manual_seed(seed))
 
 
 @every_family_slowly

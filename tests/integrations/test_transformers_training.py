@@ -10,29 +10,27 @@ transformers = pytest.importorskip("transformers")
 
 from hugging_face import (  # noqa: E402
     DELTA,
+    LENGTHS,
     ROWS,
-    VOCAB,
     alone,
     arguments,
     both,
     build,
     check_same,
+    documents,
     error,
     every_family,
     every_family_slowly,
     loss_and_gradients,
     places,
     plain_torch,  # noqa: F401
+    random_tokens,
 )
-from packmamba import leakcheck  # noqa: E402
+from packmamba import MambaLM, leakcheck  # noqa: E402
+from packmamba.data.tokenizer import write_tokenizer  # noqa: E402
 from packmamba.integrations.transformers import disable, enable, patch  # noqa: E402
 
 MASK, POSITION, _ = arguments(ROWS)
-LENGTHS = [9, 4, 1, 7, 12, 3, 8, 2]
-
-
-def random_tokens(seed=1, rows=6):
-    return torch.randint(1, VOCAB, (rows, 14), generator=torch.Generator().manual_seed(seed))
 
 
 @every_family_slowly
@@ -73,12 +71,6 @@ def test_compiled_is_eager(family):
         packed(tokens[:1], position_ids=arguments([([1] * n + [14 - n], 0, 0)])[1])
         graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
     assert graphs[-1] == graphs[-6], graphs
-
-
-def documents():
-    tokens = random_tokens(seed=5, rows=8).flatten().tolist()
-    ends = torch.tensor(LENGTHS).cumsum(0).tolist()
-    return [{"input_ids": tokens[end - n : end]} for n, end in zip(LENGTHS, ends)]
 
 
 def train(
@@ -145,8 +137,6 @@ WAYS = {
 def sft(model, folder, way):
     """Train by TRL's trainer; the losses that it logs, and itself."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from packmamba.data.tokenizer import write_tokenizer
-
     write_tokenizer(folder, "bytes", None, "</s>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, pad_token="</s>")
     dataset = datasets.Dataset.from_list(documents())
@@ -196,8 +186,6 @@ def test_trl_sft_by_a_script(tmp_path, monkeypatch):
     """As docs/transformers.md says."""
     trl = pytest.importorskip("trl")
     from trl.scripts.sft import main, make_parser
-
-    from packmamba.data.tokenizer import write_tokenizer
 
     build("Mamba", vocab_size=300).save_pretrained(tmp_path / "model")
     write_tokenizer(tmp_path / "model", "bytes", None, "</s>")
@@ -253,8 +241,6 @@ def split(row):
 def test_fine_tuning_has_the_gradients_of_trl(family, tmp_path):
     """Prompts and completions: one step of ours and of TRL's trainer with a patched model."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from packmamba import MambaLM
-    from packmamba.data.tokenizer import write_tokenizer
     from packmamba.training import PackedDataModule, PackedLitModule
     from packmamba.training.datamodule import StepDataset
 

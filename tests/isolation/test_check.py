@@ -264,9 +264,8 @@ def test_our_model_by_its_layout():
 
         return call
 
-    few = [5, 1, 8]
     for conv, scan in ((True, False), (False, True), (True, True)):
-        result = leakcheck(leaking(conv, scan), vocab_size=VOCAB, lengths=few)
+        result = leakcheck(leaking(conv, scan), vocab_size=VOCAB, lengths=[5, 1, 8])
         assert result.leaks and result.isolated_forward is False and result.isolated_backward is False
         assert result.module == "backbone.layers.0 (Block)"
     compiled = mamba()

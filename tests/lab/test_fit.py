@@ -15,8 +15,7 @@ from packmamba.lab.records import read_records
 from packmamba.lab.run_id import RunLock, recorded_config, run_folder
 from packmamba.ops import BACKENDS
 from packmamba.ops.backends import Backend
-from packmamba.training.datamodule import PackedDataModule
-from runs import final_state, tiny_config
+from runs import data_of, final_state, tiny_config
 
 LATER = ["name=later", "optimizer.lr=0.01", "optimizer.warmup_steps=0", "trainer.max_steps=4", "trainer.checkpoint_every=1",
          "trainer.threads=1"]  # fmt: skip
@@ -79,24 +78,17 @@ def test_speed_leaves_out_the_first_steps_and_validation_and_checkpoints(tmp_pat
     monkeypatch.setattr(lightning.Trainer, "save_checkpoint", slow)
     config = tiny_config(tmp_path, "data.strategy=greedy", "trainer.checkpoint_every=2")
     metrics = fit(config, progress=False)["metrics"]
-    data = PackedDataModule.from_config(config, progress=False)
-    data.setup()
+    data = data_of(config)
     tokens = [data.steps[i].num_tokens for i in range(6)]
     waits = {"leakcheck": 1, "checkpoints": 3, "validations": 2}
     assert metrics["real_tokens"] == sum(tokens) and metrics["train_seconds"] == 6 + sum(waits.values())
     assert metrics["real_tokens_per_second"] == sum(tokens[3:]) / (3 + 3) != sum(tokens) / 12
 
 
-@pytest.fixture(scope="module")
-def first(tmp_path_factory):
-    """A finished run, and its weights."""
-    folder = tmp_path_factory.mktemp("first")
-    config = tiny_config(folder, f"output={folder}/sweep", f"runs_dir={folder}/sweep/runs")
-    return config, fit(config, progress=False), MambaLM.from_pretrained(run_folder(config))
-
-
-def test_a_run_starts_from_weights_with_its_own_schedule(tmp_path, first):
-    config, record, model = first
+def test_a_run_starts_from_weights_with_its_own_schedule(tmp_path):
+    config = tiny_config(tmp_path, f"output={tmp_path}/sweep", f"runs_dir={tmp_path}/sweep/runs")
+    record = fit(config, progress=False)
+    model = MambaLM.from_pretrained(run_folder(config))
     model.save_pretrained(tmp_path / "published")
     records = []
     for source in (run_folder(config), tmp_path / "published", f"{config.output}:tiny"):

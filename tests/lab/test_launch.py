@@ -6,6 +6,7 @@ import signal
 import sys
 import time
 from collections import Counter
+from unittest import mock
 
 import pytest
 from sweeps import sweep_in_forks, write_sweep
@@ -53,10 +54,8 @@ BOUNDARIES["breaks"] = Breaks
 @pytest.fixture(autouse=True)
 def registry():
     """Remove the schemes that a test's plugin registers in this process."""
-    before = dict(BOUNDARIES)
-    yield
-    BOUNDARIES.clear()
-    BOUNDARIES.update(before)
+    with mock.patch.dict(BOUNDARIES):
+        yield
 
 
 def wait_for_lock(folder, seconds=70):

@@ -15,18 +15,13 @@ LETTERS = {"a": "ab", "b": "cdefgh"}
 WEIGHTS = {"a": 3, "b": 1}
 
 
-def write_sources(folder):
-    """Write a file of 40 texts for each source, and return the entries that mix them."""
+def configure(folder, *overrides, streamed=False):
+    """Mix files of 40 texts for each source, or stream the first."""
     entries = []
     for name, letters in LETTERS.items():
         texts = [(letters * 9)[i % 5 : 8 + i % 11] + str(i) for i in range(40)]
         path = write_lines(folder / f"{name}.jsonl", texts)
         entries.append({"source": "jsonl", "path": str(path), "weight": WEIGHTS[name]})
-    return entries
-
-
-def configure(folder, *overrides, streamed=False):
-    entries = write_sources(folder)
     keys = ["data.source=stdlib", "data.path=null", f"data.sources={json.dumps(entries)}"]
     if streamed:
         keys = ["data.source=jsonl", f"data.path={entries[0]['path']}", "data.streaming=true", "data.overlong=split"]

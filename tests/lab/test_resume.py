@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import logging
 import random
 import shutil
@@ -36,13 +37,11 @@ SCHEMES = {
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """Records and last states of uninterrupted runs, by scheme."""
-    runs = {}
 
+    @functools.cache
     def of(scheme):
-        if scheme not in runs:
-            config = tiny_config(tmp_path_factory.mktemp(scheme), *KEYS, *SCHEMES[scheme])
-            runs[scheme] = fit(config, progress=False), final_state(config)
-        return runs[scheme]
+        config = tiny_config(tmp_path_factory.mktemp(scheme), *KEYS, *SCHEMES[scheme])
+        return fit(config, progress=False), final_state(config)
 
     return of
 
@@ -160,7 +159,7 @@ def test_a_run_does_not_go_on_with_other_documents(tmp_path):
     stop_at(config, step=2)
     with open(config.data.path, "a") as documents:
         documents.write('{"text": "abcd"}\n')
-    with pytest.raises(ConfigError, match="^data: "):
+    with pytest.raises(ConfigError, match="^data: expected the documents that this run began with"):
         fit(config, progress=False)
 
 

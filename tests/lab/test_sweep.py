@@ -6,40 +6,11 @@ from collections import Counter
 import pytest
 from sweeps import write_sweep
 
-from made_records import training
 from packmamba.config import ConfigError
 from packmamba.lab import cli
-from packmamba.lab import sweep as sweep_module
-from packmamba.lab.launch import Status
-from packmamba.lab.records import append_record, make_record, read_records
-from packmamba.lab.run_id import record_path, recorded_config, run_id
+from packmamba.lab.records import read_records
+from packmamba.lab.run_id import run_id
 from packmamba.lab.sweep import load_sweep, run_sweep
-
-
-def done(config, **metrics):
-    """Leave the record of a finished run."""
-    values = training("padded")["metrics"] | {"val_loss": 2.0} | metrics
-    made = make_record("training", "x", config.name, recorded_config(config), config.seed, "hash", values, 1.0)
-    append_record(record_path(config), made)
-
-
-def runs_of(folder):
-    return Counter((record["arm"], record["seed"]) for record in read_records(folder))
-
-
-@pytest.fixture
-def pretended(monkeypatch):
-    seen = []  # runs, recorded without being trained
-
-    def pretend(configs, report, progress):
-        for config in configs:
-            seen.append((config.name, config.seed))
-            done(config)
-            report(config, Status("done"))
-
-    monkeypatch.setattr(sweep_module.launch, "run_here", pretend)
-    monkeypatch.setattr(sweep_module, "_check_corpora", lambda *_: None)
-    return seen
 
 
 def test_every_arm_runs_with_every_value_of_the_grid(tmp_path):
@@ -114,7 +85,8 @@ def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys, u
     assert "packed, seed 1: done: before" in capsys.readouterr().out
     assert cli.main(["sweep", path, "trainer.log_every=1", "throughput_rounds=1"]) == 0
     assert records.read_bytes().startswith(part)
-    assert runs_of(tmp_path / "sweep") == {("padded", 0): 2, ("padded", 1): 1, ("packed", 0): 2, ("packed", 1): 1}
+    counts = Counter((record["arm"], record["seed"]) for record in read_records(tmp_path / "sweep"))
+    assert counts == {("padded", 0): 2, ("padded", 1): 1, ("packed", 0): 2, ("packed", 1): 1}
     assert (tmp_path / "sweep" / "report.html").is_file()
     said = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["sweep"]
     assert said["arms"] == {"padded": [0, 1], "packed": [0, 1]}

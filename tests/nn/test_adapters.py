@@ -17,6 +17,9 @@ MIXERS = {
         ["in_proj", "out_proj", "fc1", "fc2"],
     ),
 }
+every_projection = pytest.mark.parametrize(
+    ("mixer", "target"), [(mixer, target) for mixer, (_, targets) in MIXERS.items() for target in targets]
+)
 
 
 def adapt(mixer, targets=None):
@@ -29,9 +32,7 @@ def adapt(mixer, targets=None):
 
 
 @pytest.mark.extras
-@pytest.mark.parametrize(
-    ("mixer", "target"), [(mixer, target) for mixer, (_, targets) in MIXERS.items() for target in targets]
-)
+@every_projection
 def test_an_adapter_counts_and_merges(mixer, target):
     model, adapted = adapt(mixer, [target])
     tokens = random_tokens()
@@ -78,9 +79,7 @@ def double_by_hook(linear):
 
 
 @pytest.mark.parametrize("adapter", [double, double_by_hook])
-@pytest.mark.parametrize(
-    ("mixer", "target"), [(mixer, target) for mixer, (_, targets) in MIXERS.items() for target in targets]
-)
+@every_projection
 def test_a_projection_that_is_more_than_its_weight_is_called(mixer, target, adapter):
     torch.manual_seed(0)
     model = MambaLM(vocab_size=VOCAB, d_model=16, n_layer=2, **MIXERS[mixer][0]).double()

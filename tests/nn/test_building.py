@@ -1,4 +1,4 @@
-"""Test construction, initialisation, optimizer groups and errors of MambaLM and PackedMamba."""
+"""Test construction, initialisation, optimizer groups and errors of MambaLM and its layers."""
 
 import copy
 import math
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from models import LAYOUT, VOCAB, build, every_config, gradients, random_tokens, summed_loss
-from packmamba import MambaLM, PackedMamba
+from packmamba import MambaLM, PackedMamba, PackedMamba2, PackedMamba3
 
 
 def test_initialisation_is_mamba_s():
@@ -104,6 +104,17 @@ BAD_CALLS = [  # how the error begins, and the call
     ("dt_rank", lambda t: MambaLM(VOCAB, 8, 1, dt_rank="all")),
     ("dt_min, dt_max", lambda t: MambaLM(VOCAB, 8, 1, dt_max=0.0)),
     ("backend", lambda t: MambaLM(VOCAB, 8, 1, backend="triton")),
+    ("d_intermediate", lambda t: MambaLM(VOCAB, 8, 1, d_intermediate=-1)),
+    ("headdim", lambda t: PackedMamba2(32, headdim=24)),
+    ("headdim", lambda t: PackedMamba2(32, headdim=16, ngroups=3)),
+    ("d_conv", lambda t: PackedMamba2(32, headdim=16, d_conv=5)),
+    ("d_state", lambda t: PackedMamba2(32, headdim=16, d_state=300)),
+    ("d_state", lambda t: PackedMamba3(8, headdim=4, is_mimo=True, d_state=5)),
+    ("mimo_rank", lambda t: PackedMamba3(8, headdim=4, is_mimo=True, mimo_rank=0)),
+    ("decay", lambda t: PackedMamba3(8, headdim=4, decay="exp")),
+    ("headdim", lambda t: PackedMamba3(8, headdim=3)),
+    ("rope_fraction", lambda t: PackedMamba3(8, headdim=4, rope_fraction=0.3)),
+    ("backend", lambda t: PackedMamba3(8, headdim=4, backend="mamba_ssm")),
     ("tokens", lambda t: MODEL(t.float())),
     ("tokens", lambda t: MODEL(t + VOCAB)),
     ("tokens", lambda t: MODEL(t[0])),

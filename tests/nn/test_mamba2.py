@@ -44,17 +44,3 @@ def test_transformers_model_has_the_same_logits_and_gradients(tmp_path, keys):
     model.save_pretrained(tmp_path / "state_spaces")
     again = MambaLM.from_pretrained(tmp_path / "state_spaces")
     assert torch.equal(again(tokens, layout=LAYOUT), model(tokens, layout=LAYOUT))
-
-
-@pytest.mark.parametrize(
-    ("keys", "expected"),
-    [
-        ({"headdim": 24}, "headdim"),
-        ({"ngroups": 3}, "headdim"),
-        ({"d_conv": 5}, "d_conv"),
-        ({"d_state": 300}, "d_state"),
-    ],
-)
-def test_errors_name_the_argument(keys, expected):
-    with pytest.raises(ValueError, match=f"^{expected}: expected"):
-        model_of(**keys)

@@ -311,24 +311,6 @@ def test_recomputing_keeps_less_for_the_backward(recompute, most):
     assert less < most * all_kept
 
 
-@pytest.mark.parametrize(
-    ("call", "name"),
-    [
-        (lambda folder: layer_of(is_mimo=True, d_state=5), "d_state"),
-        (lambda folder: layer_of(is_mimo=True, mimo_rank=0), "mimo_rank"),
-        (lambda folder: layer_of(decay="exp"), "decay"),
-        (lambda folder: layer_of(headdim=3), "headdim"),
-        (lambda folder: layer_of(rope_fraction=0.3), "rope_fraction"),
-        (lambda folder: layer_of(backend="mamba_ssm"), "backend"),
-        (lambda folder: model_of().save_pretrained(folder, format="huggingface"), "mixer"),
-        (lambda folder: MambaLM(8, 16, 1, d_intermediate=-1), "d_intermediate"),
-    ],
-)
-def test_errors_name_the_argument(tmp_path, call, name):
-    with pytest.raises(ValueError, match=f"^{name}: expected .*, got "):
-        call(tmp_path)
-
-
 def test_states_with_two_layouts_are_refused():
     layer, layout = layer_of(), LAYOUT
     with pytest.raises(ValueError, match="^state: expected None"):

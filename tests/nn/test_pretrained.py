@@ -224,9 +224,10 @@ def test_transformers_loads_what_is_saved_in_its_format(tmp_path, tied, dtype):
 
 
 def test_what_hugging_face_s_format_cannot_hold_is_refused(tmp_path):
-    model = MambaLM(vocab_size=50, d_model=8, n_layer=1, mixer="mamba2", headdim=8, D_has_hdim=True)
-    with pytest.raises(ValueError, match="^D_has_hdim: "):
-        model.save_pretrained(tmp_path / "new", format="huggingface")
-    assert not (tmp_path / "new").exists()
+    for keys, name in (({"mixer": "mamba2", "D_has_hdim": True}, "D_has_hdim"), ({"mixer": "mamba3"}, "mixer")):
+        model = MambaLM(vocab_size=50, d_model=8, n_layer=1, headdim=8, **keys)
+        with pytest.raises(ValueError, match=f"^{name}: expected .*, got "):
+            model.save_pretrained(tmp_path / "new", format="huggingface")
+        assert not (tmp_path / "new").exists()
     with pytest.raises(ValueError, match="^format: "):
         model.save_pretrained(tmp_path, format="onnx")

@@ -1,7 +1,5 @@
 """torch.export with free lengths and numbers of documents, and torch.func."""
 
-import io
-
 import pytest
 import torch
 from torch import nn
@@ -13,7 +11,7 @@ from packmamba import MambaLM, SequenceLayout, ops
 from packmamba.nn.loss import linear_cross_entropy
 
 FREE = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
-FREE_COUNT = {0: Dim.DYNAMIC}
+DOCUMENTS = {"tokens": FREE, **dict.fromkeys(("starts", "ends", "offsets"), {0: Dim.DYNAMIC})}
 MIXERS = {"mamba1": {}} | {name: {"mixer": name, "headdim": 8} for name in ("mamba2", "mamba3")}
 # Rows of lengths and the length of a row: other shapes than the exported one; the last has padding and continuations.
 BATCHES = [([[3, 1, 5]], 9), ([[9]], 9), ([[1, 64], [65]], 65), ([[2, 5], [7], [1]], 8)]
@@ -29,21 +27,15 @@ def model_of(mixer, n_layer=2):
     return MambaLM(vocab_size=20, d_model=16, n_layer=n_layer, **MIXERS[mixer])
 
 
-def tokens_of(rows, row_length):
-    return torch.randint(20, (rows, row_length))
-
-
 @one_mixer_slowly
-def test_a_program_takes_any_number_of_rows_of_any_length(mixer):
+def test_a_program_takes_any_number_of_rows_of_any_length(mixer, tmp_path):
     model = model_of(mixer, n_layer=1)
     with torch.no_grad():
-        program = export(model, (tokens_of(2, 16),), dynamic_shapes={"tokens": FREE})
-        file = io.BytesIO()
-        torch.export.save(program, file)
-        file.seek(0)
-        run = torch.export.load(file).module()
+        program = export(model, (torch.randint(20, (2, 16)),), dynamic_shapes={"tokens": FREE})
+        torch.export.save(program, tmp_path / "program.pt2")
+        run = torch.export.load(tmp_path / "program.pt2").module()
         for shape in ((1, 1), (3, 9), (2, 100), (5, 64)):
-            tokens = tokens_of(*shape)
+            tokens = torch.randint(20, shape)
             assert torch.equal(run(tokens), model(tokens))
 
 
@@ -53,7 +45,7 @@ def test_second_derivatives_are_those_of_finite_differences(mixer):
     for module in model.modules():
         if hasattr(module, "backend"):
             module.backend = "reference"
-    tokens = tokens_of(1, 5)
+    tokens = torch.randint(20, (1, 5))
     parameter = model.backbone.layers[0].mixer.D
 
     def gradient():
@@ -95,14 +87,13 @@ class Packed(nn.Module):
 def test_a_program_takes_any_number_of_documents(mixer, strict):
     model = model_of(mixer)
     example = SequenceLayout.from_lengths([[5, 11], [16]], row_length=16)
-    shapes = {"tokens": FREE, "starts": FREE_COUNT, "ends": FREE_COUNT, "offsets": FREE_COUNT}
     with torch.no_grad():
-        arguments = (tokens_of(2, 16), example.starts, example.ends, example.offsets)
-        run = export(Packed(model), arguments, dynamic_shapes=shapes, strict=strict).module()
+        arguments = (torch.randint(20, (2, 16)), example.starts, example.ends, example.offsets)
+        run = export(Packed(model), arguments, dynamic_shapes=DOCUMENTS, strict=strict).module()
         for lengths, row_length in BATCHES:
             offsets = [[100, *[0] * (len(row) - 1)] for row in lengths]
             layout = SequenceLayout.from_lengths(lengths, row_length, offsets)
-            tokens = tokens_of(*layout.shape)
+            tokens = torch.randint(20, layout.shape)
             result = run(tokens, layout.starts, layout.ends, layout.offsets)
             assert torch.equal(result, model(tokens, layout=layout))
 
@@ -110,7 +101,7 @@ def test_a_program_takes_any_number_of_documents(mixer, strict):
 @one_mixer_slowly
 def test_a_model_that_recomputes_its_blocks_is_exported_with_gradients(mixer):
     model = MambaLM(vocab_size=20, d_model=16, n_layer=1, recompute="block", **MIXERS[mixer])
-    tokens = tokens_of(2, 16)
+    tokens = torch.randint(20, (2, 16))
     run = export(model, (tokens,), strict=True).module()
     result = run(tokens)
     assert result.requires_grad and torch.equal(result, model(tokens))
@@ -122,8 +113,7 @@ def test_an_exported_layer_never_reads_padding(make):
     layout = SequenceLayout.from_lengths([[5, 6], [16]], row_length=16)
     hidden = torch.randn(2, 16, 16)
     arguments = (hidden, layout.starts, layout.ends, layout.offsets)
-    shapes = {"tokens": FREE, "starts": FREE_COUNT, "ends": FREE_COUNT, "offsets": FREE_COUNT}
-    run = export(Packed(layer), arguments, dynamic_shapes=shapes).module()
+    run = export(Packed(layer), arguments, dynamic_shapes=DOCUMENTS).module()
     hidden[0, 11:] = float("nan")
     result = run(*arguments)
     assert torch.equal(result, layer(hidden, layout=layout)) and result.isfinite().all()

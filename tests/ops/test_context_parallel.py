@@ -6,7 +6,7 @@ import torch.distributed
 
 from packmamba import ContextParallel, MambaLM, SequenceLayout
 from packmamba.data.batch import PackedBatch
-from processes import fork_ranks, statuses
+from processes import run_ranks
 
 # Rows of 24 slots in 2 or 4 shares: documents that fill several shares, end at an edge, begin just before one; padding.
 LENGTHS = [[24], [5, 1, 17], [12, 6], [2, 3, 7, 4, 8]]
@@ -62,8 +62,7 @@ def compare(mixer):
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mixer", OPTIONS)
 def test_ranks_that_share_rows_compute_what_one_does(tmp_path, ranks, mixer):
-    output = tmp_path / "output.txt"
-    assert statuses(*fork_ranks(ranks, compare, mixer, output=output)) == [0] * ranks, output.read_text()
+    run_ranks(ranks, compare, mixer, output=tmp_path / "output.txt")
 
 
 def take_share():
@@ -84,8 +83,7 @@ def take_share():
 
 
 def test_a_batch_is_split_by_columns(tmp_path):
-    output = tmp_path / "output.txt"
-    assert statuses(*fork_ranks(3, take_share, output=output)) == [0] * 3, output.read_text()
+    run_ranks(3, take_share, output=tmp_path / "output.txt")
 
 
 def poison():
@@ -113,8 +111,7 @@ def poison():
 
 
 def test_no_bit_of_another_document_crosses_ranks(tmp_path):
-    output = tmp_path / "output.txt"
-    assert statuses(*fork_ranks(4, poison, output=output)) == [0] * 4, output.read_text()
+    run_ranks(4, poison, output=tmp_path / "output.txt")
 
 
 def refuse():
@@ -135,5 +132,4 @@ def refuse():
 
 
 def test_what_ranks_cannot_share_is_refused(tmp_path):
-    output = tmp_path / "output.txt"
-    assert statuses(*fork_ranks(2, refuse, output=output)) == [0, 0], output.read_text()
+    run_ranks(2, refuse, output=tmp_path / "output.txt")

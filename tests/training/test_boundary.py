@@ -10,9 +10,8 @@ import torch
 from packmamba.evaluation.language_modeling import token_losses
 from packmamba.evaluation.packed_forward import TrainingLayoutReader
 from packmamba.training.boundary import BOUNDARIES, Carry, Reset, flatten_states
-from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
-from runs import tiny_config
+from runs import data_of, tiny_config
 
 ROWS, STREAMS, LENGTH = 3, 12, 8
 POOL = [
@@ -28,8 +27,7 @@ PLAIN = ["data.strategy=concat_split", "data.streams=3", "data.batching=stream",
 def made(folder, *keys):
     """A data module and a float64 module with random weights."""
     config = tiny_config(folder, "model.n_layer=1", *keys)
-    data = PackedDataModule.from_config(config, progress=False)
-    data.setup()
+    data = data_of(config)
     lightning.seed_everything(3, verbose=False)
     module = PackedLitModule.from_config(config, data.vocab_size).double()
     with torch.no_grad():

@@ -9,9 +9,8 @@ from packmamba.lab.fit import fit
 from packmamba.layout import SequenceLayout
 from packmamba.training.boundary import BOUNDARIES, flatten_states
 from packmamba.training.cuda_graphs import ABSENT, BatchGraphs, Shape, StaticBatch
-from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
-from runs import tiny_config
+from runs import data_of, tiny_config
 
 
 def random_batch(lengths, row_length, seed=0):
@@ -108,8 +107,7 @@ def test_stateful_schemes_are_replayed(tmp_path, scheme, compiled):
     keys = ["data.strategy=concat_split", "data.streams=12", "data.stagger=true", "data.batching=stream", "data.row_length=24",
             "data.tokens_per_step=144", "data.max_tokens_per_batch=72"]  # fmt: skip
     config = tiny_config(tmp_path, *keys, f"trainer.boundary={scheme}", f"model.compile={compiled}")
-    data = PackedDataModule.from_config(config, progress=False)
-    data.setup()
+    data = data_of(config)
     eager, replayed = (PackedLitModule.from_config(config, data.vocab_size).to("cuda") for _ in range(2))
     replayed.load_state_dict(eager.state_dict())  # a copy would not be compiled
     replayed.cuda_graphs, continuing = True, 0

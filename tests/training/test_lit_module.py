@@ -16,7 +16,8 @@ from packmamba.lab.sweep import load_sweep
 from packmamba.training import PackedDataModule, PackedLitModule
 from packmamba.training.lit_module import LossByPosition
 from packmamba.training.optimizer import SCHEDULES, learning_rate
-from processes import fork_ranks, statuses
+from processes import run_ranks
+from runs import data_of
 
 SHAPE = {"d_model": 8, "n_layer": 2, "d_state": 4}
 
@@ -96,8 +97,8 @@ def train_in_a_rank(folder):
 
 def test_two_ranks_train_as_one_under_lightnings_default_sampler(tmp_path):
     """On 2e9bfb9 the ranks of a user's Trainer trained on different steps, and validated half the documents each."""
-    alone, output = train(tmp_path, 1), tmp_path / "output.txt"
-    assert statuses(*fork_ranks(2, train_in_a_rank, tmp_path, output=output)) == [0, 0], output.read_text()
+    alone = train(tmp_path, 1)
+    run_ranks(2, train_in_a_rank, tmp_path, output=tmp_path / "output.txt")
     first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
     for (targets, every), (a, of_a), (b, of_b) in zip(*(one["steps"] for one in (alone, first, second)), strict=True):
         assert targets == every == a == b == of_a + of_b and of_a and of_b
@@ -337,8 +338,7 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
     _, configs = load_sweep(f"configs/{file}", keys)
     carrying = {repr(config.data): config for config in configs if config.trainer.boundary == "carry"}
     for config in carrying.values():
-        data = PackedDataModule.from_config(config, progress=False)
-        data.setup()
+        data = data_of(config)
         steps = [data.steps[number] for number in range(50)]
         assert sum(step.num_tokens for step in steps) > 0.99 * sum(step.num_slots for step in steps)
     assert carrying
@@ -360,6 +360,7 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
         ("context_parallel: expected a divisor", lambda: PackedDataModule(context_parallel=2).setup()),
         ("context_parallel: expected a divisor", lambda: PackedDataModule(context_parallel=0).setup()),
         ("data.row_length", lambda: PackedDataModule(DataConfig(), row_length=0)),
+        ("data.row_length", lambda: PackedDataModule(row_lenght="stream")),  # the command line's answer
     ],
 )
 def test_a_wrong_argument_is_named(key, make):

@@ -69,11 +69,6 @@ def test_one_rate_sets_both_and_a_loaded_state_goes_on_with_the_same_bits():
     assert all(torch.equal(a, b) for a, b in zip(before, still.parameters()))
 
 
-def test_muon_needs_whole_matrices():
-    with pytest.raises(ConfigError, match="^optimizer.name: expected adamw with fsdp2"):
-        load_config(None, ["optimizer.name=muon", "trainer.strategy=fsdp2", "trainer.devices=2"])
-
-
 @pytest.mark.extras
 def test_lion_steps_by_signs_and_only_matrices_decay():
     pytest.importorskip("lion_pytorch")
