@@ -131,6 +131,10 @@ def resolve(declared: type[Keys], layers: Iterable[tuple[Any, str]]) -> Keys:
     for name in sorted(required):
         got = f"??? in a file; set {name}=..."
         need(OmegaConf.select(config, name) is not None, name, "a value", got)
+    if declared is Config:
+        # Before interpolations, such as a tokenizer of the same folder.
+        for name in ("model.pretrained", "trainer.init_from"):
+            OmegaConf.update(config, name, newest_run(OmegaConf.select(config, name)))
     try:
         return validate(OmegaConf.to_object(config))  # type: ignore[return-value]
     except OmegaConfBaseException as error:  # an interpolation ${...}
@@ -180,8 +184,6 @@ def validate(config: Keys) -> Keys:
     for name, field, value in keys_of(config):
         _check(name, value, **field.metadata.get("limits", {}))
     if isinstance(config, Config):
-        config.model.pretrained = newest_run(config.model.pretrained)
-        config.trainer.init_from = newest_run(config.trainer.init_from)
         _check_rules(config)
     return config
 
