@@ -53,20 +53,18 @@ BOUNDS: dict[str, tuple[str, Callable[[Any, Any], bool]]] = {
 # The commands that a file with a key is for; other files are for train.
 KINDS = {"bench": "bench", "arms": "sweep"}
 RECORDS = ("jsonl", "splits", "parquet", "huggingface")
-# Keys of data that few of our sources read; a plugin's source may read any.
+# Keys of data that say what the documents are, and that few of our sources read; a plugin's may
+# read any. Sizes of synthetic documents may stand beside another source, which an arm may name.
 KEYS_OF_SOURCES = {
     "unit": ("packages",),
     "text_key": RECORDS,
     "loss_on": RECORDS,
     "subset": ("huggingface",),
     "split": ("huggingface",),
-    "distribution": ("synthetic",),
-    "vocab_size": ("synthetic",),
-    "num_documents": ("synthetic", "task"),
     "task": ("task",),
     "task_options": ("task",),
 }
-SOURCES = {"stdlib", "text", "megatron"}.union(*KEYS_OF_SOURCES.values())
+SOURCES = {"stdlib", "text", "megatron", "synthetic"}.union(*KEYS_OF_SOURCES.values())
 # Values of ``trainer.accelerator`` that may take a GPU.
 ON_GPU = ("auto", "gpu", "cuda")
 # Modules that ``import_plugins`` has imported, for processes that are started.

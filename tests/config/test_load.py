@@ -140,7 +140,7 @@ def test_valid(overrides):
         ("data.shuffle_steps=3", "data.shuffle_steps: "),
         ("data.unit=files", "data.unit: expected null"),
         ("data.source=text data.task=mqar", "data.task: expected null, unless data.source=task"),
-        ("data.source=text data.num_documents=9", "data.num_documents: .* unless data.source=synthetic or task"),
+        ("data.source=text data.subset=a", "data.subset: expected null, unless data.source=huggingface"),
         ("data.source=text data.loss_on=all", 'data.loss_on: expected "completion", unless data.source=jsonl'),
         ("data.validation_fraction=0", "data.validation_fraction: "),
         ("data.streaming=true data.overlong=error", "data.overlong: "),
