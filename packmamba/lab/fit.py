@@ -162,9 +162,10 @@ class _Run:
                 need(same, "data", "this run's documents", f"others; remove {self.record_path} and {self.folder}")
                 self._check_start(found)
                 if self.progress:
-                    later = f"; its weights are of step {self.reached}"
-                    longer = later if self.reached > self.config.trainer.max_steps else ""
-                    print(f"already done, nothing is trained: {self.folder}{longer}")
+                    note = ""
+                    if self.reached > self.config.trainer.max_steps:  # a run with more steps shares the folder
+                        note = f"; its weights are of step {self.reached}"
+                    print(f"already done, nothing is trained: {self.folder}{note}")
                 return found
             module = self._prepare()
             self._train(module)

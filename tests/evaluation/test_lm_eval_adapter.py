@@ -136,5 +136,7 @@ def test_the_command_line_names_filters_and_refuses_groups(checkpoint, tasks, mo
     assert cli.main([*command, "tasks=[ours_generation]"]) == 0
     (record,) = read_records(tmp_path / "out")
     assert {"exact_match,whole", "exact_match,cat"} < record["metrics"].keys()
+    assert cli.main([*command, "tasks=[ours_generation]"]) == 0
+    assert len(read_records(tmp_path / "out")) == 2, "a user's own task may have changed"
     assert cli.main([*command, "tasks=[ours]"]) == 2
     assert "tasks: expected tasks and no group of them, got 'ours'" in capsys.readouterr().err

@@ -46,7 +46,11 @@ def test_train_says_what_it_begins_with_and_repeats_nothing(folder, trained, tmp
     assert "Loading" in shown.out and "48 documents with 794 tokens; validation on 12 of 12 held out" in shown.err
     assert "parameters; backend cpu; 2 steps, 0.24 epochs; run" in shown.err and "from step" not in shown.err
     assert cli.main([*command, "trainer.max_steps=4"]) == 0 and "from step 2\n" in capsys.readouterr().err
-    assert cli.main([*command, "trainer.max_steps=4"]) == 0 and "already done" in capsys.readouterr().err
+    assert cli.main([*command, "trainer.max_steps=4"]) == 0
+    shown = capsys.readouterr().err
+    assert "already done" in shown and "its weights" not in shown
+    assert cli.main([*command, "trainer.max_steps=2"]) == 0
+    assert "its weights are of step 4\n" in capsys.readouterr().err
     assert cli.main(["export", f"{folder}/runs/again", str(tmp_path / "a")]) == 0, "the newest run of this name"
     assert cli.main([*command, "name=refused", "data.overlong=error", "data.cut_at_steps=false"]) == 2
     assert "data.row_length" in capsys.readouterr().err and not list((folder / "runs").glob("refused*"))

@@ -58,6 +58,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
         ("trainer.boundary_options", "{unknown: 1}"),
         ("evaluation_options.parity", "{unknown: 6} evaluations=[parity]"),
         ("model.vocab_size", "9"),
+        ("data.chat_template", "chatlm"),
         ("ops.backend", "missing"),
     ],
 )

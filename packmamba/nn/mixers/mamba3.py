@@ -191,8 +191,11 @@ class PackedMamba3(HeadMixer):
             h = entering if h is None else h + entering
         v = self._per_rank(x, "mimo_x")
         weight = share * dt + from_next
-        rotated = (_rotate(k, cos, sin), _rotate(q, cos, sin))
-        y, h = self._walk(v, *rotated, weight, step, ssm_layout, h, return_state, projected.dtype)
+        rotated_k = _rotate(k, cos, sin)
+        rotated_q = _rotate(q, cos, sin)
+        # float16 would overflow: a step may be far smaller than the next one, which the weight holds.
+        dtype = wide if projected.dtype == torch.float16 else projected.dtype
+        y, h = self._walk(v, rotated_k, rotated_q, weight, step, dtype, ssm_layout, h, return_state)
         y = y + self._within_token(q, k, v, weight, from_next)
         y = self._gate(y, z).to(projected.dtype)
         if not return_state:
@@ -202,22 +205,29 @@ class PackedMamba3(HeadMixer):
         return y, (k, x, _rotate(h, cos[:, 0, :, None], -sin[:, 0, :, None]))
 
     def _walk(
-        self, v: Tensor, k: Tensor, q: Tensor, weight: Tensor, step: Tensor, layout: Any, *options: Any
+        self,
+        v: Tensor,
+        k: Tensor,
+        q: Tensor,
+        weight: Tensor,
+        step: Tensor,
+        dtype: torch.dtype,
+        layout: Any,
+        initial_state: Tensor | None,
+        return_state: bool,
     ) -> tuple[Tensor, Any]:
         """Scan rotated k and q: return y (B, L, R, H, P), and final states or None.
 
         Args:
             weight, step: (B, L, H), of what a token adds, and of its decay.
-            options: initial states, whether to return final ones, and the activations' dtype.
+            dtype: of the scan's x, B and C.
+            layout: of tokens, not of the scan's slots.
         """
-        initial_state, return_state, dtype = options
         # The state decays at a token's first slot. Inputs are v times the weight over the step, by
         # which the scan multiplies them.
         steps = F.pad(step[:, :, None], (0, 0, 0, self.rank - 1), value=LEAST_STEP)
         x = v * (weight[:, :, None] / steps)[..., None]
-        # float16 would overflow: a step may be far smaller than the next one, which the weight holds.
-        near = x.dtype if dtype == torch.float16 else dtype
-        x, B, C = (tensor.flatten(1, 2).to(near) for tensor in (x, k, q))
+        x, B, C = (tensor.flatten(1, 2).to(dtype) for tensor in (x, k, q))
         A = step.new_full((self.nheads,), -1)
         layout = _stretch(layout, self.rank)
         states: Any = {"initial_state": initial_state, "return_final_state": return_state}
@@ -231,11 +241,11 @@ class PackedMamba3(HeadMixer):
         Query r: of later ranks' outer products, whose slots are behind its own, all; of none what
         enters with the next token; and D v.
         """
-        one = torch.ones(self.rank, self.rank, dtype=v.dtype, device=v.device)
-        later = one.triu(1)[..., None]  # (R of q, R of k, 1)
-        same = torch.eye(self.rank, dtype=v.dtype, device=v.device)[..., None]
+        # Masks (R of q, R of k, 1).
+        is_same = torch.eye(self.rank, dtype=v.dtype, device=v.device)[..., None]
+        is_later = torch.ones(self.rank, self.rank, dtype=v.dtype, device=v.device).triu(1)[..., None]
         product = (q[:, :, :, None] * k[:, :, None]).sum(-1)  # (B, L, R, R, H)
-        of_pair = same * self.D + (weight[:, :, None, None] * later - from_next[:, :, None, None]) * product
+        of_pair = is_same * self.D + (weight[:, :, None, None] * is_later - from_next[:, :, None, None]) * product
         return (of_pair[..., None] * v[:, :, None]).sum(3)
 
     def _gate(self, y: Tensor, z: Tensor) -> Tensor:
