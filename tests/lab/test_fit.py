@@ -58,7 +58,6 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
         ("trainer.boundary_options", "{unknown: 1}"),
         ("evaluation_options.parity", "{unknown: 6} evaluations=[parity]"),
         ("model.vocab_size", "9"),
-        ("data.chat_template", "chatlm"),
         ("ops.backend", "missing"),
     ],
 )
@@ -68,6 +67,12 @@ def test_a_run_that_cannot_be_is_refused_by_its_key(tmp_path, monkeypatch, key, 
         config = tiny_config(tmp_path, *f"{key}={value}".replace("} ", "}|").split("|"))
         with RunLock(run_folder(config)):  # as a sweep does
             fit(config, progress=False)
+    assert not [*tmp_path.rglob("*-seed*")]
+
+
+def test_a_chat_template_of_text_is_checked_before_training(tmp_path):
+    with pytest.raises(ConfigError, match="^data.chat_template: expected chatml"):
+        fit(tiny_config(tmp_path, "data.source=text", "data.chat_template=chatlm"), progress=False)
     assert not [*tmp_path.rglob("*-seed*")]
 
 
