@@ -3,10 +3,11 @@
 Rank r of R holds columns r L / R to (r + 1) L / R of every row. A document that crosses an edge
 needs two things of the ranks before: the convolution's last inputs, which the neighbour has, and
 the recurrence's state, which depends on all of them. The recurrence is linear in its state. So each
-rank scans its columns from zero at once, and hands on its last document's state and the factor by
-which that document's columns there shrink what enters; every rank combines what it was handed in
-the order of ranks, and adds what the entering state gives to its own outputs: a scan of zeros from
-that state. No rank waits for another's scan. Documents that cross no edge cost nothing.
+rank first scans the documents that leave it, and them alone, from zero. It hands on their states,
+and the factors by which their columns there shrink what enters; every rank combines what it was
+handed in the order of ranks. Then it runs the operator on its columns, with what entered as initial
+states. No rank waits for another's scan. A document that fills a rank is scanned twice there;
+documents that cross no edge cost nothing.
 
 What is exchanged is of a state's size, a row and layer: (R, B, H, P, N) of Mamba-2.
 
@@ -82,10 +83,9 @@ class ContextParallel:
         if any_crosses:
             leaving = torch.full((rows,), len(first))
             leaving[row[is_here][leaves]] = leaves.nonzero().flatten()
-            entering = SequenceLayout._checked((rows, width), first[enters], last[enters], offset[enters])
             spans = torch.zeros(rows, dtype=torch.bool)
             spans[row[is_here][enters & leaves]] = True
-            sharded.crossing = Crossing(self, enters, entering, leaving, spans)
+            sharded.crossing = Crossing(self, enters, leaving, spans, _tail_of(sharded, leaves))
         return sharded
 
 
@@ -96,21 +96,31 @@ class Crossing:
     Attributes:
         context: the ranks.
         enters: (S,) bool, whether a document began on an earlier rank.
-        entering: the layout of these documents alone.
         leaving: (B,) the document of each row that goes on on the next rank; S: none.
         spans: (B,) bool, whether one document fills all columns and does both.
+        tail: the layout of the leaving documents alone, in the last columns, as many as they need.
     """
 
     context: ContextParallel
     enters: Tensor
-    entering: SequenceLayout
     leaving: Tensor
     spans: Tensor
+    tail: SequenceLayout
 
     def moved(self, move: Callable[[Any], Any]) -> Crossing:
         """Return a copy whose tensors and layout are moved."""
         movable = [field.name for field in fields(self) if field.name != "context"]
         return replace(self, **{name: move(getattr(self, name)) for name in movable})
+
+
+def _tail_of(layout: SequenceLayout, leaves: Tensor) -> SequenceLayout:
+    """Return the layout of the documents (S,) that leave alone, in the last columns, as many as they need."""
+    rows, width = layout.shape
+    starts, ends, row = layout.starts[leaves].long(), layout.ends[leaves].long(), layout.rows[leaves]
+    columns = int((ends - starts).max()) if len(starts) else 1
+    # From the rank's slots to those of its last columns.
+    moved = (row + 1) * (columns - width)
+    return SequenceLayout._checked((rows, columns), starts + moved, ends + moved, layout.offsets[leaves].long())
 
 
 class _Gather(torch.autograd.Function):
@@ -143,38 +153,57 @@ def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | No
     implementation = choose(backend, a[0].device, operator)
     if a.layout.crossing is None:
         return implementation(a)
-    expect(a.initial_state is None and not a.return_final_state, "state", "None where ranks share rows", "some")
+    expect_no_state(a.initial_state, a.return_final_state)
     shared = _convolve if operator == "conv1d_pack" else _scan
     return shared(a, a.layout.crossing, implementation), None
 
 
+def expect_no_state(given: Any, is_returned: bool) -> None:
+    """Raise ValueError for states in or out of shared rows."""
+    expect(given is None and not is_returned, "state", "None where ranks share rows", "some")
+
+
 def _convolve(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
-    """Convolve: a document that enters reads its last inputs on the rank before."""
+    """Convolve from what enters."""
+    return implementation(a._replace(initial_state=entering_inputs(a, crossing)))[0]
+
+
+def _scan(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
+    """Scan from what enters."""
+    columns = crossing.tail.shape[1]
+    tail = {name: getattr(a, name)[:, -columns:] for name in (a._fields[0], "delta", "B", "C")}
+    entered = entering_states(a._replace(**tail), a.layout, implementation)
+    return implementation(a._replace(initial_state=entered))[0]
+
+
+def entering_inputs(a: Any, crossing: Crossing) -> Tensor:
+    """Return a convolution's initial states (S, D, W-1): of a document that enters its last inputs on the rank before."""
     before = a.weight.shape[1] - 1
     leaves = a.layout.documents[:, -before:] == crossing.leaving[:, None]
     last_inputs = torch.where(leaves[..., None], a.x[:, -before:], 0).transpose(1, 2)
     # Into rank 0 nothing enters, so that it may read any rank's.
     of_rank_before = _Gather.apply(last_inputs, crossing.context.group)[crossing.context.rank - 1]
-    initial_state = torch.where(crossing.enters[:, None, None], of_rank_before[a.layout.rows], 0)
-    return implementation(a._replace(initial_state=initial_state))[0]
+    return torch.where(crossing.enters[:, None, None], of_rank_before[a.layout.rows], 0)
 
 
-def _scan(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
-    """Scan: a document that enters starts from the state in which it left the ranks before."""
-    y, states = implementation(a._replace(z=None, return_final_state=True))
-    # What a row hands on: the state of its document that leaves, started from zero here, and the
-    # factor by which that document's columns here shrink what enters, if it fills them all.
-    added = torch.cat([states, states.new_zeros(1, *states.shape[1:])])[crossing.leaving]
-    remains = torch.where(_spread(crossing.spans, added), _remaining(a, crossing), 0).expand_as(added)
-    entered = _combine(added, remains, crossing)
-    # Those of documents that enter now.
-    entering = crossing.entering
-    inputs: dict[str, Any] = {a._fields[0]: torch.zeros_like(a[0]), "D": None, "z": None}
-    inputs |= {"layout": entering, "initial_state": entered[entering.rows]}
-    if "offsets" in a._fields:
-        inputs["offsets"] = entering.offsets
-    y = y + implementation(a._replace(**inputs))[0]
-    return y if a.z is None else y * F.silu(a.z)
+def entering_states(tail: Any, layout: SequenceLayout, implementation: Callable) -> Tensor:
+    """Return a scan's initial states (S, ...): of a document that enters that in which it left the ranks before.
+
+    Args:
+        tail: the scan's arguments, its activations in the columns of ``crossing.tail``.
+        layout: of the rank's columns.
+        implementation: of the scan.
+    """
+    crossing: Crossing = layout.crossing
+    of_documents: dict[str, Any] = {"layout": crossing.tail, "offsets": crossing.tail.offsets}
+    here = {name: value for name, value in of_documents.items() if name in tail._fields}
+    _, states = implementation(tail._replace(D=None, z=None, initial_state=None, return_final_state=True, **here))
+    # What a row hands on: its leaving document's state, started from zero here, and the factor by
+    # which that document's columns here shrink what enters, if it fills them all.
+    added = states.new_zeros(len(crossing.leaving), *states.shape[1:]).index_copy(0, crossing.tail.rows.long(), states)
+    remains = torch.where(_spread(crossing.spans, added), _remaining(tail, crossing), 0).expand_as(added)
+    entered = _combine(added, remains, crossing)[layout.rows]
+    return torch.where(_spread(crossing.enters, entered), entered, 0)
 
 
 def _combine(added: Tensor, remains: Tensor, crossing: Crossing) -> Tensor:
@@ -229,5 +258,5 @@ def _spread(flags: Tensor, like: Tensor) -> Tensor:
 
 
 # Not traced, as by torch.compiler.disable, which imports the compiler: seconds.
-for function in (_convolve, _scan, sum_before, first_after):
+for function in (_convolve, _scan, entering_inputs, entering_states, sum_before, first_after):
     vars(function)["_torchdynamo_disable"] = True

@@ -12,7 +12,6 @@ The skip's parameter is called D, too, as in ``ssd_pack``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -124,9 +123,34 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
     computes the norm again; it keeps the convolution's and the scan's output.
     """
     if a.conv_layout.crossing or a.ssm_layout.crossing:
-        run = partial(context_parallel.run, backend=backend)
-        return Mamba2Outputs(*compose(a, partial(run, "conv1d_pack"), partial(run, "ssd_pack")))
+        a = _start_from_ranks_before(a, backend)
     return Mamba2Outputs(*choose(backend, a.projected.device, "mamba2_inner")(a))
+
+
+def _start_from_ranks_before(a: Mamba2Arguments, backend: str | None) -> Mamba2Arguments:
+    """Return the arguments with initial states of documents that began on the ranks before."""
+    context_parallel.expect_no_state(a.ssm_state, a.return_state)
+    conv1d_pack, ssd_pack = (choose(backend, a.projected.device, name) for name in ("conv1d_pack", "ssd_pack"))
+    if a.conv_layout.crossing:
+        of_conv = conv.of_layer(a, a.parts(a.projected)[1])
+        a = a._replace(conv_state=context_parallel.entering_inputs(of_conv, a.conv_layout.crossing))
+    if a.ssm_layout.crossing:
+        # The scan's inputs in the columns of the documents that leave.
+        tail = a.ssm_layout.crossing.tail
+        columns = tail.shape[1]
+        of_tail = a
+        if a.conv_layout is a.ssm_layout:
+            leaving = a.ssm_layout.crossing.leaving[tail.rows]
+            conv_state = a.conv_state[leaving]
+            of_tail = a._replace(projected=a.projected[:, -columns:], conv_layout=tail, conv_state=conv_state)
+        _, xBC, delta = of_tail.parts(of_tail.projected)
+        convolved, _ = conv1d_pack(conv.of_layer(of_tail, xBC))
+        of_scan = a.scan(convolved[:, -columns:], delta[:, -columns:])
+        a = a._replace(ssm_state=context_parallel.entering_states(of_scan, a.ssm_layout, ssd_pack))
+    return a
+
+
+vars(_start_from_ranks_before)["_torchdynamo_disable"] = True
 
 
 def compose(

@@ -10,6 +10,8 @@ from processes import run_ranks
 
 # Rows of 24 slots in 2 or 4 shares: documents that fill several shares, end at an edge, begin just before one; padding.
 LENGTHS = [[24], [5, 1, 17], [12, 6], [2, 3, 7, 4, 8]]
+# None fills a share, so that ranks hand on what their last columns alone give.
+SHORT = [[11, 5, 8], [3, 12, 9], [2, 3, 7, 4, 8], [8, 5, 2]]
 
 
 def model_of(kind, dtype=torch.float64):
@@ -43,19 +45,26 @@ def leave():
 def compare(mixer):
     """Compare a model on this rank's columns with the whole model, in one rank's process."""
     context = join()
-    layout, tokens, weights = batch_of()
-    whole, shared = model_of(mixer), model_of(mixer)
-    expected = whole(tokens, layout=layout)
-    (expected * weights).sum().backward()
-    local = context.shard(layout)
-    logits = shared(context.columns(tokens), layout=local)
-    share = slice(context.rank * 24 // context.size, (context.rank + 1) * 24 // context.size)
-    (logits * weights[:, share]).sum().backward()
-    is_token = local.documents >= 0
-    torch.testing.assert_close(logits[is_token], expected[:, share][is_token], rtol=1e-10, atol=1e-10)
-    for parameter, one in zip(shared.parameters(), whole.parameters()):
-        torch.distributed.all_reduce(parameter.grad)
-        torch.testing.assert_close(parameter.grad, one.grad, rtol=1e-9, atol=1e-10)
+    of_scan_and_conv = [(LENGTHS, LENGTHS), (SHORT, SHORT)]
+    if mixer in ("mamba1", "mamba2"):
+        of_scan_and_conv += [(LENGTHS, SHORT), (SHORT, LENGTHS)]
+    for lengths, conv_lengths in of_scan_and_conv:
+        layout, tokens, weights = batch_of(lengths)
+        conv_layout = layout if conv_lengths is lengths else batch_of(conv_lengths)[0]
+        weights = weights * (conv_layout.documents >= 0)[..., None]
+        whole, shared = model_of(mixer), model_of(mixer)
+        expected = whole(tokens, layout=layout, conv_layout=conv_layout)
+        (expected * weights).sum().backward()
+        local = context.shard(layout)
+        local_conv = local if conv_layout is layout else context.shard(conv_layout)
+        logits = shared(context.columns(tokens), layout=local, conv_layout=local_conv)
+        share = slice(context.rank * 24 // context.size, (context.rank + 1) * 24 // context.size)
+        (logits * weights[:, share]).sum().backward()
+        is_token = (local.documents >= 0) & (local_conv.documents >= 0)
+        torch.testing.assert_close(logits[is_token], expected[:, share][is_token], rtol=1e-10, atol=1e-10)
+        for parameter, one in zip(shared.parameters(), whole.parameters()):
+            torch.distributed.all_reduce(parameter.grad)
+            torch.testing.assert_close(parameter.grad, one.grad, rtol=1e-9, atol=1e-10)
     leave()
 
 

@@ -342,7 +342,7 @@ def _stretch(layout: Any, rank: int) -> Any:
         return layout
     crossing = layout.crossing
     if crossing is not None:
-        crossing = replace(crossing, entering=_stretch(crossing.entering, rank))
+        crossing = replace(crossing, tail=_stretch(crossing.tail, rank))
     rows, row_length = layout.shape
     return replace(
         layout,
