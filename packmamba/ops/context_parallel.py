@@ -3,11 +3,11 @@
 Rank r of R holds columns r L / R to (r + 1) L / R of every row. A document that crosses an edge
 needs two things of the ranks before: the convolution's last inputs, which the neighbour has, and
 the recurrence's state, which depends on all of them. The recurrence is linear in its state. So each
-rank first scans the documents that leave it, and them alone, from zero. It hands on their states,
-and the factors by which their columns there shrink what enters; every rank combines what it was
+rank first computes the states of the documents that leave it, from zero, and hands them on, with
+the factors by which their columns there shrink what enters; every rank combines what it was
 handed in the order of ranks. Then it runs the operator on its columns, with what entered as initial
-states. No rank waits for another's scan. A document that fills a rank is scanned twice there;
-documents that cross no edge cost nothing.
+states. No rank waits for another's scan. Documents that cross no edge cost nothing. Of one that
+leaves Mamba-2's state is a product over its tokens; Mamba-1's takes a scan.
 
 What is exchanged is of a state's size, a row and layer: (R, B, H, P, N) of Mamba-2.
 
@@ -85,7 +85,7 @@ class ContextParallel:
             leaving[row[is_here][leaves]] = leaves.nonzero().flatten()
             spans = torch.zeros(rows, dtype=torch.bool)
             spans[row[is_here][enters & leaves]] = True
-            sharded.crossing = Crossing(self, enters, leaving, spans, _tail_of(sharded, leaves))
+            sharded.crossing = Crossing(self, enters.nonzero().flatten(), leaving, spans, _tail_of(sharded, leaves))
         return sharded
 
 
@@ -95,14 +95,14 @@ class Crossing:
 
     Attributes:
         context: the ranks.
-        enters: (S,) bool, whether a document began on an earlier rank.
+        entering: the documents that began on an earlier rank, at most one a row.
         leaving: (B,) the document of each row that goes on on the next rank; S: none.
         spans: (B,) bool, whether one document fills all columns and does both.
         tail: the layout of the leaving documents alone, in the last columns, as many as they need.
     """
 
     context: ContextParallel
-    enters: Tensor
+    entering: Tensor
     leaving: Tensor
     spans: Tensor
     tail: SequenceLayout
@@ -183,7 +183,7 @@ def entering_inputs(a: Any, crossing: Crossing) -> Tensor:
     last_inputs = torch.where(leaves[..., None], a.x[:, -before:], 0).transpose(1, 2)
     # Into rank 0 nothing enters, so that it may read any rank's.
     of_rank_before = _Gather.apply(last_inputs, crossing.context.group)[crossing.context.rank - 1]
-    return torch.where(crossing.enters[:, None, None], of_rank_before[a.layout.rows], 0)
+    return _of_documents(of_rank_before, a.layout)
 
 
 def entering_states(tail: Any, layout: SequenceLayout, implementation: Callable) -> Tensor:
@@ -192,18 +192,61 @@ def entering_states(tail: Any, layout: SequenceLayout, implementation: Callable)
     Args:
         tail: the scan's arguments, its activations in the columns of ``crossing.tail``.
         layout: of the rank's columns.
-        implementation: of the scan.
+        implementation: of the scan, for Mamba-1.
     """
     crossing: Crossing = layout.crossing
-    of_documents: dict[str, Any] = {"layout": crossing.tail, "offsets": crossing.tail.offsets}
-    here = {name: value for name, value in of_documents.items() if name in tail._fields}
-    _, states = implementation(tail._replace(D=None, z=None, initial_state=None, return_final_state=True, **here))
+    # Of other documents nothing is read: they may hold NaN.
+    is_leaving = crossing.tail.documents >= 0
+    step = torch.where(_spread(is_leaving, tail.delta), tail.delta, 0).to(tail.A.dtype)
+    if tail.delta_bias is not None:
+        step = step + tail.delta_bias
+    if tail.delta_softplus:
+        step = F.softplus(step)
+    limit = getattr(tail, "delta_limit", None)
+    step = step if limit is None else step.clamp(*limit)
+    step = torch.where(_spread(is_leaving, step), step, 0)
     # What a row hands on: its leaving document's state, started from zero here, and the factor by
     # which that document's columns here shrink what enters, if it fills them all.
-    added = states.new_zeros(len(crossing.leaving), *states.shape[1:]).index_copy(0, crossing.tail.rows.long(), states)
-    remains = torch.where(_spread(crossing.spans, added), _remaining(tail, crossing), 0).expand_as(added)
-    entered = _combine(added, remains, crossing)[layout.rows]
-    return torch.where(_spread(crossing.enters, entered), entered, 0)
+    total = step.sum(1)
+    if tail.A.dim() == 1:
+        added = _states_of_mamba2(tail, step, crossing.tail)
+        shrunk = torch.exp(total * tail.A)[..., None, None]
+    else:
+        alone = {"D": None, "z": None, "layout": crossing.tail, "return_final_state": True}
+        _, states = implementation(tail._replace(**alone))
+        added = states.new_zeros(len(is_leaving), *states.shape[1:])
+        added = added.index_copy(0, crossing.tail.rows.long(), states)
+        shrunk = torch.exp(total[..., None] * tail.A)
+    remains = torch.where(_spread(crossing.spans, added), shrunk, 0).expand_as(added)
+    return _of_documents(_combine(added, remains, crossing), layout)
+
+
+def _states_of_mamba2(tail: Any, step: Tensor, layout: SequenceLayout) -> Tensor:
+    """Return the state of each row's leaving document, (B, H, P, N), from zero: of each token what the later ones leave.
+
+    Args:
+        tail: as of ``entering_states``.
+        step: (B, L, H), step sizes, zero at padding.
+        layout: of these documents alone.
+    """
+    x, B = tail.x, tail.B
+    if layout.num_tokens < layout.documents.numel():
+        is_token = layout.documents >= 0
+        x, B = (torch.where(_spread(is_token, tensor), tensor, 0) for tensor in (x, B))
+    # Along the last dimension, where a GPU sums in parallel.
+    decay = (step * tail.A).transpose(1, 2)
+    after = F.pad(decay[..., 1:], (0, 1)).flip(2).cumsum(2).flip(2)
+    weight = step * torch.exp(after).transpose(1, 2)
+    weighted = x * weight[..., None].to(x.dtype)
+    by_group = weighted.unflatten(2, (B.shape[2], -1))
+    return torch.einsum("blgkp,blgn->bgkpn", by_group, B).flatten(1, 2).to(step.dtype)
+
+
+def _of_documents(of_rows: Tensor, layout: SequenceLayout) -> Tensor:
+    """Give documents that enter what entered their row (B, ...), others 0: (S, ...)."""
+    entering = layout.crossing.entering
+    entered = of_rows.index_select(0, layout.rows[entering])
+    return of_rows.new_zeros(len(layout.starts), *of_rows.shape[1:]).index_copy(0, entering, entered)
 
 
 def _combine(added: Tensor, remains: Tensor, crossing: Crossing) -> Tensor:
@@ -226,8 +269,7 @@ def sum_before(numbers: Tensor, layout: SequenceLayout) -> Tensor:
     leaves = _spread(layout.documents == crossing.leaving[:, None], numbers)
     added = torch.where(leaves, numbers, 0).sum(1)
     spans = _spread(crossing.spans, added).to(added.dtype).expand_as(added)
-    entered = _combine(added, spans, crossing)[layout.rows]
-    return torch.where(_spread(crossing.enters, entered), entered, 0)
+    return _of_documents(_combine(added, spans, crossing), layout)
 
 
 def first_after(tensor: Tensor, layout: SequenceLayout) -> Tensor:
@@ -237,19 +279,6 @@ def first_after(tensor: Tensor, layout: SequenceLayout) -> Tensor:
     of_rank_after = _Gather.apply(tensor[:, :1], context.group)[(context.rank + 1) % context.size]
     leaves = layout.documents[:, -1:] == layout.crossing.leaving[:, None]
     return torch.where(_spread(leaves, tensor), of_rank_after, 0)
-
-
-def _remaining(a: Any, crossing: Crossing) -> Tensor:
-    """Compute the factor of a state that is left after all columns (B, D, N), or (B, H, 1, 1) of Mamba-2."""
-    # Of other rows nothing is read: they may hold NaN.
-    step = torch.where(_spread(crossing.spans, a.delta), a.delta, 0).to(a.A.dtype)
-    if a.delta_bias is not None:
-        step = step + a.delta_bias
-    if a.delta_softplus:
-        step = F.softplus(step)
-    limit = getattr(a, "delta_limit", None)
-    total = step.sum(1) if limit is None else step.clamp(*limit).sum(1)
-    return torch.exp(total[..., None] * a.A if a.A.dim() == 2 else (total * a.A)[..., None, None])
 
 
 def _spread(flags: Tensor, like: Tensor) -> Tensor:
