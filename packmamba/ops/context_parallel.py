@@ -3,11 +3,11 @@
 Rank r of R holds columns r L / R to (r + 1) L / R of every row. A document that crosses an edge
 needs two things of the ranks before: the convolution's last inputs, which the neighbour has, and
 the recurrence's state, which depends on all of them. The recurrence is linear in its state. So each
-rank first computes the states of the documents that leave it, from zero, and hands them on, with
-the factors by which their columns there shrink what enters; every rank combines what it was
+rank first scans the documents that leave it, and them alone, from zero. It hands on their states,
+and the factors by which their columns there shrink what enters; every rank combines what it was
 handed in the order of ranks. Then it runs the operator on its columns, with what entered as initial
-states. No rank waits for another's scan. Documents that cross no edge cost nothing. Of one that
-leaves Mamba-2's state is a product over its tokens; Mamba-1's takes a scan.
+states. No rank waits for another's scan. A document that leaves is scanned twice there; documents
+that cross no edge cost nothing.
 
 What is exchanged is of a state's size, a row and layer: (R, B, H, P, N) of Mamba-2.
 
@@ -154,8 +154,8 @@ def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | No
     if a.layout.crossing is None:
         return implementation(a)
     expect_no_state(a.initial_state, a.return_final_state)
-    shared = _convolve if operator == "conv1d_pack" else _scan
-    return shared(a, a.layout.crossing, implementation), None
+    entered = entering_inputs(a) if operator == "conv1d_pack" else entering_states(a, implementation)
+    return implementation(a._replace(initial_state=entered))
 
 
 def expect_no_state(given: Any, is_returned: bool) -> None:
@@ -163,21 +163,9 @@ def expect_no_state(given: Any, is_returned: bool) -> None:
     expect(given is None and not is_returned, "state", "None where ranks share rows", "some")
 
 
-def _convolve(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
-    """Convolve from what enters."""
-    return implementation(a._replace(initial_state=entering_inputs(a, crossing)))[0]
-
-
-def _scan(a: Any, crossing: Crossing, implementation: Callable) -> Tensor:
-    """Scan from what enters."""
-    columns = crossing.tail.shape[1]
-    tail = {name: getattr(a, name)[:, -columns:] for name in (a._fields[0], "delta", "B", "C")}
-    entered = entering_states(a._replace(**tail), a.layout, implementation)
-    return implementation(a._replace(initial_state=entered))[0]
-
-
-def entering_inputs(a: Any, crossing: Crossing) -> Tensor:
+def entering_inputs(a: Any) -> Tensor:
     """Return a convolution's initial states (S, D, W-1): of a document that enters its last inputs on the rank before."""
+    crossing: Crossing = a.layout.crossing
     before = a.weight.shape[1] - 1
     leaves = a.layout.documents[:, -before:] == crossing.leaving[:, None]
     last_inputs = torch.where(leaves[..., None], a.x[:, -before:], 0).transpose(1, 2)
@@ -186,60 +174,41 @@ def entering_inputs(a: Any, crossing: Crossing) -> Tensor:
     return _of_documents(of_rank_before, a.layout)
 
 
-def entering_states(tail: Any, layout: SequenceLayout, implementation: Callable) -> Tensor:
+def entering_states(a: Any, implementation: Callable) -> Tensor:
     """Return a scan's initial states (S, ...): of a document that enters that in which it left the ranks before.
 
     Args:
-        tail: the scan's arguments, its activations in the columns of ``crossing.tail``.
-        layout: of the rank's columns.
-        implementation: of the scan, for Mamba-1.
+        a: the scan's arguments; of its activations the last columns, as many as ``crossing.tail`` has, are enough.
+        implementation: of the scan.
     """
-    crossing: Crossing = layout.crossing
-    # Of other documents nothing is read: they may hold NaN.
-    is_leaving = crossing.tail.documents >= 0
-    step = torch.where(_spread(is_leaving, tail.delta), tail.delta, 0).to(tail.A.dtype)
-    if tail.delta_bias is not None:
-        step = step + tail.delta_bias
-    if tail.delta_softplus:
-        step = F.softplus(step)
-    limit = getattr(tail, "delta_limit", None)
-    step = step if limit is None else step.clamp(*limit)
-    step = torch.where(_spread(is_leaving, step), step, 0)
+    crossing: Crossing = a.layout.crossing
+    tail = crossing.tail
+    columns = tail.shape[1]
+    of_tail = {name: getattr(a, name)[:, -columns:] for name in (a._fields[0], "delta", "B", "C")}
+    of_tail |= {"layout": tail, "D": None, "z": None, "return_final_state": True}
+    if "offsets" in a._fields:
+        of_tail["offsets"] = tail.offsets
+    _, states = implementation(a._replace(**of_tail))
     # What a row hands on: its leaving document's state, started from zero here, and the factor by
     # which that document's columns here shrink what enters, if it fills them all.
-    total = step.sum(1)
-    if tail.A.dim() == 1:
-        added = _states_of_mamba2(tail, step, crossing.tail)
-        shrunk = torch.exp(total * tail.A)[..., None, None]
-    else:
-        alone = {"D": None, "z": None, "layout": crossing.tail, "return_final_state": True}
-        _, states = implementation(tail._replace(**alone))
-        added = states.new_zeros(len(is_leaving), *states.shape[1:])
-        added = added.index_copy(0, crossing.tail.rows.long(), states)
-        shrunk = torch.exp(total[..., None] * tail.A)
-    remains = torch.where(_spread(crossing.spans, added), shrunk, 0).expand_as(added)
-    return _of_documents(_combine(added, remains, crossing), layout)
+    added = states.new_zeros(len(crossing.leaving), *states.shape[1:])
+    added = added.index_copy(0, tail.rows.long(), states)
+    remains = torch.where(_spread(crossing.spans, added), _shrinkage(a, tail), 0).expand_as(added)
+    return _of_documents(_combine(added, remains, crossing), a.layout)
 
 
-def _states_of_mamba2(tail: Any, step: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return the state of each row's leaving document, (B, H, P, N), from zero: of each token what the later ones leave.
-
-    Args:
-        tail: as of ``entering_states``.
-        step: (B, L, H), step sizes, zero at padding.
-        layout: of these documents alone.
-    """
-    x, B = tail.x, tail.B
-    if layout.num_tokens < layout.documents.numel():
-        is_token = layout.documents >= 0
-        x, B = (torch.where(_spread(is_token, tensor), tensor, 0) for tensor in (x, B))
-    # Along the last dimension, where a GPU sums in parallel.
-    decay = (step * tail.A).transpose(1, 2)
-    after = F.pad(decay[..., 1:], (0, 1)).flip(2).cumsum(2).flip(2)
-    weight = step * torch.exp(after).transpose(1, 2)
-    weighted = x * weight[..., None].to(x.dtype)
-    by_group = weighted.unflatten(2, (B.shape[2], -1))
-    return torch.einsum("blgkp,blgn->bgkpn", by_group, B).flatten(1, 2).to(step.dtype)
+def _shrinkage(a: Any, tail: SequenceLayout) -> Tensor:
+    """Compute the factor that is left of a state after the documents of the tail: (B, D, N), or (B, H, 1, 1) of Mamba-2."""
+    # Of other documents nothing is read: they may hold NaN.
+    delta = a.delta[:, -tail.shape[1] :]
+    step = torch.where(_spread(tail.documents >= 0, delta), delta, 0).to(a.A.dtype)
+    if a.delta_bias is not None:
+        step = step + a.delta_bias
+    if a.delta_softplus:
+        step = F.softplus(step)
+    limit = getattr(a, "delta_limit", None)
+    total = step.sum(1) if limit is None else step.clamp(*limit).sum(1)
+    return torch.exp(total[..., None] * a.A if a.A.dim() == 2 else (total * a.A)[..., None, None])
 
 
 def _of_documents(of_rows: Tensor, layout: SequenceLayout) -> Tensor:
@@ -287,5 +256,5 @@ def _spread(flags: Tensor, like: Tensor) -> Tensor:
 
 
 # Not traced, as by torch.compiler.disable, which imports the compiler: seconds.
-for function in (_convolve, _scan, entering_inputs, entering_states, sum_before, first_after):
+for function in (entering_inputs, entering_states, sum_before, first_after):
     vars(function)["_torchdynamo_disable"] = True

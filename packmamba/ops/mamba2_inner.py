@@ -131,24 +131,22 @@ def _start_from_ranks_before(a: Mamba2Arguments, backend: str | None) -> Mamba2A
     """Return the arguments with initial states of documents that began on the ranks before."""
     context_parallel.expect_no_state(a.ssm_state, a.return_state)
     conv1d_pack, ssd_pack = (choose(backend, a.projected.device, name) for name in ("conv1d_pack", "ssd_pack"))
-    conv_state = None
     if a.conv_layout.crossing:
-        of_conv = conv.of_layer(a, a.parts(a.projected)[1])
-        conv_state = context_parallel.entering_inputs(of_conv, a.conv_layout.crossing)
-        a = a._replace(conv_state=conv_state)
+        a = a._replace(conv_state=context_parallel.entering_inputs(conv.of_layer(a, a.parts(a.projected)[1])))
     if a.ssm_layout.crossing:
-        # The scan's inputs in the columns of the documents that leave.
-        tail = a.ssm_layout.crossing.tail
-        columns = tail.shape[1]
         of_tail = a
-        if conv_state is not None and a.conv_layout is a.ssm_layout:
+        if a.conv_layout is a.ssm_layout:
+            # Only the documents that leave are convolved.
+            tail = a.ssm_layout.crossing.tail
             leaving = a.ssm_layout.crossing.leaving[tail.rows]
-            projected = a.projected[:, -columns:]
-            of_tail = a._replace(projected=projected, conv_layout=tail, conv_state=conv_state[leaving])
+            of_tail = a._replace(
+                projected=a.projected[:, -tail.shape[1] :],
+                conv_layout=tail,
+                conv_state=None if a.conv_state is None else a.conv_state[leaving],
+            )
         _, xBC, delta = of_tail.parts(of_tail.projected)
         convolved, _ = conv1d_pack(conv.of_layer(of_tail, xBC))
-        of_scan = a.scan(convolved[:, -columns:], delta[:, -columns:])
-        a = a._replace(ssm_state=context_parallel.entering_states(of_scan, a.ssm_layout, ssd_pack))
+        a = a._replace(ssm_state=context_parallel.entering_states(a.scan(convolved, delta), ssd_pack))
     return a
 
 
