@@ -1,0 +1,56 @@
+"""Triton's kernels of ssd_pack on a CPU, by Triton's interpreter: what can be tested of them without a GPU.
+
+Needs triton, which a PyTorch with CUDA brings along, and a NumPy that Triton 3.6's interpreter can work with (before 2.4).
+"""
+
+import contextlib
+import importlib.util
+import os
+import subprocess
+import sys
+from unittest.mock import Mock
+
+import numpy
+import pytest
+import torch
+
+CAN_INTERPRET = importlib.util.find_spec("triton") and numpy.lib.NumpyVersion(numpy.__version__) < "2.4.0"
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CAN_INTERPRET, reason="pip install triton 'numpy<2.4'")]
+
+# Documents of one token, of a chunk, of several; padding. The long one has two segments.
+LENGTHS = [[70, 1, 129], [], [128, 60]]
+
+
+@pytest.mark.parametrize("case", ["float32", "float16", "groups", "long"])
+def test_interpreted_kernels_equal_the_loops(case):
+    # The interpreter is chosen when Triton is imported.
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    run = subprocess.run([sys.executable, __file__, case], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
+def interpret(name):
+    """Hold one case against the loops in float64, on CPU tensors."""
+    from operators import assert_results, random_case
+    from packmamba import SequenceLayout
+    from packmamba.ops import backends, ssd, ssd_triton
+
+    # No GPU: one stream, no descriptors, and nothing is captured.
+    torch._C._cuda_isCurrentStreamCapturing = lambda: False
+    torch.cuda.current_stream = ssd_triton._second_stream = lambda device: Mock()
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    ssd_triton.Problem.described = lambda self, *_, **__: self.tile
+    ssd._kernels = lambda x: ssd_triton
+    backends._implementations["cpu", "ssd_pack"] = ssd.compiled
+
+    layout = SequenceLayout.from_lengths(*{"long": ([[2100]], 2110)}.get(name, (LENGTHS, 200)))
+    dtype = torch.float16 if name == "float16" else torch.float32
+    channels, headdim = (4, 20) if name == "groups" else (2, 16)
+    case = random_case(
+        "ssd_pack", layout, dtype, channels=channels, headdim=headdim, d_state=16, optional=name != "long"
+    )
+    assert_results(case, "cpu", dtype, case.specification())
+
+
+if __name__ == "__main__":
+    interpret(sys.argv[1])
