@@ -11,14 +11,15 @@ import csv
 import importlib.util
 import io
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from experiments.by_name import DONE, experiments, find, finished, kinds_of, module, run_bench
-from packmamba.config import ConfigError, suggest
+from experiments.by_name import DONE, experiments, find, finished, kinds_of, load_bench, module, run_bench
+from packmamba.config import ConfigError, need, suggest
 from packmamba.config.load import read_yaml
 from packmamba.files import write_whole
 from packmamba.lab.records import check_writable, read_records
@@ -51,9 +52,10 @@ class Headline(NamedTuple):
     alone: str = ""
 
 
-def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
+def reproduce(what: str, overrides: Sequence[str] = ()) -> None:
     """Make the records of an experiment or step, and compare; without a name, list costs."""
     if not what:
+        need(not overrides, "reproduce", "an experiment, or nothing to list costs", " ".join(overrides))
         print("\n".join(costs()))
         return
     keys = [override for override in overrides if not override.startswith(("scale=", "output="))]
@@ -68,10 +70,11 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
         raise ConfigError(f"expected a step of {question}, got '{name}'{suggest(name, known)}")
     small = options.get("scale") == "small"
     steps = [step for step in declared.STEPS if name in ("", Path(step.file).stem) and (step.small or not small)]
-    output = Path(options.get("output", f"runs/reproduce/{question}{'-small' if small else ''}"))
+    output = Path(options.get("output") or f"runs/reproduce/{question}{'-small' if small else ''}")
     check_writable(output, "output")
-    output.mkdir(parents=True, exist_ok=True)
     done = finished(output) or [f"{question}/"]
+    # All are loaded first: a wrong key of the last is refused before the first runs for hours.
+    to_run: dict[str, Callable[[], Any]] = {}
     for number, step in enumerate(steps, start=1):
         added = [*step.overrides, *(step.small if small else ()), *keys]
         title = " ".join([f"{question}/{step.file}", *added])
@@ -79,9 +82,12 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
         state = ": done before" if title in done else f": left out, as it needs {lacking}" if lacking else ""
         print(f"[{number}/{len(steps)}] {title}{state}", flush=True)
         if not state:
-            run_step(folder / step.file, added, output)
-            done.append(title)
-            write_whole(output / DONE, json.dumps(done, indent=1).encode())
+            to_run[title] = load_step(folder / step.file, added, output)
+    for title, run in to_run.items():
+        print(f"Running {title}", flush=True)
+        run()
+        done.append(title)
+        write_whole(output / DONE, json.dumps(done, indent=1).encode())
     if len(done) == 1:
         raise ConfigError(f"{what}: expected a machine with what one of the steps above needs")
     records = with_items(output, read_records(output))
@@ -91,13 +97,13 @@ def reproduce(what: str, overrides: Iterable[str] = ()) -> None:
     print(f"{write_table(table, 'txt')}\nReport: {page}")
 
 
-def run_step(path: Path, overrides: Sequence[str], output: Path) -> None:
-    """Run a bench or sweep, whose records go to ``output``."""
+def load_step(path: Path, overrides: Sequence[str], output: Path) -> Callable[[], Any]:
+    """Check a bench or sweep, whose records go to ``output``; return what runs it. Raises ConfigError."""
     keys = [override.replace("{output}", str(output)) for override in overrides] + [f"output={output}"]
     if "bench" in read_yaml(path):
-        run_bench(path, keys)
-    else:
-        run_sweep(*load_sweep(path, keys))
+        load_bench(path, keys)
+        return partial(run_bench, path, keys)
+    return partial(run_sweep, *load_sweep(path, keys))
 
 
 def missing(step: Step, is_bench: bool, small: bool) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from packmamba.errors import refusing
+
 BOUNDARIES = "packmamba.training.boundary:BOUNDARIES"
 LENGTH_DISTRIBUTIONS = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 MIXERS = "packmamba.nn.mixers:MIXERS"
@@ -200,8 +202,9 @@ class TrainerConfig:
     )
 
     def scheme(self) -> Any:
-        """Make the boundary scheme, with its options."""
-        return registry(BOUNDARIES)[self.boundary](**self.boundary_options)
+        """Make the boundary scheme, with its options. Raises ConfigError."""
+        with refusing(TypeError, prefix="trainer.boundary_options: "):
+            return registry(BOUNDARIES)[self.boundary](**self.boundary_options)
 
 
 @dataclass

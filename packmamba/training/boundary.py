@@ -301,7 +301,8 @@ class FittedNoise(Carry):
 
     def __init__(self, memory: float = 0.99) -> None:
         super().__init__()
-        need(0 <= memory < 1, "memory", "at least 0 and below 1", memory)
+        is_decay = isinstance(memory, float | int) and 0 <= memory < 1
+        need(is_decay, "trainer.boundary_options.memory", "at least 0 and below 1", repr(memory))
         self.memory = memory
         self.reset()
 
@@ -374,8 +375,7 @@ class StatePassingWithinRow(StatefulBoundary):
             return map_states(Tensor.detach, model.start_states(rows))
         # Empty rows were not stored, so the previous
         # batch may have fewer states than this one rows.
-        num_stored = len(self.stored[0][-1])
-        return index_states(self.stored, torch.arange(rows) % num_stored)
+        return index_states(self.stored, torch.arange(rows) % len(self.stored[0][-1]))
 
     def initial_states(self, model: MambaLM, layout: SequenceLayout, incoming: States) -> States:
         """Pass document i of row r the state of row r + i; a row's first document starts fresh."""
@@ -417,8 +417,7 @@ def end_positions(layout: SequenceLayout) -> Tensor:
     """Return where each row's last document ends (B,), -1 for an empty row."""
     last = last_documents(layout)
     holds_document = layout.rows[last] == torch.arange(layout.shape[0], device=layout.device)
-    end = (layout.offsets + layout.lengths)[last]
-    return torch.where(holds_document, end, -1).to(torch.int32)
+    return torch.where(holds_document, (layout.offsets + layout.lengths)[last], -1).to(torch.int32)
 
 
 def row_of(layout: SequenceLayout) -> Tensor:

@@ -161,12 +161,18 @@ class PackedLitModule(lightning.LightningModule):
         return self._trainer is not None and self._trainer.precision == "16-mixed"
 
     def configure_model(self) -> None:
-        """Shard blocks, then the rest, where the Trainer's strategy is FSDP2."""
+        """Shard blocks, then the rest, where the Trainer's strategy is FSDP2. Raises ConfigError."""
         # FSDP2 gathers a block while it computes; what is
         # left (embedding, head, norm) is one more unit.
         if self.device_mesh is not None and not isinstance(self.model, FSDPModule):
+            mesh = self.device_mesh["data_parallel"]
+            # By default Lightning's strategy makes all devices of a node tensor parallel: each
+            # would train weights of its own.
+            sharded = mesh.size() == self.trainer.world_size
+            need(sharded, "strategy", "data_parallel_size to be all devices, tensor_parallel_size 1", mesh.size())
+            need(self.boundary.sharded, "strategy", f"ddp with boundary={self.boundary.name}", "FSDP2")
             for part in (*self.model.backbone.layers, self.model):
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+                fully_shard(part, mesh=mesh)
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Make the optimizer that the configuration names."""

@@ -1,6 +1,7 @@
 """Sources: what they read, what they hold out, what they refuse."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -82,6 +83,25 @@ def test_text_reads_every_visible_file_in_the_order_of_its_name_and_holds_out_by
     assert [one.held_out for one in read(of(tmp_path, "text"))] == [one.held_out for one in found]
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     assert "picture.png" in refused(of(tmp_path, "text"))
+
+
+def test_folders_that_are_not_read_are_named(tmp_path, monkeypatch):
+    folder, scandir = tmp_path / "texts", os.scandir
+    for name in ("texts/closed", "others"):
+        (tmp_path / name).mkdir(parents=True)
+    write_lines(folder / "a.jsonl")
+    (folder / "linked").symlink_to(tmp_path / "others")
+    with pytest.warns(UserWarning, match="texts/linked"):
+        open_source(of(folder))
+
+    def without_permission(path):
+        if Path(path).name == "closed":
+            raise PermissionError(13, "Permission denied", str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", without_permission)
+    with pytest.raises(ConfigError, match=r"^data\.path: .*texts/closed"):
+        open_source(of(folder))
 
 
 @pytest.fixture

@@ -114,6 +114,7 @@ def test_steps_from_nothing(toy, tmp_path, monkeypatch, capsys):
     assert re.search(r"toy: the answer +1 +4 \[3, 5\] +2 +0.50 +outside", printed)
     page = (output / "report.html").read_text()
     assert "Headline numbers" in page.partition("</table>")[0] and ">outside<" in page
+    assert run.main(["reproduce", "toy", "output="]) == 0 and not (tmp_path / "report.html").exists()
     assert run.main(["reproduce", "toy", "scale=small", "output=mine"]) == 0
     assert read_records(tmp_path / "mine")[0]["metrics"]["answer"] == 3
     assert "outside" not in (tmp_path / "mine" / "tables" / "headlines.md").read_text()
@@ -121,6 +122,13 @@ def test_steps_from_nothing(toy, tmp_path, monkeypatch, capsys):
     assert run.main(["reproduce"]) == 0
     assert re.search(r"^toy +GPU +5 minutes$", capsys.readouterr().out, re.MULTILINE)
     assert run.main(["reproduce", "toy/nothing"]) == 2 and run.main(["reproduce", "toy", "scale=tiny"]) == 2
+
+
+def test_wrong_keys_are_refused_before_the_first_step(toy, tmp_path, capsys):
+    (toy / "reproduce.py").write_text(REPRODUCE.replace('answer=5",), gpus=1', 'answer=0",)'))
+    assert run.main(["reproduce", "toy", "output=mine"]) == 2 and not (tmp_path / "mine").exists()
+    assert "answer: expected at least 1" in capsys.readouterr().err
+    assert run.main(["reproduce", "scale=small"]) == 2 and "scale=small" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["reproduce", "bench"])

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from packmamba.config import ConfigError, TrainerConfig
 from packmamba.evaluation.language_modeling import token_losses
 from packmamba.evaluation.packed_forward import TrainingLayoutReader
 from packmamba.training.boundary import BOUNDARIES, Carry, Reset, flatten_states
@@ -159,6 +160,12 @@ def test_carry_refuses_states_of_another_position(tmp_path):
             module.loss(batch, carry)
         with pytest.raises(ValueError, match="expected documents to continue at"):
             module.loss(batches[goes_on], carry)
+
+
+@pytest.mark.parametrize("options", [{"memory": 1}, {"memory": "much"}, {"memory": None}, {"memry": 0.5}], ids=str)
+def test_wrong_options_of_a_scheme_are_refused_by_key(options):
+    with pytest.raises(ConfigError, match=r"^trainer\.boundary_options.*mem"):
+        TrainerConfig(boundary="fitted_noise", boundary_options=options).scheme()
 
 
 @pytest.mark.parametrize("scheme", [name for name, made in BOUNDARIES.items() if made.stateful])

@@ -95,6 +95,19 @@ def train_in_a_rank(folder):
     train(folder, devices=2)
 
 
+def refuse_strategies(folder):
+    """Fit in a rank with strategies that would train other weights on each rank, or fail within a step."""
+    parallel = lightning.pytorch.strategies.ModelParallelStrategy
+    data = data_module(folder, strategy="concat_split", streams=4)
+    for strategy, boundary, told in ((parallel(), "reset", "data_parallel_size"), (parallel(2, 1), "carry", "ddp")):
+        with pytest.raises(ConfigError, match=f"^strategy: expected {told}"):
+            trainer_of(folder, devices=2, max_steps=2, strategy=strategy).fit(lit_module(data, boundary=boundary), data)
+
+
+def test_strategies_that_would_not_share_the_weights_are_refused(tmp_path):
+    run_ranks(2, refuse_strategies, tmp_path, output=tmp_path / "output.txt")
+
+
 def test_two_ranks_train_as_one_under_lightnings_default_sampler(tmp_path):
     """On 2e9bfb9 the ranks of a user's Trainer trained on different steps, and validated half the documents each."""
     alone = train(tmp_path, 1)

@@ -5,6 +5,7 @@ import hashlib
 import io
 import itertools
 import os
+import warnings
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,10 +129,19 @@ def _remote_file(file_system: Any, path: str, info: dict[str, Any]) -> File:
 
 
 def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
-    """Return relative names of the visible files below a folder, sorted; follow no links to folders."""
+    """Return relative names of the visible files below a folder, sorted.
+
+    Warn of links to folders, which are not followed. Raises OSError for a folder that cannot be read.
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
     files = []
-    for folder, folders, names in os.walk(root):
+    for folder, folders, names in os.walk(root, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]
+        for link in filter(os.path.islink, (os.path.join(folder, name) for name in folders)):
+            warnings.warn(f"{link}: not read, as a link to a folder; give a pattern, such as **/*", stacklevel=2)
         visible = [name for name in names if not name.startswith(".") and name.endswith(suffixes)]
         files += [(Path(folder) / name).relative_to(root).as_posix() for name in visible]
     return sorted(files)
