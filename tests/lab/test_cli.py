@@ -125,6 +125,29 @@ def test_leakcheck(trained, tmp_path, capsys):
     assert cli.main(["leakcheck", str(tmp_path / "theirs"), "boundaries=nowhere"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("format", "word", "begins"),
+    [
+        ("huggingface", "device=nowhere", "device: "),
+        ("state_spaces", "patch=true", "patch=true: expected a Hugging Face checkpoint"),
+        ("state_spaces", "boundaries=seq_idx", "boundaries=seq_idx: expected a Hugging Face checkpoint"),
+    ],
+)
+def test_leakcheck_refuses_what_would_have_no_effect(format, word, begins, tmp_path, capsys):
+    """A checkpoint without weights: all is refused before they are read."""
+    MambaLM(40, 16, 1).save_pretrained(tmp_path, format=format)
+    next(file for file in tmp_path.iterdir() if file.name != "config.json").unlink()
+    assert cli.main(["leakcheck", str(tmp_path), word]) == 2
+    assert f"error: {begins}" in capsys.readouterr().err
+
+
+def test_leakcheck_says_how_to_install_transformers(tmp_path, capsys, monkeypatch):
+    MambaLM(40, 16, 1).save_pretrained(tmp_path, format="huggingface")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main(["leakcheck", str(tmp_path)]) == 2
+    assert "transformers; pip install 'packmamba[integrations]'" in capsys.readouterr().err
+
+
 def test_kernels(capsys):
     assert cli.main(["kernels"]) == 0
     output = capsys.readouterr().out
