@@ -21,6 +21,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
+from safetensors import SafetensorError
+
 from packmamba import __version__
 from packmamba.errors import COMMAND, Unfinished, UserError, extra, missing_package, need, refusing, suggest
 from packmamba.files import full_disk, space_for, write_whole
@@ -328,11 +330,13 @@ def leakcheck(words: list[str]) -> int:
     published = Path(folder, "config.json")
     with refusing(ValueError, TypeError, OSError):
         if published.is_file() and "model_type" in json.loads(published.read_text()):
-            classes: Any = extra("transformers", folder)
+            load_published: Any = extra("transformers", folder).AutoModelForCausalLM.from_pretrained
             from packmamba.integrations.transformers import patch
 
             device = usable_device(config.device)
-            model = classes.AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
+            broken = f"{folder}: expected files of weights, got others or broken ones: "
+            with refusing(SafetensorError, prefix=broken):
+                model = load_published(folder, local_files_only=True, dtype=config.dtype)
             if config.patch:
                 patch(model)
             result = check_isolation(model.to(device).eval(), config.boundaries, lengths=config.lengths)

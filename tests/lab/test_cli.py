@@ -129,16 +129,19 @@ def test_leakcheck(trained, tmp_path, capsys):
     ("format", "word", "begins"),
     [
         ("huggingface", "device=nowhere", "device: "),
+        ("huggingface", "device=cpu", "FOLDER: expected files of weights"),
         ("state_spaces", "patch=true", "patch=true: expected a Hugging Face checkpoint"),
         ("state_spaces", "boundaries=seq_idx", "boundaries=seq_idx: expected a Hugging Face checkpoint"),
     ],
 )
-def test_leakcheck_refuses_what_would_have_no_effect(format, word, begins, tmp_path, capsys):
-    """A checkpoint without weights: all is refused before they are read."""
+def test_leakcheck_refuses_in_one_line(format, word, begins, tmp_path, capsys):
+    """The weights are what git leaves without git-lfs; keys are checked before they are read."""
     MambaLM(40, 16, 1).save_pretrained(tmp_path, format=format)
-    next(file for file in tmp_path.iterdir() if file.name != "config.json").unlink()
+    weights = next(file for file in tmp_path.iterdir() if file.name != "config.json")
+    weights.write_text("version https://git-lfs.github.com/spec/v1")
     assert cli.main(["leakcheck", str(tmp_path), word]) == 2
-    assert f"error: {begins}" in capsys.readouterr().err
+    line = capsys.readouterr().err.splitlines()[-1].replace(str(tmp_path), "FOLDER")
+    assert line.startswith(f"packmamba: error: {begins}")
 
 
 def test_leakcheck_says_how_to_install_transformers(tmp_path, capsys, monkeypatch):
