@@ -341,9 +341,9 @@ def leakcheck(words: list[str]) -> int:
                 patch(model)
             result = check_isolation(model.to(device).eval(), config.boundaries, lengths=config.lengths)
         else:
-            unread = [word for word in overrides if word.startswith(("boundaries=", "patch="))]
-            got = f"{folder}, which is checked by its layouts; leave it out"
-            need(not unread or not published.is_file(), " ".join(unread), "a Hugging Face checkpoint", got)
+            # Layouts mark the documents of all other models.
+            unread = " ".join(word for word in overrides if word.startswith(("boundaries=", "patch=")))
+            need(not (unread and published.is_file()), unread, "a Hugging Face checkpoint", f"{folder}; leave it out")
             loaded = load_model(folder, config.device, config.dtype)
             trainer = loaded.config.trainer
             as_trained = loaded.trained and trainer.boundary != "reset"
