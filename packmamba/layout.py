@@ -408,8 +408,9 @@ def integer_tensor(tensor: Tensor, name: str) -> Tensor:
     if torch.compiler.is_exporting():
         expected = "a layout's starts and ends in torch.export"
         raise TypeError(f"{name}: expected {expected}, got values that decide a shape")
-    dtype = getattr(tensor, "dtype", type(tensor).__name__)
-    fits = dtype in INT_DTYPES and isinstance(tensor, Tensor) and not tensor.is_meta
+    # NumPy's arrays have a dtype, too.
+    dtype = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+    fits = dtype in INT_DTYPES and not tensor.is_meta
     expect(fits, name, "an integer tensor of values", dtype, TypeError)
     return tensor.to("cpu", torch.int64)
 

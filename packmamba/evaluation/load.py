@@ -45,17 +45,22 @@ def read_config(folder: str | Path) -> Config:
     return config
 
 
+def usable_device(device: str) -> str:
+    """Return a device that can be used, auto resolved. Raises ConfigError: a model fails later, and less clearly."""
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})") from None
+    return device
+
+
 def load_model(folder: str | Path, device: str = "auto", dtype: str | None = None) -> LoadedModel:
     """Load a run's folder, or a checkpoint's in state-spaces' or Hugging Face's format. Raises ConfigError."""
     folder = Path(folder)
     config = read_config(folder)
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        # Try the device now: a model fails later, and less clearly.
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ConfigError(f"device: '{device}' cannot be used here ({str(error).splitlines()[0]})") from None
+    device = usable_device(device)
     with refusing(ValueError, FileNotFoundError):
         model = MambaLM.from_pretrained(folder)
     model = model.to(device, None if dtype is None else getattr(torch, dtype)).eval()

@@ -132,8 +132,8 @@ def leakcheck(
         Exception: the model's own, where it fails without boundaries too.
     """
     model = adapt(model_or_callable, boundaries, vocab_size)
-    fits = lengths is None or (len(lengths) > 1 and all(isinstance(n, int) and n > 0 for n in lengths))
-    expect(fits, "lengths", "two or more integers above 0", repr(lengths))
+    fits = isinstance(lengths, Sequence) and len(lengths) > 1 and all(type(n) is int and n > 0 for n in lengths)
+    expect(lengths is None or fits, "lengths", "two or more integers above 0", repr(lengths))
     rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest][:2]
     expect(rows, "lengths", f"documents that fit in {model.longest} positions", "none")
     result = LeakCheckResult(model.boundaries)

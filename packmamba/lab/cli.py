@@ -21,8 +21,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
+from safetensors import SafetensorError
+
 from packmamba import __version__
-from packmamba.errors import COMMAND, Unfinished, UserError, missing_package, need, refusing, suggest
+from packmamba.errors import COMMAND, Unfinished, UserError, extra, missing_package, need, refusing, suggest
 from packmamba.files import full_disk, space_for, write_whole
 
 try:
@@ -36,7 +38,7 @@ try:
     from packmamba.evaluation import generate as continue_tokens
     from packmamba.evaluation.language_modeling import EVALUATIONS as LANGUAGE_MODELING
     from packmamba.evaluation.language_modeling import SPLIT
-    from packmamba.evaluation.load import load_model, read_config
+    from packmamba.evaluation.load import load_model, read_config, usable_device
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, check, default_max_slots
     from packmamba.evaluation.registry import evaluate as evaluate_built_in
     from packmamba.isolation import leakcheck as check_isolation
@@ -328,15 +330,20 @@ def leakcheck(words: list[str]) -> int:
     published = Path(folder, "config.json")
     with refusing(ValueError, TypeError, OSError):
         if published.is_file() and "model_type" in json.loads(published.read_text()):
-            from transformers import AutoModelForCausalLM
-
+            load_published: Any = extra("transformers", folder).AutoModelForCausalLM.from_pretrained
             from packmamba.integrations.transformers import patch
 
-            model: Any = AutoModelForCausalLM.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
+            device = usable_device(config.device)
+            broken = f"{folder}: expected files of weights, got others or broken ones: "
+            with refusing(SafetensorError, prefix=broken):
+                model = load_published(folder, local_files_only=True, dtype=config.dtype)
             if config.patch:
-                model = patch(model)
-            result = check_isolation(model.to(config.device).eval(), config.boundaries, lengths=config.lengths)
+                patch(model)
+            result = check_isolation(model.to(device).eval(), config.boundaries, lengths=config.lengths)
         else:
+            # Layouts mark the documents of all other models.
+            unread = " ".join(word for word in overrides if word.startswith(("boundaries=", "patch=")))
+            need(not (unread and published.is_file()), unread, "a Hugging Face checkpoint", f"{folder}; leave it out")
             loaded = load_model(folder, config.device, config.dtype)
             trainer = loaded.config.trainer
             as_trained = loaded.trained and trainer.boundary != "reset"

@@ -59,6 +59,16 @@ def test_generate_is_unchanged(family, options):
     assert torch.equal(prompt, model.generate(tokens[:1, :1], **asked).sequences)
 
 
+@every_family_slowly
+def test_a_packed_prompt_without_a_cache_goes_on_from_its_last_document(family):
+    packed, tokens = both(family)[1].eval(), random_tokens()[:1]
+    asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "use_cache": False}
+    asked |= {"output_scores": True, "return_dict_in_generate": True}
+    expected = packed.generate(tokens[:, 6:], **asked).scores
+    found = packed.generate(tokens, position_ids=arguments([([5, 1, 8], 0, 0)])[1], **asked).scores
+    assert error(torch.stack(found), torch.stack(expected)) < 1e-5
+
+
 @every_family
 def test_a_cache_holds_what_the_original_s_holds(family):
     model, packed = (m.eval() for m in both(family))

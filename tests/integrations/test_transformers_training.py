@@ -73,6 +73,16 @@ def test_compiled_is_eager(family):
     assert graphs[-1] == graphs[-6], graphs
 
 
+def test_compiled_short_convolutions(monkeypatch):
+    """torch.compile must guard the functions that a layer's forward is given, not those of its module."""
+    monkeypatch.undo()  # the module's own function has no defaults, as users find it
+    torch._dynamo.reset()
+    packed, tokens = both("Lfm2")[1], random_tokens()[:1]
+    given = {"position_ids": arguments([([5, 1, 8], 0, 0)])[1]}
+    found = torch.compile(copy.deepcopy(packed), backend="eager")(tokens, **given).logits
+    assert error(found, packed(tokens, **given).logits) < 1e-6
+
+
 def train(
     trainer_class, packed, folder, config_class=transformers.TrainingArguments, dataset=None, config=None, **options
 ):

@@ -312,6 +312,7 @@ def test_callables():
     [
         ((Toy,), "model_or_callable"),
         ((Toy(mean_so_far), "position_ids", None, [2.5, 3]), "lengths"),
+        ((Toy(mean_so_far), "position_ids", None, 3), "lengths"),
         ((Toy(mean_so_far), "positions"), "boundaries"),
         ((Toy(mean_so_far), "position_ids", 1), "vocab_size"),
         ((lambda t, _: torch.zeros(1, t.shape[1], 4),), "logits"),

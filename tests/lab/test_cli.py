@@ -125,6 +125,32 @@ def test_leakcheck(trained, tmp_path, capsys):
     assert cli.main(["leakcheck", str(tmp_path / "theirs"), "boundaries=nowhere"]) == 2
 
 
+@pytest.mark.parametrize(
+    ("format", "word", "begins"),
+    [
+        ("huggingface", "device=nowhere", "device: "),
+        ("huggingface", "device=cpu", "FOLDER: expected files of weights"),
+        ("state_spaces", "patch=true", "patch=true: expected a Hugging Face checkpoint"),
+        ("state_spaces", "boundaries=seq_idx", "boundaries=seq_idx: expected a Hugging Face checkpoint"),
+    ],
+)
+def test_leakcheck_refuses_in_one_line(format, word, begins, tmp_path, capsys):
+    """The weights are what git leaves without git-lfs; keys are checked before they are read."""
+    MambaLM(40, 16, 1).save_pretrained(tmp_path, format=format)
+    weights = next(file for file in tmp_path.iterdir() if file.name != "config.json")
+    weights.write_text("version https://git-lfs.github.com/spec/v1")
+    assert cli.main(["leakcheck", str(tmp_path), word]) == 2
+    line = capsys.readouterr().err.splitlines()[-1].replace(str(tmp_path), "FOLDER")
+    assert line.startswith(f"packmamba: error: {begins}")
+
+
+def test_leakcheck_says_how_to_install_transformers(tmp_path, capsys, monkeypatch):
+    MambaLM(40, 16, 1).save_pretrained(tmp_path, format="huggingface")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert cli.main(["leakcheck", str(tmp_path)]) == 2
+    assert "transformers; pip install 'packmamba[integrations]'" in capsys.readouterr().err
+
+
 def test_kernels(capsys):
     assert cli.main(["kernels"]) == 0
     output = capsys.readouterr().out

@@ -191,6 +191,8 @@ def mix_by_documents(kind: type) -> Callable[..., Tensor]:
     # The forward finds both functions among its module's names. A copy of these leaves the module,
     # and so unpatched models, as they are.
     names = own.__globals__ | {CONVOLUTION: _convolve}
+    # By its name torch.compile would look the functions up in the module, and guard the wrong ones.
+    del names["__name__"]
     names |= {name: functools.partial(_recur, names[name]) for name in RULES if name in names}
     forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
 

@@ -255,13 +255,13 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
 
 
 def _generates(original: Any) -> Callable:
-    """Wrap ``prepare_inputs_for_generation``: positions are boundaries in the prompt alone."""
+    """Wrap ``prepare_inputs_for_generation``: what follows a cache has no boundaries, so no positions."""
     rotates = "position_ids" in inspect.signature(original.forward).parameters
 
     @functools.wraps(original.prepare_inputs_for_generation)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = original.prepare_inputs_for_generation(self, *args, **kwargs)
-        if not rotates and not kwargs.get("is_first_iteration"):
+        if not rotates and kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
             inputs.pop("position_ids", None)
         return inputs
 
