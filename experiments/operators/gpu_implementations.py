@@ -169,7 +169,7 @@ def packmamba(arm: GpuArm, inputs: Inputs) -> Implementation:
     tokens, channels = inputs.dy.shape[1:]
     if arm.operator == "schedule":
         return Implementation(
-            lambda layout: schedule(layout.starts.clone(), layout.ends, 1, tokens, channels, True, "forward")
+            lambda layout: schedule(layout.starts.clone(), layout.ends, (1, tokens, channels), True, "forward")
         )
     conv = arm.operator == "conv"
     operator, tensors = ("conv1d_pack", inputs.conv) if conv else ("ssm_pack", inputs.scan)

@@ -54,7 +54,10 @@ class CheckedCallable:
         return self.call(tokens, lengths)
 
     def padded(self, rows: Tensor, in_document: Tensor) -> Tensor:
-        """Return the logits (R, W, V) of rows as they are: their documents lie where the call knows."""
+        """Return the logits (R, W, V) of rows as they are.
+
+        Their documents lie where the call knows.
+        """
         return self.call(rows)
 
     def alone(self, tokens: Tensor) -> Tensor:
@@ -92,7 +95,10 @@ class CheckedModel(CheckedCallable):
         expect(fits, "vocab_size", f"at most {num_ids}", vocab_size)
         longest = getattr(text_config, "max_position_embeddings", None) or 2**31
         super().__init__(model, [model], boundaries, vocab_size or num_ids, longest)
-        self.avoid = special_ids(config)
+        # Keys such as pad_token_id, of which some hold lists.
+        keys = getattr(config, "__dict__", {}).items()
+        special = [value for name, value in keys if name.endswith("_token_id")]
+        self.avoid = {number for number in tree_leaves(special) if isinstance(number, int)}
 
     def takes(self, argument: str) -> bool:
         """Tell whether the model's forward has an argument."""
@@ -123,12 +129,6 @@ class CheckedModel(CheckedCallable):
 
     def _logits(self, tokens: Tensor, **arguments: Any) -> Tensor:
         return logits_in(self.call(input_ids=tokens, **self.no_cache, **arguments))
-
-
-def special_ids(config: Any) -> set[int]:
-    """Return the ids of a configuration's keys such as pad_token_id, of which some hold lists."""
-    values = [value for name, value in getattr(config, "__dict__", {}).items() if name.endswith("_token_id")]
-    return {number for number in tree_leaves(values) if isinstance(number, int)}
 
 
 def logits_in(output: Any) -> Any:

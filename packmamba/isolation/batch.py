@@ -49,10 +49,8 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, 
     def logits(rows: Tensor) -> Any:
         return logits_in(model(**{**arguments, "input_ids": rows}))
 
-    result = _check(
-        logits, model, batch["input_ids"], number_documents(marks), boundaries=", ".join(names),
-        remedy="patch the model, or put one document in a row",
-    )  # fmt: skip
+    words = {"boundaries": ", ".join(names), "remedy": "patch the model, or put one document in a row"}
+    result = _check(logits, model, batch["input_ids"], number_documents(marks), **words)
     return result is not None
 
 
@@ -69,10 +67,9 @@ def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2
     def hidden(rows: Tensor) -> Any:
         return boundary.hidden(model, replace(part, tokens=rows))
 
-    result = _check(
-        hidden, model, part.tokens, part.layout.documents, boundaries=f"layout, boundary={boundary.name}",
-        remedy="mend the mixer, or put one document in a row",
-    )  # fmt: skip
+    words = {"boundaries": f"layout, boundary={boundary.name}"}
+    words["remedy"] = "mend the mixer, or put one document in a row"
+    result = _check(hidden, model, part.tokens, part.layout.documents, **words)
     if result is not None:
         differentiable = result.isolated_backward is not None
         expect(differentiable, "outputs", "a gradient at the embeddings", "none")
@@ -101,11 +98,10 @@ def cut_rows(batch: Any, max_slots: int) -> Any:
     slots = firsts[:, None] + torch.arange(width, device=layout.device)
     # Documents that lie outside of the window are dropped.
     part = SequenceLayout.from_seq_idx(layout.documents.flatten()[slots])
-    device = batch.tokens.device
+    slots = slots.to(batch.tokens.device)
     names = ("tokens", "targets", "loss_mask")
-    return replace(
-        batch, layout=part.to(device), **{name: getattr(batch, name).flatten()[slots.to(device)] for name in names}
-    )
+    cut: Any = {name: getattr(batch, name).flatten()[slots] for name in names}
+    return replace(batch, layout=part.to(slots.device), **cut)
 
 
 def number_documents(arguments: Mapping[str, Any]) -> Tensor:

@@ -113,8 +113,7 @@ def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     buffers = [
         (module, name, buffer, buffer.clone())
         for module, _ in modes
-        for name, buffer in module._buffers.items()
-        if buffer is not None
+        for name, buffer in module.named_buffers(recurse=False)
     ]
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     # A cached cast of a weight would be a constant for gradients that are taken later.
@@ -173,7 +172,10 @@ def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
 
 
 class Entries(TorchFunctionMode):
-    """Capture tokens' embeddings, to differentiate by, wherever ids become floating-point numbers."""
+    """Capture tokens' embeddings, to differentiate by.
+
+    They are what ids become when they become floating-point numbers.
+    """
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()

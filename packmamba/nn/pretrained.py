@@ -246,7 +246,10 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    """Read weights by name onto the CPU. Raises FileNotFoundError, ValueError (broken, or another file)."""
+    """Read weights by name onto the CPU.
+
+    Raises FileNotFoundError; ValueError for a broken or another file.
+    """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

@@ -26,7 +26,10 @@ from packmamba.ops.ssd import SsdArguments, by_channels, elementwise
 
 
 def _tokens(tensor: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return the tokens of (B, L, ...), documents end to end, in the accumulation dtype: (T, ...)."""
+    """Return the tokens of (B, L, ...), documents end to end: (T, ...).
+
+    They have the accumulation dtype.
+    """
     tokens = tensor.flatten(0, 1).index_select(0, layout.token_slots)
     return tokens.to(accumulation_dtype(tensor.dtype))
 
