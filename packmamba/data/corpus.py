@@ -121,7 +121,9 @@ class Corpus(Documents):
 
 
 class Joined(Documents):
-    """Number the documents of several corpora one after the other; their tokens stay where they are.
+    """Number the documents of several corpora one after the other.
+
+    Their tokens stay where they are.
 
     Attributes:
         parts: the corpora.
@@ -179,7 +181,10 @@ class Mixture(Joined):
         return Mixture, (self.parts, self.group_names, self.weights, self.longest)
 
     def window(self, seed: int, number: int, size: int) -> np.ndarray:
-        """Draw the documents of a window of about ``size``: those of each part in the order of its passes."""
+        """Draw the documents of a window of about ``size``.
+
+        Those of each part come in the order of its passes.
+        """
         drawn = []
         for part, share in enumerate(self.document_shares):
             # Documents of the part drawn before this window and up to its end, over all passes.

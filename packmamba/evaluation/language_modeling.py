@@ -32,7 +32,10 @@ def token_losses(
 
 
 def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]], list[dict[str, float]]]:
-    """Return documents' sums of losses at positions [edges[i], edges[i + 1]), from 1, and means over all."""
+    """Return documents' sums of losses by bucket of positions, and means over all.
+
+    Bucket i holds positions edges[i] to edges[i + 1] - 1, counted from 1.
+    """
     spans = list(zip(edges, edges[1:]))
     # losses[i] is of the token at position i + 1: the token at 0 is never predicted.
     parts = [[some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses]
@@ -114,7 +117,10 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
 
 
 def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate loss, bits per byte and loss by position; the loss as trained too; of answers alone if there are."""
+    """Evaluate loss, bits per byte and loss by position; the loss as trained, too.
+
+    Where documents have answers, only these count.
+    """
     texts = validation("perplexity", context, len(model.lm_head.weight))
     losses = {"": token_losses(model, texts.documents, context.max_slots)}
     boundary = context.trainer.scheme()
@@ -175,7 +181,9 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
 
 
 def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate the context gain at k = 2, 4, ... ``most`` windows that ``documents`` documents of ``groups`` groups reach.
+    """Evaluate the context gain at k = 2, 4, ... ``most`` windows.
+
+    At least ``documents`` documents of ``groups`` groups reach them.
 
     It is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) *
     window - ``context``, minus that read from the document's start: with context = window, what

@@ -1,4 +1,7 @@
-"""PackMamba's models in lm-evaluation-harness (extra ``[eval]``); importing this registers ``packmamba``."""
+"""PackMamba's models in lm-evaluation-harness (extra ``[eval]``).
+
+Importing this module registers the model type ``packmamba``.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -14,7 +14,10 @@ Ids = tuple[int, ...]
 
 
 class Score(NamedTuple):
-    """Hold the sum of log-probabilities in nats, and if greedy decoding generates the continuation."""
+    """Hold the sum of log-probabilities in nats.
+
+    ``is_greedy``: greedy decoding generates the continuation.
+    """
 
     log_likelihood: float
     is_greedy: bool
@@ -26,7 +29,9 @@ def score(
     max_slots: int = 16384,
     begin_token: int | None = None,
 ) -> list[Score]:
-    """Score continuations given their contexts, in order; a score's bits do not depend on other requests.
+    """Score continuations given their contexts, in order.
+
+    A score's bits do not depend on other requests.
 
     Args:
         requests: pairs (context, continuation) of token ids.
@@ -51,7 +56,7 @@ def score(
         predictions.setdefault(context, {})[continuation] = []
     segments = [_segment(context, list(others)) for context, others in predictions.items()]
     passes = packed_forward(model, segments, max_slots)
-    predict(model, (list(_with_targets(pieces, predictions)) for pieces in passes))
+    predict(model, (_with_targets(pieces, predictions) for pieces in passes))
     scores = []
     for context, continuation in checked:
         # In pieces, where a pass ended inside the continuation.

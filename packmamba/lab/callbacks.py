@@ -57,7 +57,10 @@ def flops_per_token(model: MambaLM) -> int:
 
 
 def peak_flops(trainer: Trainer) -> float | None:
-    """Return the operations a second of all devices in the precision; None where Lightning knows none."""
+    """Return the operations a second of all devices in the precision.
+
+    None where Lightning knows none.
+    """
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return None
@@ -140,7 +143,7 @@ class RunMetrics(Saved, Callback):
             rate = (point["real_tokens"] - before["real_tokens"]) / (point["seconds"] - before["seconds"])
             module.log("train/real_tokens", point["real_tokens"], on_step=True, on_epoch=False)
             shown = {"train/real_tokens_per_second": rate}
-            self.measure_memory(module)
+            self.on_train_end(trainer, module)
             if self.peak_memory is not None:
                 shown["train/peak_memory_gib"] = self.peak_memory / 2**30
             if (peak := peak_flops(trainer)) is not None:
@@ -191,11 +194,7 @@ class RunMetrics(Saved, Callback):
         self.on_train_start()
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        """Note the peak memory of the steps after the last logged one, too."""
-        self.measure_memory(module)
-
-    def measure_memory(self, module: Any) -> None:
-        """Note the peak memory so far, in bytes."""
+        """Note the peak memory so far, in bytes; of the steps after the last logged one, too."""
         if module.device.type == "cuda":
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
 
@@ -448,7 +447,9 @@ class Evaluations(Saved, Callback):
 
 
 class Samples(Callback):
-    """Continue the first tokens of validation documents at each validation, by the likeliest tokens.
+    """Continue the first tokens of validation documents at each validation.
+
+    Continuations are the likeliest tokens.
 
     The texts are lines of ``samples.jsonl`` in the run's folder, and go to TensorBoard, W&B and
     MLflow. Nothing is drawn at random, so that the training keeps its bits.
@@ -462,7 +463,10 @@ class Samples(Callback):
         self.path = path
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        """Write the samples of this step on rank 0; the clock stands still, and the model is in evaluation mode."""
+        """Write the samples of this step on rank 0.
+
+        The clock stands still, and the model is in evaluation mode.
+        """
         if not trainer.is_global_zero:
             return
         corpus = trainer.datamodule.corpora.validation  # type: ignore[attr-defined]

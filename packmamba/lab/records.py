@@ -163,7 +163,10 @@ def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
 
 
 def check_writable(folder: str | Path, key: str, new: bool = False) -> None:
-    """Raise ConfigError, naming the key, where a folder can not be made or written; new: or where it has files."""
+    """Raise ConfigError, naming the key, where a folder can not be made or written.
+
+    new: or where it has files.
+    """
     in_use = new and any(Path(folder).glob("*"))
     need(not in_use, key, "a new or empty folder", f"'{folder}' in use; name another")
     # A folder that is not there yet is made in its nearest ancestor.

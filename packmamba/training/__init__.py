@@ -1,4 +1,7 @@
-"""Training with Lightning, which is imported with the first of these classes: commands check their words before."""
+"""Training with Lightning.
+
+It is imported with the first of these classes: commands check their words before.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,4 +1,7 @@
-"""Sources of documents: a document's split depends on its name or content alone, never on the order of documents."""
+"""Sources of documents.
+
+A document's split depends on its name or content alone, never on the order of documents.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

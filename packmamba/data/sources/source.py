@@ -20,7 +20,10 @@ VERSIONS = "mtime modified updated created LastModified last_modified Last-Modif
 
 
 class Document(NamedTuple):
-    """Hold a document; those of a source all have targets or none, answers or none, groups or none."""
+    """Hold a document.
+
+    Those of a source all have targets or none, answers or none, groups or none.
+    """
 
     held_out: bool
     content: Any  # str, or (length,) ids where the source has a vocab_size
@@ -98,7 +101,10 @@ def _local_file(path: Path) -> File:
 
 
 def _find_remote(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, File]]:
-    """Return the URL, and files by their names below it, or below a pattern's part before a wildcard."""
+    """Return the URL, and files by their names below it.
+
+    Those of a pattern are named from its part before a wildcard on.
+    """
     try:
         file_system, path = fsspec.core.url_to_fs(url)
         file_system.invalidate_cache()  # files may have changed since this process listed them
@@ -128,7 +134,10 @@ def _remote_file(file_system: Any, path: str, info: dict[str, Any]) -> File:
 
 
 def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
-    """Return relative names of the visible files below a folder, sorted; follow no links to folders."""
+    """Return relative names of the visible files below a folder, sorted.
+
+    Links to folders are not followed.
+    """
     files = []
     for folder, folders, names in os.walk(root):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skipped_folders]

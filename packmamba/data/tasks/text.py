@@ -15,7 +15,9 @@ Item = tuple[bytes, bytes, list[bytes]]  # context, right line, wrong ones
 
 
 class NextLine:
-    """Make multiple choices on real code: which of four lines follows about ``context`` bytes of a file?
+    """Make multiple choices on real code.
+
+    Which of four lines follows about ``context`` bytes of a file?
 
     Wrong lines are of the same file, indentation, and nearly the same length, and not in the
     context, whose length is ``load``. A package has at most ``per_package`` items.

@@ -130,8 +130,8 @@ def write_sections(folder: str | Path, sections: list[Section], opening: Table |
     tables = [opening] if opening else []
     texts = files_of_tables(tables + tables_of(sections))
     files = {f"tables/{name}": text.encode() for name, text in texts.items()}
-    for figure in (figure for section in sections for figure in section.figures):
-        files[f"figures/{figure.name}.png"] = figure.png
+    figures = [figure for section in sections for figure in section.figures]
+    files |= {f"figures/{figure.name}.png": figure.png for figure in figures}
     files["report.html"] = _page(sections, opening).encode()
     for name, content in files.items():
         write_whole(folder / name, content)

@@ -54,7 +54,10 @@ Key = TypeVar("Key")
 
 
 class Estimate(NamedTuple):
-    """Hold a mean, its 95 % interval and the two-sided p of zero; NaN of too few seeds or groups."""
+    """Hold a mean, its 95 % interval and the two-sided p of zero.
+
+    Interval and p are NaN of too few seeds or groups.
+    """
 
     mean: float
     low: float
@@ -80,7 +83,10 @@ def interval(values: Any) -> Estimate | None:
 
 
 def _by_student(mean: float, error: float, quantile: float, seeds: int, groups: int = 1) -> Estimate:
-    """Estimate by Student's t, over seeds or over groups: ``error`` is the mean's standard error."""
+    """Estimate by Student's t, over seeds or over groups.
+
+    ``error`` is the mean's standard error.
+    """
     degrees = max(seeds, groups) - 1
     p = 2 * float(stdtr(degrees, -abs(mean) / error)) if error else float(mean == 0)
     return Estimate(mean, mean - quantile * error, mean + quantile * error, seeds, p, groups)
@@ -187,7 +193,10 @@ def difference_by_group(
 
 
 def of_finite_runs(points: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Drop all points of a seed that lacks a finite value at any of them: a sum would skip that point."""
+    """Drop all points of a seed that lacks a finite value at any of them.
+
+    A sum would skip that point.
+    """
     lacking = points.loc[points[value].isna(), "seed"]
     return points[~points["seed"].isin(lacking)]
 
