@@ -50,8 +50,7 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, 
         return logits_in(model(**{**arguments, "input_ids": rows}))
 
     words = {"boundaries": ", ".join(names), "remedy": "patch the model, or put one document in a row"}
-    result = _check(logits, model, batch["input_ids"], number_documents(marks), **words)
-    return result is not None
+    return _check(logits, model, batch["input_ids"], number_documents(marks), **words) is not None
 
 
 def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2**31) -> bool:
@@ -132,7 +131,8 @@ class BatchDocuments(Documents):
         Documents' second tokens stay, but of pairs: what they read of the first must move them.
         """
         counts = torch.tensor(self.lengths, device=self.tokens.device)
-        position = torch.arange(len(self.tokens), device=counts.device) - (counts.cumsum(0) - counts)[self.number]
+        first = counts.cumsum(0) - counts
+        position = torch.arange(len(self.tokens), device=counts.device) - first[self.number]
         stays = (position == 1) & (counts[self.number] > 2)
         for changed in (self.number % 2 == 0, self.number % 2 == 1):
             yield torch.where(changed & ~stays, self.others, self.tokens), ~changed

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from packmamba.errors import expect
 
 STD = 0.02  # of embeddings and heads (Mamba follows GPT-2)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
+# Attributes of a module that hold its hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
@@ -33,12 +34,11 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     dtype gets what ``model.to(dtype)`` makes of a fresh one. Costs the module's whole parameters in
     memory.
     """
-    lent = [
-        (part._parameters, name, parameter)
-        for part in module.modules()
-        for name, parameter in part.named_parameters(recurse=False)
-        if _is_shard(parameter) or parameter.dtype != torch.get_default_dtype()
-    ]
+    lent = []
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if _is_shard(parameter) or parameter.dtype != torch.get_default_dtype():
+                lent.append((part._parameters, name, parameter))
     for parameters, name, parameter in lent:
         parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=parameter.device))
     try:

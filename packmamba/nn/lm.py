@@ -91,7 +91,8 @@ class MambaLM(nn.Module):
             if layer.mlp is not None:
                 layer.mlp.fc2.place_in_stack(math.sqrt(self.num_residuals))
         norm = nn.RMSNorm(d_model, eps=norm_epsilon)
-        self.backbone: Any = nn.ModuleDict({"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm})
+        parts = {"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm}
+        self.backbone: Any = nn.ModuleDict(parts)
         self.lm_head = Head(d_model, vocab_size, bias=False)
         if tie_embeddings:
             self.lm_head.tie(embedding)

@@ -7,8 +7,6 @@ would cost memory and its bytes.
 Shapes: B rows, L slots, S documents, D channels, W taps.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 

@@ -12,8 +12,6 @@ depend on its neighbours. The float32 scan always walks the segments of a docume
 tensor-core scan the batch decides whether one work item walks them in turn, or several at once.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -106,7 +104,7 @@ def plan(
 
 
 def schedule(
-    starts: Tensor, ends: Tensor, shape: Sequence[int], tensor_cores: bool, direction: str, stream: int | None = None
+    starts: Tensor, ends: Tensor, shape: Sequence[int], tensor_cores: bool, direction: str, stream: int
 ) -> KernelSchedule:
     """Return the batch's schedule, made on the device at the first call for a layout.
 
@@ -120,8 +118,6 @@ def schedule(
     """
     rows, row_length, channels = shape
     schedules = schedules_of(starts)
-    if stream is None:
-        stream = torch._C._cuda_getCurrentRawStream(starts.get_device())
     # The address of ``starts`` is not needed: the schedules are an attribute of it.
     made_of = (ends.data_ptr(), *versions(starts, ends))
     key = (direction, *shape, tensor_cores, stream)

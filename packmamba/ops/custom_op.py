@@ -17,8 +17,6 @@ them:
 ``KERNELS`` holds what such functions call: kernels by device and name, their arguments by name.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -187,18 +185,12 @@ class PackedOperator(Generic[Arguments]):
         grads = "".join(f"Tensor? grad_{i}, " for i in range(self.num_outputs))
         states = "".join(f", Tensor saved_{i}" for i in range(len(saved)))
         # keep: whether a backward follows, so that the forward saves for it.
-        self._operator = _define(
-            f"{self.name}({signature.schema}, bool keep)",
-            num_results=self.num_outputs + len(saved),
-            run=functools.partial(self._run, self.forward),
-            fake=functools.partial(self._run, self.fake),
-        )
-        self._operator_backward = _define(
-            f"{self.name}_backward({grads}{signature.schema}{states})",
-            num_results=signature.num_gradients,
-            run=self._run_backward,
-            fake=self._run_fake_backward,
-        )
+        schema = f"{self.name}({signature.schema}, bool keep)"
+        run, fake = (functools.partial(self._run, function) for function in (self.forward, self.fake))
+        self._operator = _define(schema, self.num_outputs + len(saved), run=run, fake=fake)
+        schema = f"{self.name}_backward({grads}{signature.schema}{states})"
+        functions = {"run": self._run_backward, "fake": self._run_fake_backward}
+        self._operator_backward = _define(schema, signature.num_gradients, **functions)
         torch.library.register_autograd(
             f"packmamba::{self.name}", self._backward_of_call, setup_context=self._save, lib=_library
         )

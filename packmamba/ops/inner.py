@@ -10,8 +10,6 @@ scan's states and (B, L, R + 2 N) numbers, and two activations less.
 Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

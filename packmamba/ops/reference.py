@@ -8,8 +8,6 @@ checked too. Sums and states are float32, or float64 for float64 activations.
 Shapes: B rows, L slots, S documents, T tokens of all, D channels, N states, W taps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -7,8 +7,6 @@ activations. kernels/cuda/NOTES.md has figures.
 Shapes: B rows, L slots, S documents, D channels, N states.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import Any, NamedTuple
 
@@ -84,9 +82,8 @@ def ssm_pack(
     checks.check_tensors(u, "u", wide, A=(A, (channels, states)), initial_state=(initial_state, state_shape))
     checks.check_tensors(u, "u", wide, D=(D, (channels,)), delta_bias=(delta_bias, (channels,)))
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
-    arguments = ScanArguments(
-        u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state
-    )
+    tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
+    arguments = ScanArguments(*tensors, layout, delta_softplus, return_final_state)
     y, final_state = context_parallel.run("ssm_pack", arguments, backend)
     return (y, final_state) if return_final_state else y
 
@@ -171,7 +168,8 @@ def backward_into(
     states: saved by the forward.
     """
     dfinal = dense(dfinal) if a.return_final_state else None
-    KERNELS[a.u.device.type]["ssm_backward"]({**_inputs(a), "saved": states, "dy": dy, "dfinal": dfinal, **gradients})
+    arguments = {**_inputs(a), "saved": states, "dy": dy, "dfinal": dfinal, **gradients}
+    KERNELS[a.u.device.type]["ssm_backward"](arguments)
 
 
 def _inputs(a: ScanArguments) -> dict[str, Any]:

@@ -5,8 +5,6 @@ Triton kernels compute it on a GPU (``ssd_triton``), Mamba-1's scan on a CPU.
 Shapes: B rows, L slots, S documents, H heads, P channels of a head, G groups, N states.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -90,10 +88,8 @@ def ssd_pack(
         are_numbers = is_pair and all(isinstance(one, (int, float)) for one in delta_limit)
         rises = are_numbers and delta_limit[0] <= delta_limit[1]
         expect(rises, "delta_limit", "(low, high) with low at most high, or None", repr(delta_limit))
-    a = SsdArguments(
-        x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets, layout, delta_softplus, delta_limit,
-        return_final_state,
-    )  # fmt: skip
+    tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets)
+    a = SsdArguments(*tensors, layout, delta_softplus, delta_limit, return_final_state)
     y, final_state = context_parallel.run("ssd_pack", a, backend)
     return (y, final_state) if return_final_state else y
 
