@@ -32,7 +32,8 @@ def full_disk(error: BaseException, path: str | Path) -> DiskFull | None:
     while cause is not None:
         number = re.search(r"os error (\d+)", str(cause))
         code = cause.errno if isinstance(cause, OSError) else int(number[1]) if number else None
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # no space, or above a quota or a limit
+        # No space, or above a quota or a limit.
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return DiskFull(code, os.strerror(code), getattr(cause, "filename", None) or str(path))
         cause = cause.__context__
     return None

@@ -40,7 +40,8 @@ class Documents:
 
     groups: Any = None
     source_names: Sequence[str] = ()  # of a mixture
-    has_windows = False  # whether ``window`` draws documents; else the schedule cuts the corpus in windows
+    # Whether ``window`` draws documents; else the schedule cuts the corpus in windows.
+    has_windows = False
     is_streamed = False  # whether there may be more documents than are known
 
     def __init__(self, tokens: Any, lengths: Any, targets: Any = None) -> None:
@@ -203,6 +204,5 @@ class Mixture(Joined):
 
     def passes(self, tokens: float) -> dict[str, float]:
         """Return how often each part is read in so many tokens of the mixture."""
-        shares = np.array(self.weights) / sum(self.weights)
-        passes = tokens * shares / self.tokens_of_pass
+        passes = tokens * (np.array(self.weights) / sum(self.weights)) / self.tokens_of_pass
         return dict(zip(self.group_names, passes.tolist()))

@@ -115,7 +115,7 @@ class SplitWriter:
         self.counts.update(documents=len(documents), tokens=int(lengths.sum()))
         # One file a column. The first document tells which columns the split has.
         columns = {"tokens": np.concatenate(parts), "lengths": lengths}
-        targets = [self._targets(document, encoded, tokens) for (document, encoded), tokens in zip(documents, parts)]
+        targets = [self._targets(*pair, tokens) for pair, tokens in zip(documents, parts)]
         if targets[0] is not None:
             columns["targets"] = np.concatenate(targets).astype("<i4")
             self.counts["answers"] += int((columns["targets"] >= 0).sum())

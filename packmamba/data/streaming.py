@@ -184,8 +184,10 @@ def main() -> None:
             import_plugins(plugins)
             data = DataConfig(**keys)
             with space_for(folder):
-                if not Path(folder, COMPLETE).exists():  # another process may have written meanwhile
-                    write_shards(Path(folder), data, open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS]))
+                # Another process may have written meanwhile.
+                if not Path(folder, COMPLETE).exists():
+                    opened = open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS])
+                    write_shards(Path(folder), data, opened)
         except Exception as error:
             reason = error if isinstance(error, UserError) else f"data.streaming: {type(error).__name__}: {error}"
             write_whole(Path(folder, ERROR), str(reason).encode())

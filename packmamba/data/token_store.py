@@ -90,7 +90,8 @@ def evaluation_documents(corpus: Any, data: DataConfig) -> np.ndarray:
 def _tokenize(folder: Path, data: DataConfig, opened: Opened, progress: bool) -> None:
     """Write a corpus under a temporary name, then rename it: it is whole or absent."""
     source, tokenizer = opened.source, opened.load_tokenizer()
-    bar = functools.partial(tqdm, unit=" documents", disable=None if progress else True)  # None: without a terminal
+    # None: without a terminal.
+    bar = functools.partial(tqdm, unit=" documents", disable=None if progress else True)
     with work_folder(folder) as work:
         writers = {split: SplitWriter(work / split, tokenizer) for split in SPLITS}
         documents = bar(source.read(), f"Tokenising {data.source}")

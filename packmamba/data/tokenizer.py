@@ -92,7 +92,9 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, begin_token: str | None = None, end_token: str | None = None) -> None:
         names = _named(begin_token, end_token)
-        self.begin_id, self.end_id = (256 + names.index(t) if t in names else None for t in (begin_token, end_token))
+        ids: dict[str | None, int] = {name: 256 + number for number, name in enumerate(names)}
+        self.begin_id = ids.get(begin_token)
+        self.end_id = ids.get(end_token)
         self.vocab_size = 256 + len(names)
         self.fingerprint = f"bytes {begin_token!r} {end_token!r}"
 
@@ -205,7 +207,8 @@ def write_template(folder: str | Path, token: str | None, token_id: int | None) 
     pair = [*begun, {"Sequence": {"id": "B", "type_id": 1}}]
     special = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
     template = {"type": "TemplateProcessing", "single": begun, "pair": pair, "special_tokens": special}
-    content = json.loads(path.read_text("utf-8")) | {"post_processor": None if token is None else template}
+    content = json.loads(path.read_text("utf-8"))
+    content["post_processor"] = None if token is None else template
     write_whole(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
 
 

@@ -190,10 +190,9 @@ class InitialStates(Sequence):
         # overwritten by the stored ones, pool by pool.
         states = list(self.mixers[layer].start_state(self.documents))
         for pool, rows, documents in self.pools:
-            states = [
-                state.index_copy(0, documents, stored.index_select(0, rows).to(state.dtype))
-                for state, stored in zip(states, pool[layer])
-            ]
+            for place, stored in enumerate(pool[layer]):
+                chosen = stored.index_select(0, rows).to(states[place].dtype)
+                states[place] = states[place].index_copy(0, documents, chosen)
         return tuple(states)
 
 

@@ -260,7 +260,8 @@ class Checkpoint(LightningCheckpoint):
     def signals(self) -> Iterator[None]:
         """Let SIGINT and SIGTERM stop the run at the next step's end; other handlers stay."""
         with ExitStack() as restored:
-            if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
+            # Python allows it in no other thread.
+            if threading.current_thread() is threading.main_thread():
                 for caught in (signal.SIGINT, signal.SIGTERM):
                     if signal.getsignal(caught) in (signal.SIG_DFL, signal.default_int_handler):
                         restored.callback(signal.signal, caught, signal.signal(caught, self._handle))
@@ -481,10 +482,12 @@ class Samples(Callback):
         step = trainer.global_step
         samples = []
         for prompt, new in zip(prompts, continuations):
-            samples.append({"step": step, "prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(new)})
+            texts = {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(new)}
+            samples.append({"step": step, **texts})
         # A run that was killed after a validation does it again.
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        lines = [line for line in lines if json.loads(line)["step"] < step] + [json.dumps(each) for each in samples]
+        lines = [line for line in lines if json.loads(line)["step"] < step]
+        lines += [json.dumps(each) for each in samples]
         write_whole(self.path, "".join(f"{line}\n" for line in lines).encode())
         for each in trainer.loggers:
             self.log_texts(each, samples, step)
@@ -495,7 +498,8 @@ class Samples(Callback):
         text = "\n\n".join(f"{each['prompt']}|{each['continuation']}" for each in samples)
         if hasattr(logger, "log_text"):  # W&B
             logger.log_text("val/samples", columns=[*samples[0]], data=[[*each.values()] for each in samples])
-        elif hasattr(logger.experiment, "add_text"):  # TensorBoard, which renders Markdown: as a block of code
+        elif hasattr(logger.experiment, "add_text"):  # TensorBoard
+            # Rendered as Markdown: indented, it is a block of code.
             logger.experiment.add_text("val/samples", textwrap.indent(text, "    "), step - 1)
         elif hasattr(logger.experiment, "log_text"):  # MLflow
             logger.experiment.log_text(logger.run_id, text, f"samples/step={step}.txt")

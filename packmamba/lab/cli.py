@@ -223,7 +223,8 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
     content = json.dumps(settings, sort_keys=True, default=str).encode()
     digest = hashlib.sha256(content).hexdigest()[:10]
     done = [each for each in records.records_of(output, "evaluation") if each["config"].get("id") == digest]
-    if not done or (config.include_path and name not in EVALUATIONS):  # a user's own task may have changed
+    # A user's own task may have changed.
+    if not done or (config.include_path and name not in EVALUATIONS):
         begun = time.perf_counter()
         result = run(name, model.model, context)
         seconds = time.perf_counter() - begun

@@ -164,7 +164,8 @@ class _Run:
                 self._check_start(found)
                 if self.progress:
                     note = ""
-                    if self.reached > self.config.trainer.max_steps:  # a run with more steps shares the folder
+                    # A run with more steps shares the folder.
+                    if self.reached > self.config.trainer.max_steps:
                         note = f"; its weights are of step {self.reached}"
                     print(f"already done, nothing is trained: {self.folder}{note}")
                 return found
@@ -360,9 +361,9 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     works = options.precision != "16-mixed" or trainer.strategy.root_device.type != "cpu"
     need(works, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
     # Lightning's signal handlers, and its broadcasts of them (its issue 20806), are switched off.
-    loop = trainer.fit_loop.epoch_loop
-    methods = ((trainer._signal_connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor"))
-    for part, name in methods:
+    unused: dict[str, Any] = {"register_signal_handlers": trainer._signal_connector}
+    unused["_broadcast_sigterm_tensor"] = trainer.fit_loop.epoch_loop
+    for name, part in unused.items():
         assert hasattr(part, name), name
         setattr(part, name, lambda: None)
     return trainer

@@ -44,8 +44,8 @@ class PackedDataModule(lightning.LightningDataModule):
     """
 
     def __init__(
-        self, config: DataConfig | None = None, *, seed: int = 0, boundary: str | None = None, plugins: Sequence[str] = (),
-        progress: bool = True, context_parallel: int = 1, **keys: Any,
+        self, config: DataConfig | None = None, *, seed: int = 0, boundary: str | None = None,
+        plugins: Sequence[str] = (), progress: bool = True, context_parallel: int = 1, **keys: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))

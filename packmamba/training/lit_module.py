@@ -153,7 +153,8 @@ class PackedLitModule(lightning.LightningModule):
         """Build model and module from a run's configuration."""
         trainer, optimizer = config.trainer, dict(vars(config.optimizer))
         optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
-        more = {name: getattr(trainer, name) for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")}
+        names = ("boundary", "boundary_options", "mean_over", "cuda_graphs")
+        more = {name: getattr(trainer, name) for name in names}
         module = cls(make_model(config, vocab_size), compile=config.model.compile, **more, **optimizer)
         module._log_hyperparams = False  # a run logs its whole configuration
         return module
@@ -214,7 +215,8 @@ class PackedLitModule(lightning.LightningModule):
             return linear_cross_entropy(hidden, head.weight, batch.targets, mask, slots, self.compiled, weights)
         # With an adapter the weight is not the whole.
         logits = head(hidden).flatten(0, 1)
-        losses = cross_entropy(logits.to(accumulation_dtype(logits.dtype)), batch.targets.flatten(), reduction="none")
+        logits = logits.to(accumulation_dtype(logits.dtype))
+        losses = cross_entropy(logits, batch.targets.flatten(), reduction="none")
         losses = torch.where(mask, losses.view(mask.shape), 0)
         return (losses if weights is None else losses * weights).sum(), losses.detach()
 
@@ -395,7 +397,8 @@ def make_model(config: Config, vocab_size: int) -> MambaLM:
     # The embedding may have more rows than the corpus has ids, as padded or published ones do.
     rows = vocab_size if model.vocab_size is None else model.vocab_size
     need(rows >= vocab_size, "model.vocab_size", f"at least the corpus's {vocab_size}", rows)
-    options = {name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")}
+    names = ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")
+    options = {name: getattr(model, name) for name in names}
     with refusing(ValueError, TypeError, prefix="model."):
         made = MambaLM(rows, backend=config.ops.backend, **options, **model.of_mixer())
     return made

@@ -97,8 +97,11 @@ def functions_of(code: bytes) -> list[str] | None:
         return None
     # Of bytes: splits where the parser counts lines, not at \f.
     lines = code.splitlines(keepends=True)
-    starts = [(min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno) for one in _functions(tree)]
-    return [b"".join(lines[start - 1 : end]).decode(encoding) for start, end in starts]
+    texts = []
+    for function in _functions(tree):
+        start = min(part.lineno for part in (function, *function.decorator_list))
+        texts.append(b"".join(lines[start - 1 : function.end_lineno]).decode(encoding))
+    return texts
 
 
 def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

@@ -150,14 +150,11 @@ def find_chat_template(tokenizer: str, chosen: str | None) -> tuple[str | None, 
             options = json.loads((folder / OPTIONS).read_text("utf-8"))
         file = folder / TEMPLATE
         template = file.read_text("utf-8") if file.is_file() else options.get("chat_template")
-    if chosen is not None:
-        template = CHATML if chosen == "chatml" else _read_template(chosen)
+    if chosen == "chatml":
+        template = CHATML
+    elif chosen is not None:
+        other = f"data.chat_template: expected chatml or a Jinja file, got '{chosen}' ("
+        with refusing(OSError, UnicodeDecodeError, prefix=other, suffix=")"):
+            template = Path(chosen).read_text("utf-8")
     tokens = {name: token_text(value) for name, value in options.items() if name.endswith("_token")}
     return template if isinstance(template, str) else None, tokens
-
-
-def _read_template(path: str) -> str:
-    other = f"data.chat_template: expected chatml or a Jinja file, got '{path}' ("
-    with refusing(OSError, UnicodeDecodeError, prefix=other, suffix=")"):
-        template = Path(path).read_text("utf-8")
-    return template

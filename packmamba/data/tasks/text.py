@@ -71,7 +71,8 @@ class NextLine:
             kind = _kind(right)
             # Length and indentation must not give the right line away.
             alike = {line for line in lines if _kind(line) == kind and line.strip() != right.strip()}
-            if len(wrong := sorted(line for line in alike if line not in context)) >= self.num_choices - 1:
+            wrong = sorted(line for line in alike if line not in context)
+            if len(wrong) >= self.num_choices - 1:
                 chosen = rng.choice(len(wrong), self.num_choices - 1, replace=False)
                 items.append((context, right, [wrong[i] for i in chosen]))
         return items

@@ -360,7 +360,8 @@ def rule(
         if each.is_leak:
             harm = rulings[key].shows_harm(higher_is_better)
             caught[each.setting] = max(caught.get(each.setting, 0), harm)
-    return {key: rulings[key]._replace(leak_caught=caught.get(each.setting)) for key, each in comparisons.items()}
+    of_setting = {key: caught.get(each.setting) for key, each in comparisons.items()}
+    return {key: rulings[key]._replace(leak_caught=index) for key, index in of_setting.items()}
 
 
 def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Ruling]:

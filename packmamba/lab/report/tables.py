@@ -403,7 +403,8 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
         # Contrasts that Holm's adjustment counts together.
         family = sum(other.primary == contrast.primary for other in contrasts)
         diverged = Cell(_diverged(contrast) or "-", contrast.comparison.divergence[:4])
-        row: Row = {"contrast": contrast.name, "primary": "primary" if contrast.primary else "exploratory"}
+        kind = "primary" if contrast.primary else "exploratory"
+        row: Row = {"contrast": contrast.name, "primary": kind}
         row |= {"seeds": found.seeds, "groups": found.groups if found.groups > 1 else None}
         row |= {"diverged": diverged, "seeds_needed": _seeds_needed(contrast, family)}
         rows.append(ruled(contrast.ruling) | row | {"verdict": contrast.verdict})
