@@ -153,9 +153,9 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     buckets = []
     for item in items:
         for i, start in enumerate(edges[: len(item["octaves"])]):
-            held = min(2 * start - 1, item["targets"]) - start + 1
+            count = min(2 * start - 1, item["targets"]) - start + 1
             nats_of_octave = {"nats" + suffix: item["octaves" + suffix][i] for suffix in losses}
-            buckets.append({"start": start, "targets": held, "group": item.get("group")} | nats_of_octave)
+            buckets.append({"start": start, "targets": count, "group": item.get("group")} | nats_of_octave)
     sums = ["targets", *("nats" + suffix for suffix in losses)]
     curve = by_position(edges, losses[""])[1]
     return texts.result(metrics, "by_position", curve, items, key="start", sums=sums, items_of=buckets)

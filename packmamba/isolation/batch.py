@@ -49,8 +49,8 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, 
     def logits(rows: Tensor) -> Any:
         return logits_in(model(**{**arguments, "input_ids": rows}))
 
-    words = {"boundaries": ", ".join(names), "remedy": "patch the model, or put one document in a row"}
-    return _check(logits, model, batch["input_ids"], number_documents(marks), **words) is not None
+    texts = {"boundaries": ", ".join(names), "remedy": "patch the model, or put one document in a row"}
+    return _check(logits, model, batch["input_ids"], number_documents(marks), **texts) is not None
 
 
 def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2**31) -> bool:
@@ -66,9 +66,9 @@ def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2
     def hidden(rows: Tensor) -> Any:
         return boundary.hidden(model, replace(part, tokens=rows))
 
-    words = {"boundaries": f"layout, boundary={boundary.name}"}
-    words["remedy"] = "mend the mixer, or put one document in a row"
-    result = _check(hidden, model, part.tokens, part.layout.documents, **words)
+    texts = {"boundaries": f"layout, boundary={boundary.name}"}
+    texts["remedy"] = "mend the mixer, or put one document in a row"
+    result = _check(hidden, model, part.tokens, part.layout.documents, **texts)
     if result is not None:
         differentiable = result.isolated_backward is not None
         expect(differentiable, "outputs", "a gradient at the embeddings", "none")

@@ -137,7 +137,7 @@ class _Run:
         self.progress = progress
         self.folder = run_id.run_folder(config)
         self.record_path = run_id.record_path(config)
-        self._others = f"others; remove {self.record_path} and {self.folder}"
+        self._got_others = f"others; remove {self.record_path} and {self.folder}"
         records.check_writable(self.folder, "runs_dir")
         records.check_writable(self.record_path.parent, "output")
         self.data = PackedDataModule.from_config(config, progress=progress)
@@ -160,7 +160,7 @@ class _Run:
             found = run_id.find_record(self.config)
             if found is not None:
                 same = found["corpus_hash"] == self.data.corpora.corpus_hash
-                need(same, "data", "this run's documents", self._others)
+                need(same, "data", "this run's documents", self._got_others)
                 self._check_start(found)
                 if self.progress:
                     note = ""
@@ -186,7 +186,7 @@ class _Run:
         if self.config.trainer.init_from is not None:
             load_initial_weights(model, self.config)
         same = weights_checksum(model) == checksum
-        need(same, key, "the weights that this run began with", self._others)
+        need(same, key, "the weights that this run began with", self._got_others)
 
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
@@ -326,7 +326,7 @@ def check_accelerator(config: Config) -> None:
 
 
 # Keys of the section trainer that are arguments of Lightning's Trainer.
-LIGHTNINGS = ("accelerator", "devices", "num_nodes", "precision", "max_steps")
+LIGHTNING_KEYS = ("accelerator", "devices", "num_nodes", "precision", "max_steps")
 # Lightning's advice that does not apply: the loader's workers are the user's choice, and so on.
 UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU available", "FLOPs not found")
 
@@ -338,14 +338,14 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     """
     options = config.trainer
     folder = run_id.run_folder(config)
-    named_as_there: Any = {name: getattr(options, name) for name in LIGHTNINGS}
+    of_lightning: Any = {name: getattr(options, name) for name in LIGHTNING_KEYS}
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
     bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=f".*({'|'.join(UNWANTED_WARNINGS)})")
     with refusing(Exception, prefix="trainer: "):
         trainer = lightning.Trainer(
-            **named_as_there,
+            **of_lightning,
             strategy=make_strategy(options),
             val_check_interval=options.validate_every,
             check_val_every_n_epoch=None,

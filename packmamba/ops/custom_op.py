@@ -305,9 +305,9 @@ class _EagerCall(torch.autograd.Function):
         operator: PackedOperator = ctx.operator
         num_saved = operator.signature.num_saved
         saved = ctx.saved_tensors
-        # With gradients enabled (create_graph) the result may be differentiated.
-        again = torch.is_grad_enabled()
-        differentiate = operator.differentiate_dispatched if again else operator.differentiate
+        # With gradients enabled the result may be differentiated.
+        create_graph = torch.is_grad_enabled()
+        differentiate = operator.differentiate_dispatched if create_graph else operator.differentiate
         gradients = differentiate(saved[:num_saved] + ctx.options, saved[num_saved:], grads)
         # The operator, its options and the layouts' tensors have no gradients.
         return None, None, *gradients, *(None,) * (num_saved - len(gradients))

@@ -41,8 +41,8 @@ def open_text(data: DataConfig) -> Source:
     def documents(names: Iterable[str]) -> Iterator[Document]:
         for name in names:
             place = files[name].place
-            other = f"data.path: expected UTF-8, got {place} ("
-            with refusing(UnicodeDecodeError, prefix=other, suffix="); move it"), files[name].open() as file:
+            prefix = f"data.path: expected UTF-8, got {place} ("
+            with refusing(UnicodeDecodeError, prefix=prefix, suffix="); move it"), files[name].open() as file:
                 text = file.read().decode("utf-8-sig")
             null = text.find("\0")  # git and grep call such a file binary
             need(null < 0, "data.path", "text", f"{place} (a NUL character at {null}); move it")
@@ -147,8 +147,8 @@ def open_megatron(data: DataConfig) -> Source:
     need(data.path, "data.path", "the name of .bin and .idx without suffix with data.source=megatron", "null")
     binary, index = Path(f"{data.path}.bin"), Path(f"{data.path}.idx")
     fingerprint = hash_files(binary.parent, [binary.name, index.name])
-    other = f"data.path: expected a whole Megatron index of version 1, got {index} ("
-    with refusing(struct.error, LookupError, ValueError, prefix=other, suffix=")"):
+    prefix = f"data.path: expected a whole Megatron index of version 1, got {index} ("
+    with refusing(struct.error, LookupError, ValueError, prefix=prefix, suffix=")"):
         with open(index, "rb") as file:
             header = file.read(MEGATRON_HEADER.size)
             magic, version, code, sequences, count = MEGATRON_HEADER.unpack(header)

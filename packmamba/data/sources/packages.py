@@ -47,8 +47,8 @@ class Manifest(NamedTuple):
 
 def read_manifest(path: str | Path) -> Manifest:
     """Read a manifest. Raises ConfigError naming the file."""
-    other = f"data.path: expected a manifest of packages, got '{path}' ("
-    with refusing(EOFError, ValueError, KeyError, TypeError, OSError, prefix=other, suffix=")"):
+    prefix = f"data.path: expected a manifest of packages, got '{path}' ("
+    with refusing(EOFError, ValueError, KeyError, TypeError, OSError, prefix=prefix, suffix=")"):
         content = gzip.decompress(Path(path).read_bytes())
         header, *packages = map(json.loads, content.decode().splitlines())
         if header["format"] != 1:

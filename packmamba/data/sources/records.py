@@ -153,8 +153,8 @@ def find_chat_template(tokenizer: str, chosen: str | None) -> tuple[str | None, 
     if chosen == "chatml":
         template = CHATML
     elif chosen is not None:
-        other = f"data.chat_template: expected chatml or a Jinja file, got '{chosen}' ("
-        with refusing(OSError, UnicodeDecodeError, prefix=other, suffix=")"):
+        prefix = f"data.chat_template: expected chatml or a Jinja file, got '{chosen}' ("
+        with refusing(OSError, UnicodeDecodeError, prefix=prefix, suffix=")"):
             template = Path(chosen).read_text("utf-8")
     tokens = {name: token_text(value) for name, value in options.items() if name.endswith("_token")}
     return template if isinstance(template, str) else None, tokens
