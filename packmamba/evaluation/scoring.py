@@ -11,6 +11,8 @@ from packmamba.evaluation.packed_forward import DocumentState, Pass, Predictions
 from packmamba.nn import MambaLM
 
 Ids = tuple[int, ...]
+# By context and continuation.
+Wanted = dict[Ids, dict[Ids, Predictions]]
 
 
 class Score(NamedTuple):
@@ -51,7 +53,7 @@ def score(
         given, continuation = request
         context = check_ids(given if len(given) else begin, f"{name}: context", model, least=1)
         checked.append((context, check_ids(continuation, f"{name}: continuation", model, least=1)))
-    predictions: dict[Ids, dict[Ids, Predictions]] = {}
+    predictions: Wanted = {}
     for context, continuation in checked:
         predictions.setdefault(context, {})[continuation] = []
     segments = [_segment(context, list(others)) for context, others in predictions.items()]
@@ -83,9 +85,7 @@ def _segment(context: Ids, continuations: list[Ids]) -> Segment:
     return Segment(owner, context, finish=branch if longer else None)
 
 
-def _with_targets(
-    pieces: Pass, predictions: dict[Ids, dict[Ids, Predictions]]
-) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
+def _with_targets(pieces: Pass, predictions: Wanted) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
     """Yield the activations of a pass that predict continuations, and what they should predict."""
     for (context, continuations, offset), first, hidden in pieces:
         # The activation at position offset + n predicts token n of the continuation.

@@ -91,8 +91,7 @@ class CheckedModel(CheckedCallable):
         # Models with vision or audio keep the text model's configuration inside.
         text_config = getattr(config, "text_config", None) or config
         num_ids = getattr(text_config, "vocab_size", None) or 0
-        fits = not 0 < num_ids < (vocab_size or 0)
-        expect(fits, "vocab_size", f"at most {num_ids}", vocab_size)
+        expect(not 0 < num_ids < (vocab_size or 0), "vocab_size", f"at most {num_ids}", vocab_size)
         longest = getattr(text_config, "max_position_embeddings", None) or 2**31
         super().__init__(model, [model], boundaries, vocab_size or num_ids, longest)
         # Keys such as pad_token_id, of which some hold lists.
@@ -157,8 +156,7 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
         layout = SequenceLayout.from_lengths([lengths], sum(lengths))
         return model(tokens, layout=layout.to(tokens.device))
 
-    vocab_size = vocab_size or len(model.lm_head.weight)
-    return CheckedCallable(call, [model], marked_by, vocab_size, 2**31)
+    return CheckedCallable(call, [model], marked_by, vocab_size or len(model.lm_head.weight), 2**31)
 
 
 def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:

@@ -139,8 +139,7 @@ def write_pretrained(
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     if format == "state_spaces":
-        path = folder / "pytorch_model.bin"
-        with replacing(path) as temporary, open(temporary, "wb") as file:
+        with replacing(folder / "pytorch_model.bin") as temporary, open(temporary, "wb") as file:
             torch.save(weights, file)
     else:
         weights = {

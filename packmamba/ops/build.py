@@ -82,13 +82,9 @@ class Build:
         headers = [path for part in ("common", self.kind) for path in (kernel_folder() / part).glob("*.*h")]
         for path in (*self.sources, *sorted(headers)):
             digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
-        return cache_folder() / f"{self.kind}-{digest.hexdigest()[:20]}.so"
-
-
-def cache_folder() -> Path:
-    """Return ``PACKMAMBA_CACHE``, else ``XDG_CACHE_HOME``/packmamba, else ~/.cache/packmamba."""
-    default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/packmamba"
-    return Path(os.environ.get("PACKMAMBA_CACHE") or default).expanduser()
+        default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/packmamba"
+        cache = Path(os.environ.get("PACKMAMBA_CACHE") or default).expanduser()
+        return cache / f"{self.kind}-{digest.hexdigest()[:20]}.so"
 
 
 def kernel_folder() -> Path:

@@ -139,13 +139,19 @@ def backward_into(a: ConvArguments, dy: Tensor, dfinal: Tensor | None, **gradien
 
 
 def _inputs(a: ConvArguments) -> dict[str, Any]:
-    """Name what both kernels read, as kernels/*/bindings do; they pass over other names.
+    """Name what both kernels read, as kernels/*/bindings do.
 
     x lies as it came; parameters and states are made dense.
     """
-    arguments = a._asdict() | {"silu": a.activation == "silu"}
-    made_dense = {name: dense(arguments[name]) for name in ("weight", "bias", "initial_state")}
-    return {**arguments, **made_dense, "starts": a.layout.starts, "ends": a.layout.ends}
+    return {
+        "x": a.x,
+        "weight": dense(a.weight),
+        "bias": dense(a.bias),
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": dense(a.initial_state),
+        "silu": a.activation == "silu",
+    }
 
 
 def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:

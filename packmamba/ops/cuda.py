@@ -148,9 +148,8 @@ def versions(*tensors: Tensor) -> tuple:
 
     That is their versions, and a graph's capture.
     """
-    capturing = torch._C._cuda_isCurrentStreamCapturing()
     # Outside ``one_capture`` a new object, equal to none: each call of a capture makes a schedule.
-    capture = (_capture or object()) if capturing else None
+    capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None
     # An inference tensor has no version counter.
     return (*(0 if tensor.is_inference() else tensor._version for tensor in tensors), capture)
 

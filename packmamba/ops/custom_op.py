@@ -146,8 +146,7 @@ class Signature(Generic[Arguments]):
 
     def allocate_gradients(self, arguments: Arguments) -> dict[str, Any]:
         """Allocate contiguous gradients, as ``d<argument>``; None for None."""
-        tensors = arguments[: self.num_gradients]
-        return dict(zip(self.gradients, map(empty_grad_like, tensors)))
+        return dict(zip(self.gradients, map(empty_grad_like, arguments[: self.num_gradients])))
 
 
 @dataclass(eq=False)

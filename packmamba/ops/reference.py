@@ -71,8 +71,7 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     # The last W - 1 inputs, initial ones where the document is shorter.
     every = torch.arange(layout.num_documents, device=x.device)
     last = [inputs(every, layout.lengths - width + tap) for tap in range(1, width)]
-    final_state = torch.stack(last, dim=2).to(states.dtype)
-    return output, final_state if a.return_final_state else None
+    return output, torch.stack(last, dim=2).to(states.dtype) if a.return_final_state else None
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:

@@ -173,13 +173,24 @@ def backward_into(
 
 
 def _inputs(a: ScanArguments) -> dict[str, Any]:
-    """Name what both kernels read, as kernels/*/bindings do; they pass over other names.
+    """Name what both kernels read, as kernels/*/bindings do.
 
     Activations lie as they came; parameters and states are made dense.
     """
-    arguments = a._asdict()
-    made_dense = {name: dense(arguments[name]) for name in ("A", "D", "delta_bias", "initial_state")}
-    return {**arguments, **made_dense, "starts": a.layout.starts, "ends": a.layout.ends}
+    return {
+        "u": a.u,
+        "delta": a.delta,
+        "A": dense(a.A),
+        "B": a.B,
+        "C": a.C,
+        "D": dense(a.D),
+        "z": a.z,
+        "delta_bias": dense(a.delta_bias),
+        "delta_softplus": a.delta_softplus,
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": dense(a.initial_state),
+    }
 
 
 def _cuda_forward(arguments: dict[str, Any]) -> None:

@@ -389,8 +389,7 @@ def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Rul
         if p_difference.get((key, "divergence"), math.nan) <= ALPHA:
             claim = f"different ({'diverges' if each.divergence.worse else 'the other diverges'})"
         else:
-            margin = None if lost[key] else each.margin
-            claim = verdict(found, margin, p, p_same) + lost[key]
+            claim = verdict(found, None if lost[key] else each.margin, p, p_same) + lost[key]
         rulings[key] = Ruling(claim, found, p, p_same, verdict(found, each.margin))
     return rulings
 
@@ -461,8 +460,7 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, 
         rows = rng.integers(pairs, size=(seeds, 1))
         columns = rng.integers(groups, size=groups)
         sums = (centre + deviations)[rows, columns]
-        p = p_of_equivalence(sums, weights[columns], margin, draws=400)
-        equivalent += p <= ALPHA / family
+        equivalent += p_of_equivalence(sums, weights[columns], margin, draws=400) <= ALPHA / family
     return equivalent / trials
 
 

@@ -562,8 +562,7 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
     """Tabulate the models of one evaluation; the first is the baseline's, if there is one."""
     models: dict[str, Arm] = {}
     for arm, runs in aggregate.frame(records, "evaluation").groupby("arm", sort=False):
-        latest = runs.drop_duplicates("seed", keep="last").set_index("seed")
-        models[arm] = Arm(arm, (), latest)
+        models[arm] = Arm(arm, (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
     first = next(models[arm] for arm in (*aggregate.BASELINES, *models) if arm in models)
     metrics = main_first(list(first.runs.select_dtypes(float)))
     measured = [_metric_column(metric, []) for metric in metrics]
