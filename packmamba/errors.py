@@ -58,15 +58,24 @@ need = functools.partial(expect, kind=ConfigError)
 
 @contextmanager
 def refusing(*kinds: type[Exception], prefix: str = "", suffix: str = "") -> Iterator[None]:
-    """Raise ConfigError for errors of these kinds, with their message between ``prefix`` and ``suffix``."""
+    """Raise ConfigError for errors of these kinds.
+
+    Their message stands between ``prefix`` and ``suffix``.
+
+    An error of an operator's ``backend`` is one of the key ``ops.backend``, whatever the prefix.
+    """
     try:
         yield
     except kinds as error:
-        raise ConfigError(f"{prefix}{error}{suffix}") from None
+        section = "ops." if str(error).startswith("backend: ") else prefix
+        raise ConfigError(f"{section}{error}{suffix}") from None
 
 
 def extra(package: str, key: str = "data.source") -> ModuleType:
-    """Import a package of the extra ``integrations``, which a key needs. Raises ConfigError without it."""
+    """Import a package of the extra ``integrations``, which a key needs.
+
+    Raises ConfigError without it.
+    """
     try:
         return importlib.import_module(package)
     except ImportError:

@@ -22,7 +22,9 @@ class DiskFull(UserError, OSError):
 
 
 def full_disk(error: BaseException, path: str | Path) -> DiskFull | None:
-    """Return what an error says of a full disk, with its path or else ``path``; None of another error.
+    """Return what an error says of a full disk; None of another error.
+
+    Its path is the error's, or else ``path``.
 
     torch raises a RuntimeError while it handles the OSError, safetensors an error with its number.
     """
@@ -30,7 +32,8 @@ def full_disk(error: BaseException, path: str | Path) -> DiskFull | None:
     while cause is not None:
         number = re.search(r"os error (\d+)", str(cause))
         code = cause.errno if isinstance(cause, OSError) else int(number[1]) if number else None
-        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # no space, or above a quota or a limit
+        # No space, or above a quota or a limit.
+        if code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             return DiskFull(code, os.strerror(code), getattr(cause, "filename", None) or str(path))
         cause = cause.__context__
     return None
@@ -66,7 +69,10 @@ def replacing(path: str | Path, suffix: str = ".tmp") -> Iterator[Path]:
 
 @contextmanager
 def work_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder, to fill and rename to ``folder``; remove it at the end if it is still there."""
+    """Yield a temporary folder, to fill and rename to ``folder``.
+
+    It is removed at the end if it is still there.
+    """
     work = folder.with_name(f".{folder.name}.part")
     shutil.rmtree(work, ignore_errors=True)  # what a killed process left behind
     work.mkdir()

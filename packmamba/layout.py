@@ -44,7 +44,9 @@ def round_up(number: Integers, multiple: int) -> Integers:
 
 
 class Schedules(dict):
-    """Hold what kernels derive from a layout, by ``ops.cuda`` and ``ops.ssd_triton``: work items on a GPU.
+    """Hold what kernels derive from a layout: work items on a GPU.
+
+    ``ops.cuda`` and ``ops.ssd_triton`` make them.
 
     An attribute of the layout's ``starts``, and not of the layout, since a traced graph hands
     operators tensors alone. Every layer of a step then finds what the first one made. "longest" and
@@ -142,7 +144,9 @@ class SequenceLayout:
 
     @classmethod
     def from_position_indices(cls, position_indices: Tensor, name: str = "position_indices") -> SequenceLayout:
-        """Build from each token's position in its document, as transformers' ``position_ids``: (B, L) integer.
+        """Build from each token's position in its document: (B, L) integer.
+
+        transformers calls them ``position_ids``.
 
         0 starts a document, then one more each; -1 is padding, at a row's tail. A row's first
         document may begin above 0 (a continuation). ``name``: the argument's, in errors.
@@ -160,7 +164,9 @@ class SequenceLayout:
 
     @classmethod
     def from_seq_idx(cls, seq_idx: Tensor, name: str = "seq_idx") -> SequenceLayout:
-        """Build from each token's document id, as causal-conv1d and Mamba-2 take it: (B, L) integer.
+        """Build from each token's document id: (B, L) integer.
+
+        causal-conv1d and Mamba-2 take them so.
 
         Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a
         row. Offsets are 0. ``name``: the argument's, in errors.
@@ -182,7 +188,9 @@ class SequenceLayout:
     def from_cu_seqlens(
         cls, cu_seqlens: Tensor, rows: int = 1, row_length: int | None = None, name: str = "cu_seqlens"
     ) -> SequenceLayout:
-        """Build from cumulative lengths over all rows, as flash-attention takes them: (S + 1,) integer.
+        """Build from cumulative lengths over all rows: (S + 1,) integer.
+
+        flash-attention takes them so.
 
         They increase strictly from 0 to B * L and hold every row's start: nothing is padding, no
         document crosses rows. Offsets are 0.
@@ -197,10 +205,9 @@ class SequenceLayout:
         last = int(cumulative[-1])
         rows, row_length = shape = _shape(rows, last // rows if row_length is None else row_length)
         slots = rows * row_length
-        if cumulative[0] != 0 or last != slots:
-            remedy = "; make a padded tail a document of its own" if 0 < last < slots else ""
-            got = f"{int(cumulative[0])} to {last}{remedy}"
-            raise ValueError(f"{name}: expected to run from 0 to B * L = {slots}, got {got}")
+        remedy = "; make a padded tail a document of its own" if 0 < last < slots else ""
+        runs = cumulative[0] == 0 and last == slots
+        expect(runs, name, f"to run from 0 to B * L = {slots}", f"{int(cumulative[0])} to {last}{remedy}")
         not_above = (cumulative.diff() <= 0).nonzero().flatten()
         if len(not_above):
             pair = cumulative[not_above[0] :][:2].tolist()
@@ -289,7 +296,10 @@ class SequenceLayout:
         return self.slot_documents()
 
     def slot_documents(self) -> Tensor:
-        """Compute ``documents`` without cached_property, whose lock breaks graphs in Python 3.11."""
+        """Compute ``documents`` without cached_property.
+
+        Its lock breaks graphs in Python 3.11.
+        """
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device)
         # The last document that starts at or before the slot; -1 where none does.
         document = torch.searchsorted(self.starts, slot, right=True, out_int32=True) - 1
@@ -307,7 +317,7 @@ class SequenceLayout:
 
     @cached_property
     def seq_idx(self) -> Tensor:
-        """Return (B, L) int32, the document of each slot, counted from 0 in each row; padding -1."""
+        """Return (B, L) int32, each slot's document, counted from 0 in each row; padding -1."""
         first_slots = torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
         # (B,) documents in earlier rows.
         first_document = torch.searchsorted(self.starts, first_slots, out_int32=True)
@@ -315,7 +325,10 @@ class SequenceLayout:
 
     @cached_property
     def position_indices(self) -> Tensor:
-        """Return (B, L) int32, each slot's position in its document, offsets included; padding -1."""
+        """Return (B, L) int32, each slot's position in its document; padding -1.
+
+        Offsets are included.
+        """
         slot = torch.arange(self.num_slots, dtype=torch.int32, device=self.device).view(self.shape)
         # A token's position is its slot minus its document's start, plus the document's offset.
         first_position = _append_zero(self.offsets - self.starts)[self.documents]
@@ -329,7 +342,10 @@ class SequenceLayout:
         return torch.cat([self.starts, self.ends[-1:]])
 
     def flow(self) -> SequenceLayout:
-        """Merge each row's documents into one, with the offset of the first: each leaks into the next."""
+        """Merge each row's documents into one: each leaks into the next.
+
+        It has the offset of the row's first.
+        """
         if self.flowing is not None:
             return self.flowing
         expect(self.crossing is None, "layout.flow", "rows that no ranks share", "shared ones")
@@ -405,9 +421,8 @@ def _shape(rows: int, row_length: int) -> tuple[int, int]:
 
 def integer_tensor(tensor: Tensor, name: str) -> Tensor:
     """Check that a tensor holds integers; return it as int64 on the host."""
-    if torch.compiler.is_exporting():
-        expected = "a layout's starts and ends in torch.export"
-        raise TypeError(f"{name}: expected {expected}, got values that decide a shape")
+    expected = "a layout's starts and ends in torch.export"
+    expect(not torch.compiler.is_exporting(), name, expected, "values that decide a shape", TypeError)
     # NumPy's arrays have a dtype, too.
     dtype = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
     fits = dtype in INT_DTYPES and not tensor.is_meta
@@ -416,7 +431,10 @@ def integer_tensor(tensor: Tensor, name: str) -> Tensor:
 
 
 def _index_matrix(tensor: Tensor, name: str) -> Tensor:
-    """Check integers (B, L), -1 at padding, which is a row's tail; return them as ``integer_tensor``."""
+    """Check integers (B, L), -1 at padding, which is a row's tail.
+
+    Returns them as ``integer_tensor`` does.
+    """
     matrix = integer_tensor(tensor, name)
     fits = matrix.dim() == 2 and 0 not in matrix.shape
     expect(fits, name, "shape (B, L) with at least one slot", tuple(matrix.shape))
@@ -429,7 +447,7 @@ def _index_matrix(tensor: Tensor, name: str) -> Tensor:
 
 
 def check_all(valid: Tensor, name: str, expected: str, values: Tensor) -> None:
-    """Raise ValueError that names the first row and position of values (B, L) which is not valid."""
+    """Raise ValueError that names the first place of values (B, L) which is not valid."""
     if not valid.all():
         b, t = (~valid).nonzero()[0].tolist()
         raise ValueError(f"{name}[{b}, {t}]: expected {expected}, got {int(values[b, t])}")

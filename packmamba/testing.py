@@ -223,7 +223,10 @@ def _is_packed(batch: Any) -> bool:
 
 
 def _has_neighbours(step: Any, ranks: int) -> bool:
-    """Return whether a row of a StepBatch holds two documents on any rank: its counts are of all."""
+    """Return whether a row of a StepBatch holds two documents on any rank.
+
+    Its counts are of all ranks.
+    """
     return step.num_behind > 0 or ranks == 1 and any(map(_is_packed, step.batches))
 
 

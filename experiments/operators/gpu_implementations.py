@@ -168,9 +168,12 @@ def packmamba(arm: GpuArm, inputs: Inputs) -> Implementation:
     """The public operators, with gradients of everything; or what is made once for a batch."""
     tokens, channels = inputs.dy.shape[1:]
     if arm.operator == "schedule":
-        return Implementation(
-            lambda layout: schedule(layout.starts.clone(), layout.ends, 1, tokens, channels, True, "forward")
-        )
+
+        def make(layout: SequenceLayout) -> Any:
+            stream = torch.cuda.current_stream().cuda_stream
+            return schedule(layout.starts.clone(), layout.ends, (1, tokens, channels), True, "forward", stream)
+
+        return Implementation(make)
     conv = arm.operator == "conv"
     operator, tensors = ("conv1d_pack", inputs.conv) if conv else ("ssm_pack", inputs.scan)
     options: dict[str, Any] = {"activation": "silu"} if conv else {"delta_softplus": True}

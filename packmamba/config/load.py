@@ -187,7 +187,10 @@ def validate(config: Keys) -> Keys:
 
 
 def newest_run(name: Any) -> Any:
-    """Return the newest run of a name, such as runs/mine-seed0-1f2e3d4c5b of runs/mine; else the name."""
+    """Return the newest run of a name, or the name if there is none.
+
+    Of runs/mine it is one such as runs/mine-seed0-1f2e3d4c5b.
+    """
     if name is None or os.path.exists(name):
         return name
     runs = glob.glob(f"{glob.escape(name)}-seed*-*/{CONFIGURATION}")
@@ -300,6 +303,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     kernels = config.ops.backend in ("auto", "cuda")
     graphs_work = one_device and trainer.accelerator in ON_GPU and without_loss_scale and kernels
     graphs = "on one GPU, in 32-true or bfloat16, with ops.backend auto or cuda"
+    shared = "on multiples of as many devices, with reset and a mixer that shares rows"
     used: dict[str, tuple[Any, str]] = {
         "data.path": (not data.sources, "data.sources is empty"),
         "data.streaming": (not data.sources, "data.sources is empty"),
@@ -310,10 +314,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         "trainer.evaluate_every": (config.evaluations and not sharded, "with evaluations, without fsdp2"),
         "trainer.samples": (not sharded, "without fsdp2"),
         "trainer.cuda_graphs": (graphs_work, graphs),
-        "trainer.context_parallel": (
-            shares_rows,
-            "on multiples of as many devices, with reset and a mixer that shares rows",
-        ),
+        "trainer.context_parallel": (shares_rows, shared),
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     for name, sources in KEYS_OF_SOURCES.items():

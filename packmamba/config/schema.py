@@ -54,7 +54,10 @@ def key(default: Any, help: str, **limits: Any) -> Any:
 
 
 def registry(place: Any) -> Any:
-    """Import the registry at ``module:NAME``, or a class by its path; return other values as they are."""
+    """Import the registry at ``module:NAME``, or a class by its path.
+
+    Other values than texts are returned as they are.
+    """
     return pkgutil.resolve_name(place) if isinstance(place, str) else place
 
 

@@ -40,7 +40,8 @@ class Documents:
 
     groups: Any = None
     source_names: Sequence[str] = ()  # of a mixture
-    has_windows = False  # whether ``window`` draws documents; else the schedule cuts the corpus in windows
+    # Whether ``window`` draws documents; else the schedule cuts the corpus in windows.
+    has_windows = False
     is_streamed = False  # whether there may be more documents than are known
 
     def __init__(self, tokens: Any, lengths: Any, targets: Any = None) -> None:
@@ -121,7 +122,9 @@ class Corpus(Documents):
 
 
 class Joined(Documents):
-    """Number the documents of several corpora one after the other; their tokens stay where they are.
+    """Number the documents of several corpora one after the other.
+
+    Their tokens stay where they are.
 
     Attributes:
         parts: the corpora.
@@ -179,7 +182,10 @@ class Mixture(Joined):
         return Mixture, (self.parts, self.group_names, self.weights, self.longest)
 
     def window(self, seed: int, number: int, size: int) -> np.ndarray:
-        """Draw the documents of a window of about ``size``: those of each part in the order of its passes."""
+        """Draw the documents of a window of about ``size``.
+
+        Those of each part come in the order of its passes.
+        """
         drawn = []
         for part, share in enumerate(self.document_shares):
             # Documents of the part drawn before this window and up to its end, over all passes.
@@ -198,6 +204,5 @@ class Mixture(Joined):
 
     def passes(self, tokens: float) -> dict[str, float]:
         """Return how often each part is read in so many tokens of the mixture."""
-        shares = np.array(self.weights) / sum(self.weights)
-        passes = tokens * shares / self.tokens_of_pass
+        passes = tokens * (np.array(self.weights) / sum(self.weights)) / self.tokens_of_pass
         return dict(zip(self.group_names, passes.tolist()))

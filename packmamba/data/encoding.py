@@ -1,4 +1,7 @@
-"""Tokenise documents and write them: the files of a split, and the key of everything that decides their tokens."""
+"""Tokenise documents and write them.
+
+Here are the files of a split, and the key of everything that decides their tokens.
+"""
 
 import functools
 import hashlib
@@ -26,24 +29,36 @@ CHUNK_DOCUMENTS = 4096
 
 
 class Opened(NamedTuple):
-    """Hold a source that no document was read of, its tokenizer (None: documents are ids), and what decides the tokens."""
+    """Hold a source, its tokenizer, and what decides the tokens.
+
+    No document of the source was read. Without a tokenizer documents are ids.
+    """
 
     source: Source
     tokenizer: Tokenizer | None
     identity: dict[str, Any]
 
     def load_tokenizer(self) -> Tokenizer:
-        """Return the tokenizer; of documents that are ids it may read them all, for the vocabulary."""
+        """Return the tokenizer.
+
+        Of documents that are ids it may read them all, for the vocabulary.
+        """
         return self.tokenizer or TokenIds(self.source.vocab_size or 0)
 
     def folder(self, data: DataConfig) -> Path:
-        """Return the folder of the tokenized corpus: a change of anything in ``identity`` makes another."""
+        """Return the folder of the tokenized corpus.
+
+        A change of anything in ``identity`` makes another.
+        """
         key = hashlib.blake2b(json.dumps(self.identity).encode(), digest_size=8).hexdigest()
         return Path(data.cache_dir).resolve() / f"{data.source}-{key}"
 
 
 def open_documents(data: DataConfig, **identity: Any) -> Opened:
-    """Open ``data.source`` and its tokenizer; identity: what else decides the files. Raises ConfigError."""
+    """Open ``data.source`` and its tokenizer. Raises ConfigError.
+
+    identity: what else decides the files.
+    """
     source = open_source(data)
     tokenizer = load_tokenizer(data) if source.vocab_size is None else None
     identity = {
@@ -58,10 +73,17 @@ def open_documents(data: DataConfig, **identity: Any) -> Opened:
 
 
 class Encoded(NamedTuple):
-    """Hold a document's tokens, without begin and end, and which of them are trained on (None: all)."""
+    """Hold a document's tokens, and which of them are trained on.
+
+    They are without begin and end tokens. ``answered`` None: all are trained on.
+    """
 
     ids: np.ndarray
     answered: np.ndarray | None = None
+
+
+# Documents with their tokens.
+Chunk = list[tuple[Document, Encoded]]
 
 
 class SplitWriter:
@@ -80,7 +102,7 @@ class SplitWriter:
         """Return the split's part of ``META``."""
         return {**self.counts, **({"groups": [*self.groups]} if self.groups else {})}
 
-    def add(self, documents: list[tuple[Document, Encoded]]) -> None:
+    def add(self, documents: Chunk) -> None:
         """Write documents that have tokens, between begin and end tokens.
 
         All have targets, answers and groups, or none has.
@@ -93,7 +115,7 @@ class SplitWriter:
         self.counts.update(documents=len(documents), tokens=int(lengths.sum()))
         # One file a column. The first document tells which columns the split has.
         columns = {"tokens": np.concatenate(parts), "lengths": lengths}
-        targets = [self._targets(document, encoded, tokens) for (document, encoded), tokens in zip(documents, parts)]
+        targets = [self._targets(*pair, tokens) for pair, tokens in zip(documents, parts)]
         if targets[0] is not None:
             columns["targets"] = np.concatenate(targets).astype("<i4")
             self.counts["answers"] += int((columns["targets"] >= 0).sum())
@@ -121,9 +143,7 @@ class SplitWriter:
         return np.append(np.where(answered[1:], tokens[1:].astype("<i4"), -1), -1)
 
 
-def encode(
-    documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
-) -> Iterator[list[tuple[Document, Encoded]]]:
+def encode(documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig) -> Iterator[Chunk]:
     """Yield chunks of documents with their tokens, all of them in order."""
     # The package tokenizers encodes without Python's lock.
     threads = (data.num_proc or min(os.cpu_count() or 1, 16)) if isinstance(tokenizer, FileTokenizer) else 1
@@ -137,7 +157,10 @@ def encode(
 
 
 def _encode(tokenizer: Tokenizer, documents: list[Document]) -> list[Encoded]:
-    """Encode documents: an answer and what lies between answers apart, as when a model continues a prompt."""
+    """Encode documents, answers apart from what lies between them.
+
+    So are they encoded when a model continues a prompt.
+    """
     # All parts of all documents go through the tokenizer in one call.
     cut = [_cut_at_answers(document) for document in documents]
     ids = iter(tokenizer.encode_batch([text for parts in cut for text, _ in parts]))
@@ -180,7 +203,10 @@ def _chunks(documents: Iterable[Document]) -> Iterator[list[Document]]:
 def write_meta(
     folder: Path, opened: Opened, tokenizer: Tokenizer, splits: dict[str, SplitWriter], **others: Any
 ) -> None:
-    """Write ``META`` of a folder: what decided the tokens, what training and validation hash to, and counts of splits."""
+    """Write ``META`` of a folder.
+
+    It says what decided the tokens, what training and validation hash to, and counts of splits.
+    """
     ids = {"vocab_size": tokenizer.vocab_size, "begin_id": tokenizer.begin_id, "end_id": tokenizer.end_id}
     counts = {name: writer.meta() for name, writer in splits.items()}
     if "test" in splits:

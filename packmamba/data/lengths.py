@@ -6,7 +6,10 @@ import numpy as np
 
 
 class LengthDistribution(NamedTuple):
-    """Hold parameters of exp(normal(mu, sigma)) tokens, clipped to [shortest, longest] and rounded down."""
+    """Hold parameters of a log-normal distribution of lengths.
+
+    Draws exp(normal(mu, sigma)) are clipped to [shortest, longest] and rounded down.
+    """
 
     mu: float
     sigma: float

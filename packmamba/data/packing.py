@@ -93,7 +93,10 @@ class Pieces:
         return self.num_tokens - int(np.count_nonzero(self.ends_document))
 
     def places(self) -> Iterator[tuple[int, int, int, bool]]:
-        """Yield what ``Documents.read`` takes of each piece: document, start, length, and whether it ends there."""
+        """Yield what ``Documents.read`` takes of each piece.
+
+        That is document, start, length, and whether the document ends there.
+        """
         columns = (self.document, self.start, self.length, self.ends_document)
         return zip(*(column.tolist() for column in columns))
 
@@ -145,12 +148,8 @@ class Pieces:
 
 def join(several: list[Pieces]) -> Pieces:
     """Concatenate pieces."""
-    return Pieces(
-        document=np.concatenate([pieces.document for pieces in several]),
-        start=np.concatenate([pieces.start for pieces in several]),
-        length=np.concatenate([pieces.length for pieces in several]),
-        end=np.concatenate([pieces.end for pieces in several]),
-    )
+    columns = zip(*(vars(pieces).values() for pieces in several))
+    return Pieces(*map(np.concatenate, columns))
 
 
 @dataclass(frozen=True, eq=False)
@@ -201,9 +200,8 @@ class RowPlan(Pieces):
 
     def __iter__(self) -> Iterator[Row]:
         for index in range(len(self)):
-            pieces = self.take(self.row(index))
-            columns = pieces.document.tolist(), pieces.start.tolist(), pieces.length.tolist()
-            row = Row(map(Piece, *columns))
+            places = self.take(self.row(index)).places()
+            row = Row(Piece(document, start, length) for document, start, length, _ in places)
             row.slots = int(self.slots[index])
             yield row
 

@@ -1,4 +1,6 @@
-"""Train while documents are tokenized: a corpus in shards, written ahead of training by a process of its own.
+"""Train while documents are tokenized.
+
+A process of its own writes the corpus in shards, ahead of training.
 
     source      document, document, ...       read once, in its order
     writer      shard 0 | shard 1 | ...       each whole or absent, of growing size
@@ -101,7 +103,10 @@ class StreamedCorpus(Joined):
             pass
 
     def window(self, seed: int, number: int, size: int) -> np.ndarray:
-        """Return the numbers of a shard's documents: in the first epoch shard ``number``, later in another order."""
+        """Return the numbers of a shard's documents.
+
+        In the first epoch it is shard ``number``, later shards come in another order.
+        """
         if not self._open(number):
             epoch, place = divmod(number, len(self.parts))
             number = int(np.random.default_rng([seed, epoch]).permutation(len(self.parts))[place])
@@ -132,10 +137,9 @@ class StreamedCorpus(Joined):
         return True
 
     def _add(self, shard: Path) -> None:
-        try:
+        damaged = f"data.cache_dir: the shard {shard} is damaged ("
+        with refusing(OSError, ValueError, KeyError, prefix=damaged, suffix="); delete its folder"):
             part = Corpus(shard, "train")
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigError(f"data.cache_dir: the shard {shard} is damaged ({error}); delete its folder") from None
         self.parts.append(part)
         self.firsts.append(self.firsts[-1] + part.num_documents)
         self.lengths = np.concatenate([self.lengths, part.lengths])
@@ -168,7 +172,10 @@ def _start_writer(data: DataConfig, folder: Path) -> subprocess.Popen:
 
 
 def main() -> None:
-    """Write the shards of the configuration in the first line of the input, until the input ends."""
+    """Write shards, as the input's first line says, until the input ends.
+
+    The line is JSON: the folder, plugins, and the section ``data``.
+    """
     folder, plugins, keys = json.loads(sys.stdin.readline())
     threading.Thread(target=_exit_with_input, daemon=True).start()
     # Locked before documents are listed, which may take longer than others wait for a writer.
@@ -177,8 +184,10 @@ def main() -> None:
             import_plugins(plugins)
             data = DataConfig(**keys)
             with space_for(folder):
-                if not Path(folder, COMPLETE).exists():  # another process may have written meanwhile
-                    write_shards(Path(folder), data, open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS]))
+                # Another process may have written meanwhile.
+                if not Path(folder, COMPLETE).exists():
+                    opened = open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS])
+                    write_shards(Path(folder), data, opened)
         except Exception as error:
             reason = error if isinstance(error, UserError) else f"data.streaming: {type(error).__name__}: {error}"
             write_whole(Path(folder, ERROR), str(reason).encode())
@@ -207,7 +216,10 @@ def write_shards(folder: Path, data: DataConfig, opened: Opened) -> None:
 
 
 def _write_shard(folder: Path, number: int, opened: Opened, tokenizer: Tokenizer, chunks: Iterator[list]) -> bool:
-    """Write a shard under a temporary name, then rename it; return False if the source has ended."""
+    """Write a shard under a temporary name, then rename it.
+
+    Returns False if the source has ended.
+    """
     shard = _shard(folder, number)
     documents_read = 0
     is_filled = False

@@ -1,4 +1,7 @@
-"""Tokenised corpora on disk, under a hash of everything that decides their tokens; little-endian files without headers."""
+"""Tokenised corpora on disk, under a hash of everything that decides their tokens.
+
+Files are little-endian, without headers.
+"""
 
 import functools
 import json
@@ -16,7 +19,7 @@ from packmamba.data.corpus import META, SPLITS, Corpus, Mixture
 from packmamba.data.encoding import Opened, SplitWriter, encode, open_documents, write_meta
 from packmamba.data.sources import parts_of
 from packmamba.data.sources.source import SEED
-from packmamba.files import DiskFull, space_for, work_folder
+from packmamba.files import space_for, work_folder
 from packmamba.layout import MAX_SLOTS
 
 
@@ -34,7 +37,9 @@ class Corpora(NamedTuple):
 
 
 def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
-    """Open a corpus, tokenised by one process if it is not there; of ``data.sources`` their mixture.
+    """Open a corpus, or the mixture of ``data.sources``.
+
+    A corpus that is not there is tokenised, by one process.
 
     Raises ConfigError.
     """
@@ -45,22 +50,16 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
     opened = open_documents(data)
     folder = opened.folder(data)
     if not folder.exists():
-        try:
-            with FileLock(folder.with_name(f".{folder.name}.lock")):
-                if not folder.exists():  # another process may have made it while this one waited
-                    with space_for(folder):
-                        _tokenize(folder, data, opened, progress)
-        except DiskFull:
-            raise
-        except OSError as error:
-            failed = f"cannot write '{data.cache_dir}' or read ({error})"
-            raise ConfigError(f"data.cache_dir, data.path: {failed}") from None
-    try:
+        lock = FileLock(folder.with_name(f".{folder.name}.lock"))
+        failed = f"data.cache_dir, data.path: cannot write '{data.cache_dir}' or read ("
+        with space_for(folder), refusing(OSError, prefix=failed, suffix=")"), lock:
+            if not folder.exists():  # another process may have made it while this one waited
+                _tokenize(folder, data, opened, progress)
+    damaged = f"data.cache_dir: the corpus {folder} is damaged ("
+    with refusing(OSError, ValueError, KeyError, prefix=damaged, suffix="); delete the folder"):
         splits = json.loads((folder / META).read_text())["splits"]
         train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
         test = Corpus(folder, "test") if "test" in splits else None
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"data.cache_dir: the corpus {folder} is damaged ({error}); delete the folder") from None
     return Corpora(train, validation, train.corpus_hash, test)
 
 
@@ -91,7 +90,8 @@ def evaluation_documents(corpus: Any, data: DataConfig) -> np.ndarray:
 def _tokenize(folder: Path, data: DataConfig, opened: Opened, progress: bool) -> None:
     """Write a corpus under a temporary name, then rename it: it is whole or absent."""
     source, tokenizer = opened.source, opened.load_tokenizer()
-    bar = functools.partial(tqdm, unit=" documents", disable=None if progress else True)  # None: without a terminal
+    # None: without a terminal.
+    bar = functools.partial(tqdm, unit=" documents", disable=None if progress else True)
     with work_folder(folder) as work:
         writers = {split: SplitWriter(work / split, tokenizer) for split in SPLITS}
         documents = bar(source.read(), f"Tokenising {data.source}")

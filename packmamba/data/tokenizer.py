@@ -1,4 +1,4 @@
-"""Tokenizers: UTF-8 bytes or a `tokenizers` JSON file, and the files that hold one beside a model."""
+"""Tokenizers: UTF-8 bytes, or a `tokenizers` JSON file; and files of one beside a model."""
 
 import functools
 import hashlib
@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig, extra, need
+from packmamba.config import ConfigError, DataConfig, extra, need, refusing
 from packmamba.files import write_whole
 
 TOKENIZER, OPTIONS, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -19,7 +19,10 @@ BYTES = "packmamba_bytes"  # marks a byte tokenizer in ``tokenizer_config.json``
 
 
 class Tokenizer:
-    """Encode texts as ids (length,) of ``token_dtype(vocab_size)``, without begin and end tokens."""
+    """Encode texts as ids, without begin and end tokens.
+
+    Ids are (length,), of ``token_dtype(vocab_size)``.
+    """
 
     vocab_size: int
     begin_id: int | None = None
@@ -53,7 +56,10 @@ def load_tokenizer(data: DataConfig) -> Tokenizer:
 
 
 def tokenizer_file(name: str) -> Path:
-    """Return the tokenizer.json which a file, a folder or a Hub's name means. Raises ConfigError."""
+    """Return the tokenizer.json that a file, a folder or a Hub's name means.
+
+    Raises ConfigError.
+    """
     path = Path(name)
     if path.is_dir():
         expected = f"a folder with {TOKENIZER}"
@@ -68,14 +74,13 @@ def tokenizer_file(name: str) -> Path:
 @functools.cache
 def _download(name: str) -> Path:
     """Download a tokenizer from the Hub, with its chat template."""
-    try:
+    expected = "bytes, a JSON file, a folder or a Hub's name"
+    with refusing(Exception, prefix=f"data.tokenizer: expected {expected}, got '{name}' (", suffix=")"):
         import huggingface_hub
 
         files = [TOKENIZER, OPTIONS, TEMPLATE]
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=files))
-    except Exception as error:
-        expected = "bytes, a JSON file, a folder or a Hub's name"
-        raise ConfigError(f"data.tokenizer: expected {expected}, got '{name}' ({error})") from None
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=files)
+    return Path(folder)
 
 
 def _named(*tokens: str | None) -> list[str]:
@@ -87,7 +92,9 @@ class ByteTokenizer(Tokenizer):
 
     def __init__(self, begin_token: str | None = None, end_token: str | None = None) -> None:
         names = _named(begin_token, end_token)
-        self.begin_id, self.end_id = (256 + names.index(t) if t in names else None for t in (begin_token, end_token))
+        ids: dict[str | None, int] = {name: 256 + number for number, name in enumerate(names)}
+        self.begin_id = ids.get(begin_token)
+        self.end_id = ids.get(end_token)
         self.vocab_size = 256 + len(names)
         self.fingerprint = f"bytes {begin_token!r} {end_token!r}"
 
@@ -157,7 +164,9 @@ class TokenIds(Tokenizer):
 def write_tokenizer(
     folder: str | Path, tokenizer: str, begin_token: str | None, end_token: str | None, template: str | None = None
 ) -> None:
-    """Write a tokenizer into a folder, made if need be, for PackMamba and transformers' AutoTokenizer.
+    """Write a tokenizer for PackMamba and transformers' AutoTokenizer.
+
+    The folder is made if need be.
 
     template: a chat template in Jinja.
     """
@@ -175,7 +184,9 @@ def write_tokenizer(
 
 
 def train_tokenizer(folder: str | Path, texts: Iterable[str], vocab_size: int, *tokens: str | None) -> Tokenizer:
-    """Train byte-level BPE, which gives back every text but these tokens in it; write it into a folder, and read it.
+    """Train byte-level BPE; write it into a folder, and read it.
+
+    It gives back every text, but for these tokens in it.
 
     tokens: begin token and end token, or None.
     """
@@ -196,7 +207,8 @@ def write_template(folder: str | Path, token: str | None, token_id: int | None) 
     pair = [*begun, {"Sequence": {"id": "B", "type_id": 1}}]
     special = {token: {"id": token, "ids": [token_id], "tokens": [token]}}
     template = {"type": "TemplateProcessing", "single": begun, "pair": pair, "special_tokens": special}
-    content = json.loads(path.read_text("utf-8")) | {"post_processor": None if token is None else template}
+    content = json.loads(path.read_text("utf-8"))
+    content["post_processor"] = None if token is None else template
     write_whole(path, json.dumps(content, ensure_ascii=False, indent=1).encode())
 
 
@@ -210,7 +222,10 @@ def read_tokenizer(folder: str | Path) -> Tokenizer:
 
 
 def token_text(token: Any) -> Any:
-    """Return the text of a token, which transformers writes as such or as a dictionary with its content and flags."""
+    """Return the text of a token.
+
+    transformers writes it as such, or as a dictionary with its content and flags.
+    """
     return token.get("content") if isinstance(token, dict) else token
 
 

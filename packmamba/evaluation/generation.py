@@ -32,7 +32,9 @@ def generate(
     max_slots: int = 16384,
     stop: Callable[[list[int]], bool] | None = None,
 ) -> list[list[int]]:
-    """Continue each prompt; return the new tokens, without the stop token. Raises TypeError or ValueError.
+    """Continue each prompt; return the new tokens, without the stop token.
+
+    Raises TypeError or ValueError.
 
     Args:
         prompts: token ids, at least one each; ``stop_token`` ends one before ``max_new_tokens``.

@@ -32,7 +32,10 @@ def token_losses(
 
 
 def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]], list[dict[str, float]]]:
-    """Return documents' sums of losses at positions [edges[i], edges[i + 1]), from 1, and means over all."""
+    """Return documents' sums of losses by bucket of positions, and means over all.
+
+    Bucket i holds positions edges[i] to edges[i + 1] - 1, counted from 1.
+    """
     spans = list(zip(edges, edges[1:]))
     # losses[i] is of the token at position i + 1: the token at 0 is never predicted.
     parts = [[some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses]
@@ -42,7 +45,8 @@ def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]]
         # Documents that reach the bucket, perhaps in part.
         if reach := [(own[i], len(part[i])) for own, part in zip(sums, parts) if len(own) > i]:
             nats, count = map(sum, zip(*reach))
-            means.append({"start": start, "end": end, "loss": nats / count, "count": count, "documents": len(reach)})
+            point = {"start": start, "end": end, "loss": nats / count}
+            means.append(point | {"count": count, "documents": len(reach)})
     return sums, means
 
 
@@ -114,7 +118,10 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
 
 
 def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate loss, bits per byte and loss by position; the loss as trained too; of answers alone if there are."""
+    """Evaluate loss, bits per byte and loss by position; the loss as trained, too.
+
+    Where documents have answers, only these count.
+    """
     texts = validation("perplexity", context, len(model.lm_head.weight))
     losses = {"": token_losses(model, texts.documents, context.max_slots)}
     boundary = context.trainer.scheme()
@@ -143,12 +150,12 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     if boundary.as_trained:
         metrics["loss_as_trained"] = sum(columns["nats_as_trained"]) / total
     # A document's targets and nats in each octave, to be summed by group.
-    buckets = [
-        {"start": start, "targets": min(2 * start - 1, item["targets"]) - start + 1, "group": item.get("group")}
-        | {"nats" + suffix: item["octaves" + suffix][i] for suffix in losses}
-        for item in items
-        for i, start in enumerate(edges[: len(item["octaves"])])
-    ]
+    buckets = []
+    for item in items:
+        for i, start in enumerate(edges[: len(item["octaves"])]):
+            count = min(2 * start - 1, item["targets"]) - start + 1
+            nats_of_octave = {"nats" + suffix: item["octaves" + suffix][i] for suffix in losses}
+            buckets.append({"start": start, "targets": count, "group": item.get("group")} | nats_of_octave)
     sums = ["targets", *("nats" + suffix for suffix in losses)]
     curve = by_position(edges, losses[""])[1]
     return texts.result(metrics, "by_position", curve, items, key="start", sums=sums, items_of=buckets)
@@ -166,7 +173,9 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
     texts = validation("positions", context, len(model.lm_head.weight))
     window, most = texts.options["window"], texts.options["most"]
     # A sixteenth to a half of a window, then whole windows in powers of two, from token 1.
-    edges = sorted({1, *(window >> i for i in range(1, 5)), *(window << i for i in range(most.bit_length()))} - {0})
+    fractions = [window >> i for i in range(1, 5)]
+    multiples = [window << i for i in range(most.bit_length())]
+    edges = sorted({1, *fractions, *multiples} - {0})
     losses = token_losses(model, [document[: edges[-1]] for document in texts.documents], context.max_slots)
     sums, points = by_position(edges, losses)
     items = texts.items(range(len(losses)), targets=list(map(len, losses)), sums=sums)
@@ -175,7 +184,9 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
 
 
 def long_context(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate the context gain at k = 2, 4, ... ``most`` windows that ``documents`` documents of ``groups`` groups reach.
+    """Evaluate the context gain at k = 2, 4, ... ``most`` windows.
+
+    At least ``documents`` documents of ``groups`` groups reach them.
 
     It is the mean loss of tokens (k - 1) * window + 1 to k * window - 1 read from token (k - 1) *
     window - ``context``, minus that read from the document's start: with context = window, what

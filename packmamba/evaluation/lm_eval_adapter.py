@@ -1,4 +1,7 @@
-"""PackMamba's models in lm-evaluation-harness (extra ``[eval]``); importing this registers ``packmamba``."""
+"""PackMamba's models in lm-evaluation-harness (extra ``[eval]``).
+
+Importing this module registers the model type ``packmamba``.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -80,11 +83,12 @@ class PackMambaLM(TemplateLM):
     def _loglikelihood_tokens(self, requests: Any, *further: Any, **others: Any) -> list[tuple[float, bool]]:
         pairs = [(context, continuation) for _, context, continuation in requests if continuation]
         scores = iter(score(self.model, pairs, self.max_slots))
-        # An empty continuation has probability 1.
-        answers: list[Any] = [tuple(next(scores)) if continuation else (0.0, True) for *_, continuation in requests]
-        for (key, *_), answer in zip(requests, answers):
+        answers: list[Any] = []
+        for key, _, continuation in requests:
+            # An empty continuation has probability 1.
+            answers.append(tuple(next(scores)) if continuation else (0.0, True))
             if key is not None:  # None: of rolling scores, cached by their caller
-                self.cache_hook.add_partial("loglikelihood", key, answer)
+                self.cache_hook.add_partial("loglikelihood", key, answers[-1])
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:

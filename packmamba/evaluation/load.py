@@ -57,7 +57,10 @@ def usable_device(device: str) -> str:
 
 
 def load_model(folder: str | Path, device: str = "auto", dtype: str | None = None) -> LoadedModel:
-    """Load a run's folder, or a checkpoint's in state-spaces' or Hugging Face's format. Raises ConfigError."""
+    """Load a run's folder, or a checkpoint's. Raises ConfigError.
+
+    A checkpoint has state-spaces' or Hugging Face's format.
+    """
     folder = Path(folder)
     config = read_config(folder)
     device = usable_device(device)
@@ -84,7 +87,10 @@ class EvalContext:
 
 @dataclass
 class EvalResult:
-    """Hold metrics (``<name>_as_trained`` under the training's scheme), curves, one item per example."""
+    """Hold metrics, curves, and one item per example.
+
+    A metric ``<name>_as_trained`` is read under the training's boundary scheme.
+    """
 
     metrics: dict[str, float]
     curves: dict[str, list[dict[str, float]]]

@@ -190,10 +190,9 @@ class InitialStates(Sequence):
         # overwritten by the stored ones, pool by pool.
         states = list(self.mixers[layer].start_state(self.documents))
         for pool, rows, documents in self.pools:
-            states = [
-                state.index_copy(0, documents, stored.index_select(0, rows).to(state.dtype))
-                for state, stored in zip(states, pool[layer])
-            ]
+            for place, stored in enumerate(pool[layer]):
+                chosen = stored.index_select(0, rows).to(states[place].dtype)
+                states[place] = states[place].index_copy(0, documents, chosen)
         return tuple(states)
 
 
@@ -260,9 +259,9 @@ def log_probabilities(model: MambaLM, hidden: Tensor) -> Iterator[tuple[slice, T
 Predictions = list[tuple[Tensor, Tensor]]
 
 
-def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any]]]) -> None:
+def predict(model: MambaLM, passes: Iterable[Iterable[tuple[Predictions, Tensor, Any]]]) -> None:
     """Append predictions to each pass's (predictions, activations, targets)."""
-    for pieces in filter(None, passes):
+    for pieces in filter(None, map(list, passes)):
         # All pieces of the pass go through the head together, and are split by piece afterwards.
         hidden = torch.cat([activations for _, activations, _ in pieces])
         ids = np.concatenate([targets for _, _, targets in pieces]).astype(np.int64)
@@ -281,7 +280,9 @@ def predict(model: MambaLM, passes: Iterable[list[tuple[Predictions, Tensor, Any
 def predict_documents(
     model: MambaLM, documents: Sequence[Any], targets: Callable, max_slots: int, passes: Iterable[Pass] | None
 ) -> list[tuple[NDArray[np.float64], NDArray[np.int64]]]:
-    """Return documents' losses in nats and most likely ids, read from a zero state or in ``passes``.
+    """Return documents' losses in nats and most likely ids.
+
+    They are read from a zero state, or in ``passes``.
 
     ``targets(document, start, end)`` -> index of the activations that count, and the ids after them.
     """
@@ -290,12 +291,10 @@ def predict_documents(
         alone = [Segment(i, document) for i, document in enumerate(documents) if len(document)]
         passes = packed_forward(model, alone, max_slots)
 
-    def with_targets(pieces: Pass) -> list[tuple[Predictions, Tensor, Any]]:
-        selected = []
+    def with_targets(pieces: Pass) -> Iterator[tuple[Predictions, Tensor, Any]]:
         for document, first, hidden in pieces:
             places, ids = targets(document, first, first + len(hidden))
-            selected.append((results[document], hidden[places], ids))
-        return selected
+            yield results[document], hidden[places], ids
 
     predict(model, map(with_targets, passes))
     # A document without tokens is in no pass.

@@ -22,7 +22,10 @@ def default_max_slots(model: MambaLM) -> int:
 
 
 def check(name: str, context: EvalContext, vocab_size: int | None = None) -> None:
-    """Raise ConfigError for what ``evaluate`` would refuse; without a vocabulary size read no documents."""
+    """Raise ConfigError for what ``evaluate`` would refuse.
+
+    Without a vocabulary size no documents are read.
+    """
     (synthetic.make_task if name in TASKS else language_modeling.validation)(name, context, vocab_size)
 
 

@@ -11,10 +11,15 @@ from packmamba.evaluation.packed_forward import DocumentState, Pass, Predictions
 from packmamba.nn import MambaLM
 
 Ids = tuple[int, ...]
+# By context and continuation.
+Wanted = dict[Ids, dict[Ids, Predictions]]
 
 
 class Score(NamedTuple):
-    """Hold the sum of log-probabilities in nats, and if greedy decoding generates the continuation."""
+    """Hold the sum of log-probabilities in nats.
+
+    ``is_greedy``: greedy decoding generates the continuation.
+    """
 
     log_likelihood: float
     is_greedy: bool
@@ -26,7 +31,9 @@ def score(
     max_slots: int = 16384,
     begin_token: int | None = None,
 ) -> list[Score]:
-    """Score continuations given their contexts, in order; a score's bits do not depend on other requests.
+    """Score continuations given their contexts, in order.
+
+    A score's bits do not depend on other requests.
 
     Args:
         requests: pairs (context, continuation) of token ids.
@@ -46,12 +53,12 @@ def score(
         given, continuation = request
         context = check_ids(given if len(given) else begin, f"{name}: context", model, least=1)
         checked.append((context, check_ids(continuation, f"{name}: continuation", model, least=1)))
-    predictions: dict[Ids, dict[Ids, Predictions]] = {}
+    predictions: Wanted = {}
     for context, continuation in checked:
         predictions.setdefault(context, {})[continuation] = []
     segments = [_segment(context, list(others)) for context, others in predictions.items()]
     passes = packed_forward(model, segments, max_slots)
-    predict(model, (list(_with_targets(pieces, predictions)) for pieces in passes))
+    predict(model, (_with_targets(pieces, predictions) for pieces in passes))
     scores = []
     for context, continuation in checked:
         # In pieces, where a pass ended inside the continuation.
@@ -78,9 +85,7 @@ def _segment(context: Ids, continuations: list[Ids]) -> Segment:
     return Segment(owner, context, finish=branch if longer else None)
 
 
-def _with_targets(
-    pieces: Pass, predictions: dict[Ids, dict[Ids, Predictions]]
-) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
+def _with_targets(pieces: Pass, predictions: Wanted) -> Iterator[tuple[Predictions, torch.Tensor, Ids]]:
     """Yield the activations of a pass that predict continuations, and what they should predict."""
     for (context, continuations, offset), first, hidden in pieces:
         # The activation at position offset + n predicts token n of the continuation.

@@ -88,7 +88,8 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
     # Evenly spaced over a finite task.
     numbers = [i * total // count for i in range(count)]
     examples = [task.example(context.seed, number) for number in numbers]
-    if getattr(task, "of_bytes", False) and not isinstance(context.tokenizer, (ByteTokenizer, type(None))):
+    takes_bytes = isinstance(context.tokenizer, ByteTokenizer | None)
+    if getattr(task, "of_bytes", False) and not takes_bytes:
         examples = [tokenize(example, context.tokenizer) for example in examples]
     boundary = context.trainer.scheme()
     rows = TrainingLayoutReader([example.tokens for example in examples], context.data, boundary)

@@ -54,7 +54,10 @@ class CheckedCallable:
         return self.call(tokens, lengths)
 
     def padded(self, rows: Tensor, in_document: Tensor) -> Tensor:
-        """Return the logits (R, W, V) of rows as they are: their documents lie where the call knows."""
+        """Return the logits (R, W, V) of rows as they are.
+
+        Their documents lie where the call knows.
+        """
         return self.call(rows)
 
     def alone(self, tokens: Tensor) -> Tensor:
@@ -88,11 +91,13 @@ class CheckedModel(CheckedCallable):
         # Models with vision or audio keep the text model's configuration inside.
         text_config = getattr(config, "text_config", None) or config
         num_ids = getattr(text_config, "vocab_size", None) or 0
-        fits = not 0 < num_ids < (vocab_size or 0)
-        expect(fits, "vocab_size", f"at most {num_ids}", vocab_size)
+        expect(not 0 < num_ids < (vocab_size or 0), "vocab_size", f"at most {num_ids}", vocab_size)
         longest = getattr(text_config, "max_position_embeddings", None) or 2**31
         super().__init__(model, [model], boundaries, vocab_size or num_ids, longest)
-        self.avoid = special_ids(config)
+        # Keys such as pad_token_id, of which some hold lists.
+        keys = getattr(config, "__dict__", {}).items()
+        special = [value for name, value in keys if name.endswith("_token_id")]
+        self.avoid = {number for number in tree_leaves(special) if isinstance(number, int)}
 
     def takes(self, argument: str) -> bool:
         """Tell whether the model's forward has an argument."""
@@ -125,12 +130,6 @@ class CheckedModel(CheckedCallable):
         return logits_in(self.call(input_ids=tokens, **self.no_cache, **arguments))
 
 
-def special_ids(config: Any) -> set[int]:
-    """Return the ids of a configuration's keys such as pad_token_id, of which some hold lists."""
-    values = [value for name, value in getattr(config, "__dict__", {}).items() if name.endswith("_token_id")]
-    return {number for number in tree_leaves(values) if isinstance(number, int)}
-
-
 def logits_in(output: Any) -> Any:
     """Return the logits of a model's output: an attribute, a tuple's first, or itself."""
     output = getattr(output, "logits", output)
@@ -157,8 +156,7 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
         layout = SequenceLayout.from_lengths([lengths], sum(lengths))
         return model(tokens, layout=layout.to(tokens.device))
 
-    vocab_size = vocab_size or len(model.lm_head.weight)
-    return CheckedCallable(call, [model], marked_by, vocab_size, 2**31)
+    return CheckedCallable(call, [model], marked_by, vocab_size or len(model.lm_head.weight), 2**31)
 
 
 def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:

@@ -49,11 +49,8 @@ def check_batch(model: nn.Module, batch: Mapping[str, Any], marks: Mapping[str, 
     def logits(rows: Tensor) -> Any:
         return logits_in(model(**{**arguments, "input_ids": rows}))
 
-    result = _check(
-        logits, model, batch["input_ids"], number_documents(marks), boundaries=", ".join(names),
-        remedy="patch the model, or put one document in a row",
-    )  # fmt: skip
-    return result is not None
+    texts = {"boundaries": ", ".join(names), "remedy": "patch the model, or put one document in a row"}
+    return _check(logits, model, batch["input_ids"], number_documents(marks), **texts) is not None
 
 
 def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2**31) -> bool:
@@ -69,10 +66,9 @@ def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2
     def hidden(rows: Tensor) -> Any:
         return boundary.hidden(model, replace(part, tokens=rows))
 
-    result = _check(
-        hidden, model, part.tokens, part.layout.documents, boundaries=f"layout, boundary={boundary.name}",
-        remedy="mend the mixer, or put one document in a row",
-    )  # fmt: skip
+    texts = {"boundaries": f"layout, boundary={boundary.name}"}
+    texts["remedy"] = "mend the mixer, or put one document in a row"
+    result = _check(hidden, model, part.tokens, part.layout.documents, **texts)
     if result is not None:
         differentiable = result.isolated_backward is not None
         expect(differentiable, "outputs", "a gradient at the embeddings", "none")
@@ -101,11 +97,10 @@ def cut_rows(batch: Any, max_slots: int) -> Any:
     slots = firsts[:, None] + torch.arange(width, device=layout.device)
     # Documents that lie outside of the window are dropped.
     part = SequenceLayout.from_seq_idx(layout.documents.flatten()[slots])
-    device = batch.tokens.device
+    slots = slots.to(batch.tokens.device)
     names = ("tokens", "targets", "loss_mask")
-    return replace(
-        batch, layout=part.to(device), **{name: getattr(batch, name).flatten()[slots.to(device)] for name in names}
-    )
+    cut: Any = {name: getattr(batch, name).flatten()[slots] for name in names}
+    return replace(batch, layout=part.to(slots.device), **cut)
 
 
 def number_documents(arguments: Mapping[str, Any]) -> Tensor:
@@ -136,7 +131,8 @@ class BatchDocuments(Documents):
         Documents' second tokens stay, but of pairs: what they read of the first must move them.
         """
         counts = torch.tensor(self.lengths, device=self.tokens.device)
-        position = torch.arange(len(self.tokens), device=counts.device) - (counts.cumsum(0) - counts)[self.number]
+        first = counts.cumsum(0) - counts
+        position = torch.arange(len(self.tokens), device=counts.device) - first[self.number]
         stays = (position == 1) & (counts[self.number] > 2)
         for changed in (self.number % 2 == 0, self.number % 2 == 1):
             yield torch.where(changed & ~stays, self.others, self.tokens), ~changed

@@ -190,7 +190,9 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         noise = float(_moves(documents.logits(), base).max())
         with probes.eager(), probes.Watch() as ran:
             documents.logits()
-        tolerance, rounding = _limits(base, ran.dtypes)
+        # Of the coarsest dtype of products.
+        dtype = max((ran.dtypes & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__)
+        rounding = ROUNDING[dtype] * float(base[base.isfinite()].abs().max())
         carried = noise > rounding
         if noise:
             carries = "something is carried from one call to the next"
@@ -208,7 +210,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         if unchanged.any():
             result.mixes = bool(result.mixes or (moves[unchanged] > 4 * noise).any())
         if alone:
-            _compare_with_alone(documents, base, tolerance, result)
+            _compare_with_alone(documents, base, TOLERANCES[dtype], result)
     crossed = probes.crossing_gradients(documents)
     if crossed is not None:
         result.add("isolated_backward", not crossed)
@@ -225,7 +227,10 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
 
 
 def _compare_with_alone(documents: Documents, base: Tensor, tolerance: float, result: LeakCheckResult) -> None:
-    """Add to ``result`` whether logits ``base`` are those of documents alone, and whether boundaries are ignored."""
+    """Add to ``result`` whether logits ``base`` are those of documents alone.
+
+    Add, too, whether boundaries are ignored.
+    """
     difference = _from_alone(documents, base)
     result.difference = max(difference, result.difference or 0.0)
     result.add("same_as_alone", difference <= tolerance)
@@ -247,12 +252,6 @@ def _locate(documents: Documents, result: LeakCheckResult, tokens: Tensor, watch
     first = int(slots.any(1).nonzero()[0])
     with suppress(torch.OutOfMemoryError):
         result.module = result.module or probes.first_module(documents, tokens[first], watched[first])
-
-
-def _limits(base: Tensor, dtypes: set[torch.dtype]) -> tuple[float, float]:
-    """Return the tolerance and the rounding, of the coarsest dtype of products."""
-    dtype = max((dtypes & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__)
-    return TOLERANCES[dtype], ROUNDING[dtype] * float(base[base.isfinite()].abs().max())
 
 
 def _moves(logits: Tensor, base: Tensor) -> Tensor:

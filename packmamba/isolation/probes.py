@@ -110,12 +110,10 @@ def draw(model: CheckedCallable, way: str, lengths: Sequence[int]) -> Documents:
 def undisturbed(modules: Sequence[nn.Module]) -> Iterator[None]:
     """Restore torch's random states, modes and buffers on leaving."""
     modes = [(module, module.training) for root in modules for module in root.modules()]
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module, _ in modes
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
+    buffers = []
+    for module, _ in modes:
+        for name, buffer in module.named_buffers(recurse=False):
+            buffers.append((module, name, buffer, buffer.clone()))
     devices = list(range(torch.cuda.device_count())) if torch.cuda.is_initialized() else []
     # A cached cast of a weight would be a constant for gradients that are taken later.
     cached = torch.is_autocast_cache_enabled()
@@ -173,7 +171,10 @@ def by_slot(values: Tensor, rows: int, width: int) -> Tensor | None:
 
 
 class Entries(TorchFunctionMode):
-    """Capture tokens' embeddings, to differentiate by, wherever ids become floating-point numbers."""
+    """Capture tokens' embeddings, to differentiate by.
+
+    They are what ids become when they become floating-point numbers.
+    """
 
     def __init__(self, tokens: Tensor) -> None:
         super().__init__()
@@ -182,7 +183,8 @@ class Entries(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if not isinstance(result, Tensor) or not any(id(leaf) in self._whole for leaf in tree_leaves((args, kwargs))):
+        of_tokens = any(id(leaf) in self._whole for leaf in tree_leaves((args, kwargs)))
+        if not (of_tokens and isinstance(result, Tensor)):
             return result
         # Still no floating-point numbers (shifted ids, a mask): follow what is computed of them.
         if not result.is_floating_point():

@@ -104,7 +104,10 @@ def measure_throughput(configs: list[Config], rounds: int, output: str, progress
 
 
 def _check_loss(arm: Arm, losses: dict[str, float]) -> None:
-    """Compare an arm's first loss with that of arms with its model and documents. Raises RuntimeError."""
+    """Compare an arm's first loss with that of arms with its model and documents.
+
+    Raises RuntimeError.
+    """
     if arm.config.data.batching != "matched" or arm.module.boundary.as_trained:
         return
     loss = float(arm.loss)

@@ -57,7 +57,10 @@ def flops_per_token(model: MambaLM) -> int:
 
 
 def peak_flops(trainer: Trainer) -> float | None:
-    """Return the operations a second of all devices in the precision; None where Lightning knows none."""
+    """Return the operations a second of all devices in the precision.
+
+    None where Lightning knows none.
+    """
     device = trainer.strategy.root_device
     if device.type != "cuda":
         return None
@@ -140,7 +143,7 @@ class RunMetrics(Saved, Callback):
             rate = (point["real_tokens"] - before["real_tokens"]) / (point["seconds"] - before["seconds"])
             module.log("train/real_tokens", point["real_tokens"], on_step=True, on_epoch=False)
             shown = {"train/real_tokens_per_second": rate}
-            self.measure_memory(module)
+            self.on_train_end(trainer, module)
             if self.peak_memory is not None:
                 shown["train/peak_memory_gib"] = self.peak_memory / 2**30
             if (peak := peak_flops(trainer)) is not None:
@@ -191,11 +194,7 @@ class RunMetrics(Saved, Callback):
         self.on_train_start()
 
     def on_train_end(self, trainer: Trainer, module: Any) -> None:
-        """Note the peak memory of the steps after the last logged one, too."""
-        self.measure_memory(module)
-
-    def measure_memory(self, module: Any) -> None:
-        """Note the peak memory so far, in bytes."""
+        """Note the peak memory so far, in bytes; of the steps after the last logged one, too."""
         if module.device.type == "cuda":
             self.peak_memory = max(self.peak_memory or 0, torch.cuda.max_memory_allocated(module.device))
 
@@ -261,7 +260,8 @@ class Checkpoint(LightningCheckpoint):
     def signals(self) -> Iterator[None]:
         """Let SIGINT and SIGTERM stop the run at the next step's end; other handlers stay."""
         with ExitStack() as restored:
-            if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
+            # Python allows it in no other thread.
+            if threading.current_thread() is threading.main_thread():
                 for caught in (signal.SIGINT, signal.SIGTERM):
                     if signal.getsignal(caught) in (signal.SIG_DFL, signal.default_int_handler):
                         restored.callback(signal.signal, caught, signal.signal(caught, self._handle))
@@ -448,7 +448,9 @@ class Evaluations(Saved, Callback):
 
 
 class Samples(Callback):
-    """Continue the first tokens of validation documents at each validation, by the likeliest tokens.
+    """Continue the first tokens of validation documents at each validation.
+
+    Continuations are the likeliest tokens.
 
     The texts are lines of ``samples.jsonl`` in the run's folder, and go to TensorBoard, W&B and
     MLflow. Nothing is drawn at random, so that the training keeps its bits.
@@ -462,7 +464,10 @@ class Samples(Callback):
         self.path = path
 
     def on_validation_epoch_end(self, trainer: Trainer, module: Any) -> None:
-        """Write the samples of this step on rank 0; the clock stands still, and the model is in evaluation mode."""
+        """Write the samples of this step on rank 0.
+
+        The clock stands still, and the model is in evaluation mode.
+        """
         if not trainer.is_global_zero:
             return
         corpus = trainer.datamodule.corpora.validation  # type: ignore[attr-defined]
@@ -477,10 +482,12 @@ class Samples(Callback):
         step = trainer.global_step
         samples = []
         for prompt, new in zip(prompts, continuations):
-            samples.append({"step": step, "prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(new)})
+            texts = {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(new)}
+            samples.append({"step": step, **texts})
         # A run that was killed after a validation does it again.
         lines = self.path.read_text().splitlines() if self.path.exists() else []
-        lines = [line for line in lines if json.loads(line)["step"] < step] + [json.dumps(each) for each in samples]
+        lines = [line for line in lines if json.loads(line)["step"] < step]
+        lines += [json.dumps(each) for each in samples]
         write_whole(self.path, "".join(f"{line}\n" for line in lines).encode())
         for each in trainer.loggers:
             self.log_texts(each, samples, step)
@@ -491,7 +498,8 @@ class Samples(Callback):
         text = "\n\n".join(f"{each['prompt']}|{each['continuation']}" for each in samples)
         if hasattr(logger, "log_text"):  # W&B
             logger.log_text("val/samples", columns=[*samples[0]], data=[[*each.values()] for each in samples])
-        elif hasattr(logger.experiment, "add_text"):  # TensorBoard, which renders Markdown: as a block of code
+        elif hasattr(logger.experiment, "add_text"):  # TensorBoard
+            # Rendered as Markdown: indented, it is a block of code.
             logger.experiment.add_text("val/samples", textwrap.indent(text, "    "), step - 1)
         elif hasattr(logger.experiment, "log_text"):  # MLflow
             logger.experiment.log_text(logger.run_id, text, f"samples/step={step}.txt")

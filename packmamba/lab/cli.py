@@ -36,8 +36,7 @@ try:
     from packmamba.data.token_store import load_corpora
     from packmamba.data.tokenizer import TOKENIZER, train_tokenizer, write_template
     from packmamba.evaluation import generate as continue_tokens
-    from packmamba.evaluation.language_modeling import EVALUATIONS as LANGUAGE_MODELING
-    from packmamba.evaluation.language_modeling import SPLIT
+    from packmamba.evaluation import language_modeling
     from packmamba.evaluation.load import load_model, read_config, usable_device
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, check, default_max_slots
     from packmamba.evaluation.registry import evaluate as evaluate_built_in
@@ -220,13 +219,14 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
     # A run's folder may get other weights, as one that was trained on.
     sums = [weight.detach().double().sum() for weight in model.model.parameters()]
     settings["weights"] = float(sum(sums))
-    if name in LANGUAGE_MODELING:  # the files of a path may have changed
-        split = context.options.get(SPLIT, "validation")
+    if name in language_modeling.EVALUATIONS:  # the files of a path may have changed
+        split = context.options.get(language_modeling.SPLIT, "validation")
         settings["documents"] = getattr(load_corpora(config.data), split).corpus_hash
     content = json.dumps(settings, sort_keys=True, default=str).encode()
     digest = hashlib.sha256(content).hexdigest()[:10]
     done = [each for each in records.records_of(output, "evaluation") if each["config"].get("id") == digest]
-    if not done or (config.include_path and name not in EVALUATIONS):  # a user's own task may have changed
+    # A user's own task may have changed.
+    if not done or (config.include_path and name not in EVALUATIONS):
         begun = time.perf_counter()
         result = run(name, model.model, context)
         seconds = time.perf_counter() - begun

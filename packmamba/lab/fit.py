@@ -35,7 +35,7 @@ from packmamba.data.sources import reads_text
 from packmamba.data.sources.records import find_chat_template
 from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, write_tokenizer
-from packmamba.errors import ConfigError, UserError, extra, refusing
+from packmamba.errors import UserError, extra, refusing
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
 from packmamba.files import space_for
@@ -137,6 +137,7 @@ class _Run:
         self.progress = progress
         self.folder = run_id.run_folder(config)
         self.record_path = run_id.record_path(config)
+        self._got_others = f"others; remove {self.record_path} and {self.folder}"
         records.check_writable(self.folder, "runs_dir")
         records.check_writable(self.record_path.parent, "output")
         self.data = PackedDataModule.from_config(config, progress=progress)
@@ -159,11 +160,12 @@ class _Run:
             found = run_id.find_record(self.config)
             if found is not None:
                 same = found["corpus_hash"] == self.data.corpora.corpus_hash
-                need(same, "data", "this run's documents", f"others; remove {self.record_path} and {self.folder}")
+                need(same, "data", "this run's documents", self._got_others)
                 self._check_start(found)
                 if self.progress:
                     note = ""
-                    if self.reached > self.config.trainer.max_steps:  # a run with more steps shares the folder
+                    # A run with more steps shares the folder.
+                    if self.reached > self.config.trainer.max_steps:
                         note = f"; its weights are of step {self.reached}"
                     print(f"already done, nothing is trained: {self.folder}{note}")
                 return found
@@ -172,7 +174,10 @@ class _Run:
             return self._finish(module)
 
     def _check_start(self, found: dict[str, Any]) -> None:
-        """Check that a finished run began with the weights that its keys name today. Raises ConfigError."""
+        """Check that a finished run began with the weights that its keys name today.
+
+        Raises ConfigError.
+        """
         checksum = found["metrics"].get("started_from_checksum")
         if checksum is None:
             return
@@ -181,9 +186,7 @@ class _Run:
         if self.config.trainer.init_from is not None:
             load_initial_weights(model, self.config)
         same = weights_checksum(model) == checksum
-        need(
-            same, key, "the weights that this run began with", f"others; remove {self.record_path} and {self.folder}"
-        )
+        need(same, key, "the weights that this run began with", self._got_others)
 
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
@@ -322,6 +325,8 @@ def check_accelerator(config: Config) -> None:
     need(torch.cuda.is_available() or not needs_gpu, f"trainer.{key}", "a GPU that PyTorch can use", "none")
 
 
+# Keys of the section trainer that are arguments of Lightning's Trainer.
+LIGHTNING_KEYS = ("accelerator", "devices", "num_nodes", "precision", "max_steps")
 # Lightning's advice that does not apply: the loader's workers are the user's choice, and so on.
 UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU available", "FLOPs not found")
 
@@ -333,17 +338,14 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     """
     options = config.trainer
     folder = run_id.run_folder(config)
+    of_lightning: Any = {name: getattr(options, name) for name in LIGHTNING_KEYS}
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
     bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=f".*({'|'.join(UNWANTED_WARNINGS)})")
-    try:
+    with refusing(Exception, prefix="trainer: "):
         trainer = lightning.Trainer(
-            accelerator=options.accelerator,
-            devices=options.devices,
-            num_nodes=options.num_nodes,
-            precision=options.precision,  # type: ignore[arg-type]
-            max_steps=options.max_steps,
+            **of_lightning,
             strategy=make_strategy(options),
             val_check_interval=options.validate_every,
             check_val_every_n_epoch=None,
@@ -356,15 +358,12 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
             plugins=[callbacks.CheckpointFile()],
         )
         backend_name(config.ops.backend, trainer.strategy.root_device)
-    except Exception as error:
-        section = "ops." if str(error).startswith("backend") else "trainer: "
-        raise ConfigError(f"{section}{error}") from None
     works = options.precision != "16-mixed" or trainer.strategy.root_device.type != "cpu"
     need(works, "trainer.precision", "bf16-mixed or 32-true on a CPU", "'16-mixed'")
     # Lightning's signal handlers, and its broadcasts of them (its issue 20806), are switched off.
-    loop = trainer.fit_loop.epoch_loop
-    methods = ((trainer._signal_connector, "register_signal_handlers"), (loop, "_broadcast_sigterm_tensor"))
-    for part, name in methods:
+    unused: dict[str, Any] = {"register_signal_handlers": trainer._signal_connector}
+    unused["_broadcast_sigterm_tensor"] = trainer.fit_loop.epoch_loop
+    for name, part in unused.items():
         assert hasattr(part, name), name
         setattr(part, name, lambda: None)
     return trainer

@@ -30,7 +30,10 @@ THREADS = 4  # at most, of a run on a GPU or under jobs=auto
 
 
 class Status(NamedTuple):
-    """Say what becomes of a run: begins, done, stopped, locked (by another process), or failed; and why."""
+    """Say what becomes of a run, and why.
+
+    It begins, or is done, stopped, locked (by another process) or failed.
+    """
 
     state: str
     why: str = ""

@@ -30,8 +30,8 @@ FILES = ("record.json", "records.jsonl.gz", "records.jsonl", "records/*.jsonl.gz
 KEYS = "schema kind experiment arm seed corpus_hash config metrics curves wall_seconds".split()
 
 # Losses: nats per target, of documents alone; val_loss_start: of their first 32 tokens.
-METRICS = """steps real_tokens targets train_seconds parameters peak_memory_bytes val_loss val_loss_start val_loss_as_trained
-    real_tokens_per_second slots_per_second padding_fraction""".split()
+METRICS = """steps real_tokens targets train_seconds parameters peak_memory_bytes val_loss val_loss_start
+    val_loss_as_trained real_tokens_per_second slots_per_second padding_fraction""".split()
 
 # Keys that records leave out at their first values, as those do that are older than the key.
 LATER_KEYS = """data.task data.unit data.cut_documents data.shuffle_steps data.subset data.stagger data.split
@@ -126,9 +126,9 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
         # Arms of earlier versions of the sweep stay listed, if they have records.
         kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
         is_ruled = "margin" in entry or "primary" in entry
-        # What verdicts rest on, before and now.
-        before, now = ((e.get("margin"), {*e.get("primary", ())}, e.get("baseline")) for e in (old, entry))
-        if "late" in old or (is_ruled and before != now and trained & {*kept, *arms}):
+        # What verdicts rest on.
+        rules = lambda each: (each.get("margin"), {*each.get("primary", ())}, each.get("baseline"))
+        if "late" in old or (is_ruled and rules(old) != rules(entry) and trained & {*kept, *arms}):
             entry["late"] = True
         entries[name] = {"arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()}, **entry}
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
@@ -163,7 +163,10 @@ def write_items(path: Path, items: Iterable[Mapping[str, Any]]) -> None:
 
 
 def check_writable(folder: str | Path, key: str, new: bool = False) -> None:
-    """Raise ConfigError, naming the key, where a folder can not be made or written; new: or where it has files."""
+    """Raise ConfigError, naming the key, where a folder can not be made or written.
+
+    new: or where it has files.
+    """
     in_use = new and any(Path(folder).glob("*"))
     need(not in_use, key, "a new or empty folder", f"'{folder}' in use; name another")
     # A folder that is not there yet is made in its nearest ancestor.

@@ -103,11 +103,11 @@ def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
     """Read each run's record, None if it is not finished."""
     wanted = [(record_path(config).parent, run_id(config), config.trainer.max_steps) for config in configs]
     # A record is the run's if id and steps agree: the id alone leaves the number of steps open.
-    records = {
-        (folder, id_of(record["arm"], record["config"]), record["config"]["trainer"]["max_steps"]): record
-        for folder in {folder for folder, *_ in wanted}
-        for record in records_of(folder)
-    }
+    records = {}
+    for folder in {folder for folder, *_ in wanted}:
+        for record in records_of(folder):
+            values = record["config"]
+            records[folder, id_of(record["arm"], values), values["trainer"]["max_steps"]] = record
     return [records.get(identity) for identity in wanted]
 
 

@@ -93,7 +93,9 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     """
     run_keys = Config.__dataclass_fields__.keys() - SweepConfig.__dataclass_fields__.keys()
     of_runs = [override for override in overrides if re.split(r"[.=]", override)[0] in run_keys]
-    of_sweep = [_grid_as_mapping(override) for override in overrides if override not in of_runs]
+    # grid.optimizer.lr=[1], whose key has dots, is grid={optimizer.lr: [1]}.
+    as_mapping = partial(re.sub, r"grid\.([\w.-]+)=(.*)", r"grid={\1: \2}", flags=re.DOTALL)
+    of_sweep = [as_mapping(override) for override in overrides if override not in of_runs]
     sweep = load(SweepConfig, path, of_sweep, "sweep")
     # An arm that an override leaves out is still a baseline, or a side of a contrast, by its name.
     sweep.check(read_yaml(path).arms | sweep.arms)
@@ -112,11 +114,6 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
         need(devices == 1, "trainer.devices", "1 in a sweep", devices)
     sweep.check_metrics(configs[0].evaluations)
     return sweep, configs
-
-
-def _grid_as_mapping(override: str) -> str:
-    """Rewrite grid.optimizer.lr=[1], whose key has dots, as grid={optimizer.lr: [1]}."""
-    return re.sub(r"grid\.([\w.-]+)=(.*)", r"grid={\1: \2}", override, flags=re.DOTALL)
 
 
 def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from packmamba.errors import expect
 
 STD = 0.02  # of embeddings and heads (Mamba follows GPT-2)
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")  # of a module
+# Attributes of a module that hold its hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
@@ -33,12 +34,11 @@ def whole_parameters(module: nn.Module) -> Iterator[None]:
     dtype gets what ``model.to(dtype)`` makes of a fresh one. Costs the module's whole parameters in
     memory.
     """
-    lent = [
-        (part._parameters, name, parameter)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None and (_is_shard(parameter) or parameter.dtype != torch.get_default_dtype())
-    ]
+    lent = []
+    for part in module.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            if _is_shard(parameter) or parameter.dtype != torch.get_default_dtype():
+                lent.append((part._parameters, name, parameter))
     for parameters, name, parameter in lent:
         parameters[name] = nn.Parameter(torch.empty(parameter.shape, device=parameter.device))
     try:
@@ -67,7 +67,10 @@ def _copy(whole: Any, parameter: Any) -> None:
 
 @torch.no_grad()
 def dt_bias_(bias: Tensor, dt_min: float, dt_max: float, dt_init_floor: float) -> None:
-    """Draw biases that softplus makes log-uniform in [dt_min, dt_max], and at least dt_init_floor."""
+    """Draw biases that softplus makes log-uniform in [dt_min, dt_max].
+
+    They are at least what it makes dt_init_floor.
+    """
     bias.uniform_().mul_(math.log(dt_max) - math.log(dt_min)).add_(math.log(dt_min))
     bias.exp_().clamp_(min=dt_init_floor)
     bias.add_(torch.log(-torch.expm1(-bias)))  # the inverse of softplus
@@ -94,7 +97,10 @@ class Head(nn.Linear):
         self.weight = embedding.weight
 
     def tie_again(self) -> None:
-        """Share the embedding's weight again, if loading made two of it. Raises ValueError if they differ."""
+        """Share the embedding's weight again, if loading made two of it.
+
+        Raises ValueError if they differ.
+        """
         embedding = self.tied_to[0]
         if self.weight is not embedding.weight:
             same = torch.equal(self.weight, embedding.weight)
@@ -159,7 +165,9 @@ class DeltaProjection(nn.Linear):
 
 
 def is_plain(projection: nn.Module) -> bool:
-    """Return whether a projection is no more than its weight and bias, so that these may be read instead.
+    """Return whether a projection is no more than its weight and bias.
+
+    Then these may be read instead.
 
     Adapters (PEFT, loralib), quantisation, pruning and accelerate's hooks change the type, ``forward``
     or hooks.

@@ -76,15 +76,11 @@ class MambaLM(nn.Module):
             check_size(name, size, 2**32 if name == "vocab_size" else 2**20)
         check_size("d_intermediate", 1 if d_intermediate == 0 else d_intermediate, 2**20)
         check_flags(tie_embeddings=tie_embeddings)
-        self.config = {
-            **sizes,
-            "tie_embeddings": tie_embeddings,
-            "norm_epsilon": norm_epsilon,
-            "mixer": mixer,
-            **({"d_intermediate": d_intermediate} if d_intermediate else {}),
-            **getattr(MIXERS[mixer], "EXPLICIT", {}),
-            **options,
-        }
+        self.config: dict[str, Any] = {**sizes, "tie_embeddings": tie_embeddings}
+        self.config |= {"norm_epsilon": norm_epsilon, "mixer": mixer}
+        if d_intermediate:
+            self.config["d_intermediate"] = d_intermediate
+        self.config |= getattr(MIXERS[mixer], "EXPLICIT", {}) | options
         embedding = Embedding(vocab_size, d_model)
         mixers = [MIXERS[mixer](d_model, recompute=recompute == "inner", **options) for _ in range(n_layer)]
         layers = [Block(mixer, norm_epsilon, recompute == "block", d_intermediate) for mixer in mixers]
@@ -95,7 +91,8 @@ class MambaLM(nn.Module):
             if layer.mlp is not None:
                 layer.mlp.fc2.place_in_stack(math.sqrt(self.num_residuals))
         norm = nn.RMSNorm(d_model, eps=norm_epsilon)
-        self.backbone: Any = nn.ModuleDict({"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm})
+        parts = {"embedding": embedding, "layers": nn.ModuleList(layers), "norm_f": norm}
+        self.backbone: Any = nn.ModuleDict(parts)
         self.lm_head = Head(d_model, vocab_size, bias=False)
         if tie_embeddings:
             self.lm_head.tie(embedding)
@@ -103,7 +100,7 @@ class MambaLM(nn.Module):
         self._start = add_norm  # or compiled, see ``compile_blocks``
 
     def init_weights(self) -> None:
-        """Initialise every parameter as a fresh model's under the same seed, and tie the head again.
+        """Initialise every parameter as a fresh model's under the same seed; tie the head again.
 
         For a model that was made on the device ``meta`` and emptied (``to_empty``), whole or
         sharded by FSDP2: there all ranks call it, and rank 0's draws count. Raises TypeError for a
@@ -128,7 +125,9 @@ class MambaLM(nn.Module):
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, revision: str | None = None, **overrides: Any) -> MambaLM:
-        """Load a published checkpoint of state-spaces' or Hugging Face's format, in one file or in shards.
+        """Load a published checkpoint, in one file or in shards.
+
+        It has state-spaces' or Hugging Face's format.
 
         Args:
             directory: a folder, or else a Hub's name such as state-spaces/mamba-130m, downloaded at
@@ -148,7 +147,9 @@ class MambaLM(nn.Module):
         return model
 
     def save_pretrained(self, directory: str | Path, format: str = "state_spaces") -> None:
-        """Write a folder that ``from_pretrained`` reads. Raises ValueError for what ``format`` cannot hold.
+        """Write a folder that ``from_pretrained`` reads.
+
+        Raises ValueError for what ``format`` cannot hold.
 
         Args:
             format: "state_spaces", which mamba-ssm reads (but not another norm_epsilon); or
@@ -166,7 +167,9 @@ class MambaLM(nn.Module):
         return_states: bool = False,
         return_hidden: bool = False,
     ) -> Any:
-        """Compute logits (B, L, vocab_size) of tokens (B, L); with ``return_states`` also final states by layer.
+        """Compute logits (B, L, vocab_size) of tokens (B, L).
+
+        With ``return_states`` also return final states by layer.
 
         Args:
             tokens: int64 or int32 ids; at padding any valid id, whose logits are finite and
@@ -204,7 +207,10 @@ class MambaLM(nn.Module):
         return (result, final_states) if return_states else result
 
     def _embed(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the residual stream before the first block (B, L, d_model), and the same normalised."""
+        """Return the residual stream before the first block, and the same normalised.
+
+        Both are (B, L, d_model).
+        """
         try:
             embedded = self.backbone.embedding(tokens)
         except IndexError:

@@ -88,7 +88,8 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         raise ValueError(f"{path}: expected JSON, got {error}") from None
     translate = _from_hugging_face if "hidden_size" in published else _from_state_spaces
     arguments = translate(published, path)
-    weights = {name.replace(".embeddings.", ".embedding."): tensor for name, tensor in _read_weights(folder).items()}
+    read = _read_weights(folder)
+    weights = {name.replace(".embeddings.", ".embedding."): tensor for name, tensor in read.items()}
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
@@ -138,8 +139,7 @@ def write_pretrained(
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     if format == "state_spaces":
-        path = folder / "pytorch_model.bin"
-        with replacing(path) as temporary, open(temporary, "wb") as file:
+        with replacing(folder / "pytorch_model.bin") as temporary, open(temporary, "wb") as file:
             torch.save(weights, file)
     else:
         weights = {
@@ -246,7 +246,10 @@ def _read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _read_file(path: Path) -> dict[str, Tensor]:
-    """Read weights by name onto the CPU. Raises FileNotFoundError, ValueError (broken, or another file)."""
+    """Read weights by name onto the CPU.
+
+    Raises FileNotFoundError; ValueError for a broken or another file.
+    """
     try:
         if path.suffix == ".safetensors":
             return load_file(path)

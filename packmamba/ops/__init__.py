@@ -1,4 +1,4 @@
-"""The operators of Mamba blocks, packed: a causal convolution, the selective scan, Mamba-2's scan."""
+"""The operators of Mamba blocks, packed: causal convolution, selective scan, Mamba-2's scan."""
 
 from packmamba.ops.backends import BACKENDS, load
 from packmamba.ops.conv import conv1d_pack

@@ -64,7 +64,10 @@ _implementations: dict[tuple[str, str], Callable] = {}
 
 
 def load() -> None:
-    """Import all implementations, once, so that torch.compile finds the same table at every call."""
+    """Import all implementations, once.
+
+    torch.compile then finds the same table at every call.
+    """
     for name, backend in BACKENDS.items():
         for operator, place in backend.implementations.items():
             module, function = place.split(":")
@@ -72,7 +75,10 @@ def load() -> None:
 
 
 def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> Callable:
-    """Return the operator's implementation for ``backend`` on ``device``. Raises as ``backend_name``."""
+    """Return the operator's implementation for ``backend`` on ``device``.
+
+    Raises as ``backend_name``.
+    """
     return _implementations[backend_name(backend, device, operator), operator]
 
 

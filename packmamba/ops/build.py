@@ -82,13 +82,9 @@ class Build:
         headers = [path for part in ("common", self.kind) for path in (kernel_folder() / part).glob("*.*h")]
         for path in (*self.sources, *sorted(headers)):
             digest.update(f"{path.parent.name}/{path.name}\0".encode() + path.read_bytes())
-        return cache_folder() / f"{self.kind}-{digest.hexdigest()[:20]}.so"
-
-
-def cache_folder() -> Path:
-    """Return ``PACKMAMBA_CACHE``, else ``XDG_CACHE_HOME``/packmamba, else ~/.cache/packmamba."""
-    default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/packmamba"
-    return Path(os.environ.get("PACKMAMBA_CACHE") or default).expanduser()
+        default = f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/packmamba"
+        cache = Path(os.environ.get("PACKMAMBA_CACHE") or default).expanduser()
+        return cache / f"{self.kind}-{digest.hexdigest()[:20]}.so"
 
 
 def kernel_folder() -> Path:
@@ -112,7 +108,10 @@ def shipped(kind: str) -> Path | None:
 
 
 def build(kind: str) -> Path:
-    """Return the library of ``kind``; compile it if no wheel brought it, once for all processes. Raises KernelError."""
+    """Return the library of ``kind``. Raises KernelError.
+
+    If no wheel brought it, it is compiled, once for all processes.
+    """
     if library := shipped(kind):
         return library
     recipe = describe(kind)
@@ -141,7 +140,10 @@ def _load(kind: str) -> KernelError | None:
 
 
 def load(kind: str) -> None:
-    """Build if need be and register ``torch.ops.packmamba_<kind>``. Raises KernelError, at each call."""
+    """Build if need be and register ``torch.ops.packmamba_<kind>``.
+
+    Raises KernelError, at each call.
+    """
     if error := _load(kind):
         raise error
 
@@ -161,9 +163,8 @@ class Kernel:
         self._operator = getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
         schema = self._operator._schema.arguments
         self._in_order = itemgetter(*(argument.name for argument in schema))
-        self.outputs = [
-            argument.name for argument in schema if argument.alias_info is not None and argument.alias_info.is_write
-        ]
+        written = [argument for argument in schema if getattr(argument.alias_info, "is_write", False)]
+        self.outputs = [argument.name for argument in written]
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """Call; KeyError names an argument that is missing.
@@ -190,7 +191,10 @@ ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def info() -> list[dict[str, Any]]:
-    """List ``kind, compiler, target, built`` of each kind, and ``problem``: why it cannot be built here."""
+    """List ``kind, compiler, target, built`` of each kind, and ``problem``.
+
+    That is why it cannot be built here.
+    """
     rows = []
     for kind in ("cpu", "cuda"):
         row = {"kind": kind, "compiler": None, "target": None, "built": False, "problem": None}
@@ -253,7 +257,8 @@ def _find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     wheels = sorted(path for entry in sys.path if entry for path in Path(entry).glob("nvidia/cu*/bin/nvcc"))
     candidates = [os.environ.get("PACKMAMBA_NVCC"), home and f"{home}/bin/nvcc", "nvcc", *map(str, wheels)]
-    return next((path for candidate in candidates if candidate and (path := shutil.which(candidate))), None)
+    found = (shutil.which(candidate) for candidate in candidates if candidate)
+    return next(filter(None, found), None)
 
 
 def _cuda_architectures() -> list[int]:
@@ -270,7 +275,10 @@ def _cuda_architectures() -> list[int]:
 
 
 def _compile(recipe: Build) -> None:
-    """Compile each source in a thread of its own, link, and put the library in its place at once."""
+    """Compile each source in a thread of its own, and link.
+
+    The library comes to its place at once.
+    """
     print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: a minute or two", file=sys.stderr)
     # In the cache's own file system, so that the last rename is atomic.
     with tempfile.TemporaryDirectory(dir=recipe.path.parent) as scratch:
@@ -284,7 +292,10 @@ def _compile(recipe: Build) -> None:
 
 
 def _output(*command: str) -> str:
-    """Run a command; return what it printed. Raises KernelError with the end of that, OSError for a full disk."""
+    """Run a command; return what it printed.
+
+    Raises KernelError with the end of that, OSError for a full disk.
+    """
     try:
         return subprocess.run(command, stdout=-1, stderr=subprocess.STDOUT, text=True, check=True).stdout
     except (OSError, subprocess.SubprocessError) as error:

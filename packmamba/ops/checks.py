@@ -27,7 +27,10 @@ _layouts = WeakTensorKeyDictionary()
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums, states and the scan's parameters beside activations of this dtype."""
+    """Return the dtype of sums, states and the scan's parameters.
+
+    dtype: of the activations beside them.
+    """
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -174,7 +177,10 @@ def is_transforming() -> bool:
 
 
 def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
-    """Raise RuntimeError if a transform of torch.func maps or differentiates a compiled operator's tensor."""
+    """Raise RuntimeError if a transform of torch.func maps or differentiates a tensor.
+
+    Compiled operators call this.
+    """
     functorch = torch._C._functorch
     for tensor in tensors:
         if tensor is not None and (functorch.is_batchedtensor(tensor) or functorch.is_gradtrackingtensor(tensor)):
@@ -183,7 +189,10 @@ def refuse_transforms(name: str, tensors: Iterable[Any]) -> None:
 
 
 def _rows_layout(rows: int, row_length: int, like: Tensor) -> SequenceLayout:
-    """Return a cached layout of one document per row; a stream each, as another could read too early."""
+    """Return a cached layout of one document per row.
+
+    Each stream has its own, since another could read too early.
+    """
     # Made anew: a graph must not hold a cached tensor of outside, nor the cache one of a graph.
     if is_tracing() or (like.is_cuda and torch._C._cuda_isCurrentStreamCapturing()):
         return SequenceLayout.from_rows(rows, row_length, like.device)

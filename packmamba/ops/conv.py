@@ -1,4 +1,4 @@
-"""The depthwise causal convolution over packed documents: argument checks and the compiled operator.
+"""The depthwise causal convolution over packed documents: checks, and the compiled operator.
 
 Nothing is saved for the backward but the arguments: it computes the sums before the activation
 again, which costs a few multiplications a number where another tensor of the activations' size
@@ -6,8 +6,6 @@ would cost memory and its bytes.
 
 Shapes: B rows, L slots, S documents, D channels, W taps.
 """
-
-from __future__ import annotations
 
 import functools
 from typing import Any, NamedTuple
@@ -85,7 +83,10 @@ class Nothing(NamedTuple):
 
 
 def of_layer(a: Any, x: Tensor) -> ConvArguments:
-    """Return the convolution's arguments in a layer's fused operator, whose own have equal names; x is its input."""
+    """Return the convolution's arguments in a layer's fused operator.
+
+    a: the fused operator's, whose names are equal for all layers; x: its input.
+    """
     return ConvArguments(
         x=x,
         weight=a.conv_weight,
@@ -98,13 +99,13 @@ def of_layer(a: Any, x: Tensor) -> ConvArguments:
 
 
 def compiled(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
-    """Compute ``ops.conv1d_pack`` by compiled kernels, which take parameters and state in the accumulation dtype."""
+    """Compute ``ops.conv1d_pack`` by compiled kernels.
+
+    These take parameters and state in the accumulation dtype.
+    """
     wide = checks.accumulation_dtype(a.x.dtype)
-    y, final_state = _operator(
-        a._replace(
-            weight=a.weight.to(wide), bias=to_dtype(a.bias, wide), initial_state=to_dtype(a.initial_state, wide)
-        )
-    )
+    parameters = {name: to_dtype(getattr(a, name), wide) for name in ("weight", "bias", "initial_state")}
+    y, final_state = _operator(a._replace(**parameters))
     state_dtype = a.x.dtype if a.initial_state is None else a.initial_state.dtype
     return y, to_dtype(final_state, state_dtype)
 
@@ -154,7 +155,10 @@ def _inputs(a: ConvArguments) -> dict[str, Any]:
 
 
 def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:
-    """Launch a kernel with the schedule that the scan will have; the convolution itself cuts nothing."""
+    """Launch a kernel with the schedule that the scan will have.
+
+    The convolution itself cuts nothing.
+    """
     x = arguments["x"]
     # Which scan comes is not known here: assume 16 states, Mamba-1's usual number.
     launch(name, direction, arguments, like=x, tensor_cores=scans_by_tensor_cores(x, states=16))
@@ -163,11 +167,5 @@ def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:
 declare("conv1d_forward", cuda=functools.partial(_launch, "conv1d_forward", "forward"))
 declare("conv1d_backward", cuda=functools.partial(_launch, "conv1d_backward", "backward"))
 _operator: PackedOperator[ConvArguments] = PackedOperator(
-    "conv1d_pack",
-    arguments=ConvArguments,
-    outputs=Outputs,
-    saved=Nothing,
-    forward=_forward,
-    fake=_allocate,
-    backward=_backward,
+    "conv1d_pack", arguments=ConvArguments, saved=Nothing, forward=_forward, fake=_allocate, backward=_backward
 )

@@ -12,10 +12,8 @@ depend on its neighbours. The float32 scan always walks the segments of a docume
 tensor-core scan the batch decides whether one work item walks them in turn, or several at once.
 """
 
-from __future__ import annotations
-
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -106,27 +104,23 @@ def plan(
 
 
 def schedule(
-    starts: Tensor,
-    ends: Tensor,
-    rows: int,
-    row_length: int,
-    channels: int,
-    tensor_cores: bool,
-    direction: str,
-    stream: int | None = None,
+    starts: Tensor, ends: Tensor, shape: Sequence[int], tensor_cores: bool, direction: str, stream: int
 ) -> KernelSchedule:
-    """Return the batch's schedule, made on the device at the first call for a layout (S,), (S,) int32.
+    """Return the batch's schedule, made on the device at the first call for a layout.
 
     A graph under capture makes its own, since its layout is filled again before each replay: at
     every call, or at the first inside ``one_capture``. So does each stream: another's work might
     come before a schedule is there.
+
+    Args:
+        starts, ends: the layout's, (S,) int32.
+        shape: B, L, D.
     """
+    rows, row_length, channels = shape
     schedules = schedules_of(starts)
-    if stream is None:
-        stream = torch._C._cuda_getCurrentRawStream(starts.get_device())
     # The address of ``starts`` is not needed: the schedules are an attribute of it.
     made_of = (ends.data_ptr(), *versions(starts, ends))
-    key = (direction, rows, row_length, channels, tensor_cores, stream)
+    key = (direction, *shape, tensor_cores, stream)
     cached = schedules.get(key)
     if cached is not None and cached.made_of == made_of:
         return cached
@@ -150,10 +144,12 @@ def schedule(
 
 
 def versions(*tensors: Tensor) -> tuple:
-    """Return what changes when a layout's tensors may have: their versions, and a graph's capture."""
-    capturing = torch._C._cuda_isCurrentStreamCapturing()
+    """Return what changes when a layout's tensors may have.
+
+    That is their versions, and a graph's capture.
+    """
     # Outside ``one_capture`` a new object, equal to none: each call of a capture makes a schedule.
-    capture = (_capture or object()) if capturing else None
+    capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None
     # An inference tensor has no version counter.
     return (*(0 if tensor.is_inference() else tensor._version for tensor in tensors), capture)
 
@@ -190,7 +186,9 @@ def check_has_kernels(u: Tensor) -> None:
 
 
 def launch(name: str, direction: str, arguments: dict[str, Any], like: Tensor, tensor_cores: bool) -> None:
-    """Launch a kernel with the batch's schedule, on the current stream of the device that ``like`` lies on.
+    """Launch a kernel with the batch's schedule.
+
+    It runs on the current stream of the device that ``like`` lies on.
 
     Args:
         arguments: by name, as in kernels/cuda/bindings.cu, but for the schedule's and the stream.
@@ -204,11 +202,9 @@ def launch(name: str, direction: str, arguments: dict[str, Any], like: Tensor, t
         with torch.cuda.device(device):
             launch(name, direction, arguments, like, tensor_cores)
         return
-    rows, row_length, channels = like.shape
     stream = torch._C._cuda_getCurrentRawStream(device)
-    work = schedule(
-        arguments["starts"], arguments["ends"], rows, row_length, channels, tensor_cores, direction, stream
-    )
+    starts_and_ends = (arguments["starts"], arguments["ends"])
+    work = schedule(*starts_and_ends, like.shape, tensor_cores, direction, stream)
     kernel("cuda", name)({**arguments, **work.arguments, "stream": stream})
 
 

@@ -1,4 +1,6 @@
-"""Make operators of compiled kernels known to PyTorch: schema, fake, autograd, a short way for eager calls.
+"""Make operators of compiled kernels known to PyTorch.
+
+They have a schema, a fake, autograd, and a short way for eager calls.
 
 An operator is three functions on a named tuple of its arguments (``forward``, ``fake``,
 ``backward``); ``PackedOperator`` makes ``torch.ops.packmamba.<name>`` and ``<name>_backward`` of
@@ -14,8 +16,6 @@ them:
 
 ``KERNELS`` holds what such functions call: kernels by device and name, their arguments by name.
 """
-
-from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
@@ -60,7 +60,10 @@ _library = torch.library.Library("packmamba", "FRAGMENT")
 
 
 def declare(name: str, cuda: Kernel) -> None:
-    """Declare a kernel by its name in both libraries; ``cuda`` launches the GPU's with its schedule."""
+    """Declare a kernel by its name in both libraries.
+
+    ``cuda`` launches the GPU's with its schedule.
+    """
     KERNELS["cpu"][name] = functools.partial(_run_on_cpu, name)
     KERNELS["cuda"][name] = cuda
 
@@ -84,7 +87,10 @@ def _run_on_cpu(name: str, arguments: dict[str, Any]) -> None:
 
 
 class Outputs(NamedTuple):
-    """Hold what a packed operator returns, and (in a backward) the gradients of it; None: absent, or zero."""
+    """Hold what a packed operator returns; in a backward, the gradients of it.
+
+    None: absent, or zero.
+    """
 
     y: Tensor
     final_state: Tensor | None
@@ -134,16 +140,13 @@ class Signature(Generic[Arguments]):
 
     def unflatten(self, values: tuple) -> Arguments:
         """Make arguments of the schema's values; layouts become ``Documents``."""
-        layouts = [
-            Documents(starts=values[place], ends=values[place + 1])
-            for place in range(self.num_tensors, self.num_saved, 2)
-        ]
+        starts_and_ends = values[self.num_tensors : self.num_saved]
+        layouts = map(Documents, starts_and_ends[::2], starts_and_ends[1::2])
         return self.make((*values[: self.num_tensors], *layouts, *values[self.num_saved :]))
 
     def allocate_gradients(self, arguments: Arguments) -> dict[str, Any]:
-        """Allocate contiguous gradients of the tensors that have one, as ``d<argument>``; None for None."""
-        tensors = arguments[: self.num_gradients]
-        return dict(zip(self.gradients, map(empty_grad_like, tensors)))
+        """Allocate contiguous gradients, as ``d<argument>``; None for None."""
+        return dict(zip(self.gradients, map(empty_grad_like, arguments[: self.num_gradients])))
 
 
 @dataclass(eq=False)
@@ -153,7 +156,7 @@ class PackedOperator(Generic[Arguments]):
     Args:
         name: of ``torch.ops.packmamba.<name>``.
         arguments: the named tuple that it takes, see ``Signature``.
-        outputs, saved: named tuples of what it returns, and of what it saves for the backward.
+        saved, outputs: named tuples of what it saves for the backward, and of what it returns.
         forward, fake: (arguments, whether a backward follows) -> (outputs, saved); ``fake``
             allocates only.
         backward: (arguments, saved, gradients of the outputs, None: zero) -> gradients as
@@ -165,11 +168,11 @@ class PackedOperator(Generic[Arguments]):
 
     name: str
     arguments: type[Arguments]
-    outputs: type[tuple]
     saved: type[tuple]
     forward: Callable[[Arguments, bool], Results]
     fake: Callable[[Arguments, bool], Results]
     backward: Callable[[Arguments, Any, Any], Mapping[str, Tensor | None]]
+    outputs: type[tuple] = Outputs
     constants: tuple[str, ...] = ()
     saved_if_eager: tuple[str, ...] = ()
 
@@ -181,24 +184,21 @@ class PackedOperator(Generic[Arguments]):
         grads = "".join(f"Tensor? grad_{i}, " for i in range(self.num_outputs))
         states = "".join(f", Tensor saved_{i}" for i in range(len(saved)))
         # keep: whether a backward follows, so that the forward saves for it.
-        self._operator = _define(
-            f"{self.name}({signature.schema}, bool keep)",
-            num_results=self.num_outputs + len(saved),
-            run=functools.partial(self._run, self.forward),
-            fake=functools.partial(self._run, self.fake),
-        )
-        self._operator_backward = _define(
-            f"{self.name}_backward({grads}{signature.schema}{states})",
-            num_results=signature.num_gradients,
-            run=self._run_backward,
-            fake=self._run_fake_backward,
-        )
+        schema = f"{self.name}({signature.schema}, bool keep)"
+        run, fake = (functools.partial(self._run, function) for function in (self.forward, self.fake))
+        self._operator = _define(schema, self.num_outputs + len(saved), run=run, fake=fake)
+        schema = f"{self.name}_backward({grads}{signature.schema}{states})"
+        functions = {"run": self._run_backward, "fake": self._run_fake_backward}
+        self._operator_backward = _define(schema, signature.num_gradients, **functions)
         torch.library.register_autograd(
             f"packmamba::{self.name}", self._backward_of_call, setup_context=self._save, lib=_library
         )
 
     def __call__(self, arguments: Arguments) -> tuple:
-        """Compute. Raises RuntimeError under forward-mode differentiation, vmap and torch.func.grad."""
+        """Compute the operator's outputs.
+
+        Raises RuntimeError under forward-mode differentiation, vmap and torch.func.grad.
+        """
         signature = self.signature
         values = signature.flatten(arguments)
         tensors = values[: signature.num_tensors]
@@ -221,12 +221,18 @@ class PackedOperator(Generic[Arguments]):
         return _apply_eager(self, values[signature.num_saved :], *values[: signature.num_saved])
 
     def differentiate(self, values: tuple, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of the schema's values, in order; ``grads``: of outputs, None: zero."""
+        """Compute the gradients of the schema's values, in order.
+
+        grads: of outputs, None: zero.
+        """
         gradients = self.backward(self.signature.unflatten(values), self.saved(*saved), self.outputs(*grads))
         return tuple(map(gradients.__getitem__, self.signature.gradients))
 
     def differentiate_dispatched(self, values: tuple, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
-        """Compute the same by ``torch.ops.packmamba.<name>_backward``; refuse to differentiate gradients."""
+        """Compute the same by ``torch.ops.packmamba.<name>_backward``.
+
+        Differentiating its gradients is refused.
+        """
         states = none_to_empty(saved, values[0])
         # The backward operator has no autograd: ``_FirstDerivatives`` below stands for it.
         with torch.no_grad():
@@ -298,9 +304,9 @@ class _EagerCall(torch.autograd.Function):
         operator: PackedOperator = ctx.operator
         num_saved = operator.signature.num_saved
         saved = ctx.saved_tensors
-        differentiate = (  # with gradients enabled (create_graph) the result may be differentiated
-            operator.differentiate_dispatched if torch.is_grad_enabled() else operator.differentiate
-        )
+        # With gradients enabled the result may be differentiated.
+        create_graph = torch.is_grad_enabled()
+        differentiate = operator.differentiate_dispatched if create_graph else operator.differentiate
         gradients = differentiate(saved[:num_saved] + ctx.options, saved[num_saved:], grads)
         # The operator, its options and the layouts' tensors have no gradients.
         return None, None, *gradients, *(None,) * (num_saved - len(gradients))

@@ -98,9 +98,9 @@ def forward(y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: float) -
     """Compute the norm of y (B, L, D), contiguous, gated by z, a slice of a contiguous (B, L, ...)."""
     out = torch.empty_like(y)
     width, constants = _launch_options(weight, groups)
-    norm_forward[(y.shape[0] * y.shape[1], groups)](
-        y, z, weight, out, _slot_stride(z), weight.numel(), width, epsilon, **constants
-    )
+    grid = (y.shape[0] * y.shape[1], groups)
+    sizes = (_slot_stride(z), weight.numel(), width, epsilon)
+    norm_forward[grid](y, z, weight, out, *sizes, **constants)
     return out
 
 
@@ -116,8 +116,7 @@ def backward(
     # Prefetched tokens lie in shared memory, at most
     # 96 KiB: older and smaller GPUs have little more.
     stages = 3 if constants["WIDTH"] * y.element_size() <= 1 << 14 else 1
-    norm_backward[(programs, groups)](
-        dout, y, z, weight, dy, dz, partial, _slot_stride(z), _slot_stride(dz), tokens, weight.numel(), width, epsilon,
-        TOKENS=TOKENS, STAGES=stages, **constants,
-    )  # fmt: skip
+    tensors = (dout, y, z, weight, dy, dz, partial)
+    sizes = (_slot_stride(z), _slot_stride(dz), tokens, weight.numel(), width, epsilon)
+    norm_backward[(programs, groups)](*tensors, *sizes, TOKENS=TOKENS, STAGES=stages, **constants)
     return dy, partial.sum(0)

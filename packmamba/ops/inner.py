@@ -1,4 +1,6 @@
-"""The Mamba block after its first projection as one operator (mamba-ssm's ``mamba_inner_fn``), packed.
+"""The Mamba block after its first projection as one operator, packed.
+
+In mamba-ssm this is ``mamba_inner_fn``.
 
 One operator instead of a composition, because its explicit backward writes gradients into parts of
 wider tensors without copies (dx and dz into dxz; ddelta's low rank, dB and dC into what is
@@ -7,8 +9,6 @@ scan's states and (B, L, R + 2 N) numbers, and two activations less.
 
 Shapes: B rows, L slots, S documents, D channels, N states, W taps, R rank.
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -95,7 +95,10 @@ class InnerArguments(NamedTuple):
 
 
 class InnerOutputs(NamedTuple):
-    """The block's output (B, L, d_model), final states of convolution and scan; or gradients of these."""
+    """The block's output (B, L, d_model), final states of convolution and scan.
+
+    In a backward, gradients of these.
+    """
 
     mixed: Tensor
     conv_state: Tensor | None
@@ -103,7 +106,10 @@ class InnerOutputs(NamedTuple):
 
 
 class InnerSaved(NamedTuple):
-    """Saved for the backward; None (empty, in a graph) where computed again or where none follows."""
+    """Saved for the backward.
+
+    None (empty, in a graph) where computed again, or where no backward follows.
+    """
 
     states: Tensor | None  # the scan's, see ``allocate_scan``
     projected: Tensor | None  # (B, L, R + 2 N)
@@ -132,16 +138,11 @@ def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """
     activations = a.xz.dtype
     wide = checks.accumulation_dtype(activations)
-    mixed, conv_final, ssm_final = _operator(
-        a._replace(
-            conv_weight=a.conv_weight.to(wide),
-            conv_bias=to_dtype(a.conv_bias, wide),
-            conv_state=to_dtype(a.conv_state, wide),
-            x_used=_copy_if_other(a.x_weight, activations),
-            dt_used=_copy_if_other(a.dt_weight, activations),
-            out_used=_copy_if_other(a.out_weight, activations),
-        )
-    )
+    of_conv = ("conv_weight", "conv_bias", "conv_state")
+    used: dict[str, Any] = {name: to_dtype(getattr(a, name), wide) for name in of_conv}
+    weights = {"x_used": a.x_weight, "dt_used": a.dt_weight, "out_used": a.out_weight}
+    used |= {name: _copy_if_other(weight, activations) for name, weight in weights.items()}
+    mixed, conv_final, ssm_final = _operator(a._replace(**used))
     # A convolution state is returned in the dtype in which it was given.
     state_dtype = activations if a.conv_state is None else a.conv_state.dtype
     return mixed, to_dtype(conv_final, state_dtype), ssm_final
@@ -190,7 +191,9 @@ def _walk(
 
 
 def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict[str, Tensor | None]:
-    """Walk the block back; every gradient is written where it belongs, in parts of wider tensors too.
+    """Walk the block back.
+
+    Every gradient is written where it belongs, in parts of wider tensors too.
 
     With y before the last product: ``dy = dmixed W_out``, ``dW_out = dmixed.T y``; the scan's
     backward gives du, ddelta, dB, dC, dz; ``dlow = ddelta W_dt``, ``dW_dt = ddelta.T low``;
@@ -224,26 +227,15 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict
     ddelta = torch.empty_like(x)
     dprojected = torch.empty_like(saved.projected)
     dlow_rank, dB, dC = a.parts(dprojected)
+    written = {"du": dx, "ddelta": ddelta, "dB": dB, "dC": dC, "dz": dz}
+    written |= {name: gradients[name] for name in ("dA", "dD", "ddelta_bias")}
     y = saved.y
-    written = {}
     # Not saved under ``recompute`` (an empty tensor
     # in a graph): the scan's backward writes y again.
     if y is None or not y.numel():
         written["y"] = y = torch.empty_like(x)
-    scan.backward_into(
-        a.scan(x, delta, B, C, z),
-        saved.states,
-        dy=dy,
-        dfinal=grads.ssm_state,
-        du=dx,
-        ddelta=ddelta,
-        dB=dB,
-        dC=dC,
-        dz=dz,
-        dinitial_state=gradients["dssm_state"],
-        **{name: gradients[name] for name in ("dA", "dD", "ddelta_bias")},
-        **written,
-    )
+    states = {"dfinal": grads.ssm_state, "dinitial_state": gradients["dssm_state"]}
+    scan.backward_into(a.scan(x, delta, B, C, z), saved.states, dy=dy, **states, **written)
     # dW_out; then ddelta's low rank and dW_dt. Slots are flattened: products are over B L.
     _product(dmixed.t(), y.flatten(0, 1), gradients["dout_weight"])
     ddelta = ddelta.flatten(0, 1)
@@ -255,15 +247,9 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict
     _product(dprojected.t(), x.flatten(0, 1), gradients["dx_weight"])
     dx.flatten(0, 1).addmm_(dprojected, x_weight)
     # The convolution's backward, from dx to dx_in, a part of dxz.
-    conv.backward_into(
-        conv.of_layer(a, x_in),
-        dy=dx,
-        dfinal=grads.conv_state,
-        dx=dx_in,
-        dweight=gradients["dconv_weight"],
-        dbias=gradients["dconv_bias"],
-        dinitial_state=gradients["dconv_state"],
-    )
+    written = {"dx": dx_in, "dweight": gradients["dconv_weight"], "dbias": gradients["dconv_bias"]}
+    states = {"dfinal": grads.conv_state, "dinitial_state": gradients["dconv_state"]}
+    conv.backward_into(conv.of_layer(a, x_in), dy=dx, **states, **written)
     return gradients
 
 

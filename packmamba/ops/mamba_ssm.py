@@ -35,13 +35,19 @@ def _peer(package: str, module: str, name: str) -> Callable[..., Any]:
 
 
 def _real(layout: SequenceLayout) -> Tensor:
-    """Mark slots that hold tokens, (B, L, 1). Raises ValueError if a row holds several documents."""
+    """Mark slots that hold tokens, (B, L, 1).
+
+    Raises ValueError if a row holds several documents.
+    """
     expect(not layout.packed, "layout", "one document per row in backend 'mamba_ssm'", "more; layout.flow() leaks")
     return (layout.documents >= 0)[..., None]
 
 
 def _blank(a: ScanArguments, real: Tensor, *tensors: Tensor | None) -> Any:
-    """Zero tensors (B, L, D) and step sizes at padding, which keeps the state; return delta and those."""
+    """Zero step sizes and tensors (B, L, D) at padding, which keeps the state.
+
+    Returns delta, then the tensors.
+    """
     if a.layout.num_tokens == a.layout.num_slots:
         return a.delta, *tensors
     # A step of size 0 keeps the state: softplus(-1e4) is 0 in every dtype.
@@ -50,7 +56,10 @@ def _blank(a: ScanArguments, real: Tensor, *tensors: Tensor | None) -> Any:
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:
-    """Compute ``ops.ssm_pack`` by mamba-ssm; no initial state, no gradient through the final one."""
+    """Compute ``ops.ssm_pack`` by mamba-ssm.
+
+    It takes no initial state, and has no gradient through the final one.
+    """
     expect(a.initial_state is None, "initial_state", "None in backend 'mamba_ssm'", "a tensor")
     real = _real(a.layout)
     scan = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")

@@ -8,8 +8,6 @@ checked too. Sums and states are float32, or float64 for float64 activations.
 Shapes: B rows, L slots, S documents, T tokens of all, D channels, N states, W taps.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch
@@ -26,7 +24,10 @@ from packmamba.ops.ssd import SsdArguments, by_channels, elementwise
 
 
 def _tokens(tensor: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return the tokens of (B, L, ...), documents end to end, in the accumulation dtype: (T, ...)."""
+    """Return the tokens of (B, L, ...), documents end to end: (T, ...).
+
+    They have the accumulation dtype.
+    """
     tokens = tensor.flatten(0, 1).index_select(0, layout.token_slots)
     return tokens.to(accumulation_dtype(tensor.dtype))
 
@@ -70,8 +71,7 @@ def conv1d_pack(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     # The last W - 1 inputs, initial ones where the document is shorter.
     every = torch.arange(layout.num_documents, device=x.device)
     last = [inputs(every, layout.lengths - width + tap) for tap in range(1, width)]
-    final_state = torch.stack(last, dim=2).to(states.dtype)
-    return output, final_state if a.return_final_state else None
+    return output, torch.stack(last, dim=2).to(states.dtype) if a.return_final_state else None
 
 
 def ssm_pack(a: ScanArguments) -> tuple[Tensor, Tensor | None]:

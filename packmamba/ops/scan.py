@@ -1,4 +1,4 @@
-"""The selective scan over packed documents: argument checks, and the compiled kernels as an operator.
+"""The selective scan over packed documents: checks, and the compiled operator.
 
 The forward saves a state every ``SAVED_TOKENS`` tokens, half an activation in bfloat16; the
 backward replays tokens from those instead of keeping a state a token, which would take N
@@ -6,8 +6,6 @@ activations. kernels/cuda/NOTES.md has figures.
 
 Shapes: B rows, L slots, S documents, D channels, N states.
 """
-
-from __future__ import annotations
 
 import functools
 from typing import Any, NamedTuple
@@ -45,7 +43,9 @@ def ssm_pack(
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Scan documents by Mamba's recurrence (``selective_scan_fn``), each from its initial state or zero.
+    """Scan documents by Mamba's recurrence (``selective_scan_fn``).
+
+    Each starts from its initial state, or zero.
 
     ``delta' = softplus(delta + delta_bias)``,
     ``h[t] = exp(delta'[t] A) h[t-1] + delta'[t] B[t] u[t]``,
@@ -75,18 +75,15 @@ def ssm_pack(
     states = checks.check_columns(A, "A", channels, 1, 256)
     by_token = (rows, row_length, states)
     # Activations have u's dtype, parameters and states that of sums.
-    checks.check_tensors(
-        u, "u", (u.dtype,), True, delta=(delta, u.shape), B=(B, by_token), C=(C, by_token), z=(z, u.shape)
-    )
+    checks.check_tensors(u, "u", (u.dtype,), True, delta=(delta, u.shape), z=(z, u.shape))
+    checks.check_tensors(u, "u", (u.dtype,), True, B=(B, by_token), C=(C, by_token))
     wide = (checks.accumulation_dtype(u.dtype),)
-    checks.check_tensors(
-        u, "u", wide, A=(A, (channels, states)), D=(D, (channels,)), delta_bias=(delta_bias, (channels,))
-    )
-    checks.check_tensors(u, "u", wide, initial_state=(initial_state, (layout.num_documents, channels, states)))
+    state_shape = (layout.num_documents, channels, states)
+    checks.check_tensors(u, "u", wide, A=(A, (channels, states)), initial_state=(initial_state, state_shape))
+    checks.check_tensors(u, "u", wide, D=(D, (channels,)), delta_bias=(delta_bias, (channels,)))
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
-    arguments = ScanArguments(
-        u, delta, A, B, C, D, z, delta_bias, initial_state, layout, delta_softplus, return_final_state
-    )
+    tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
+    arguments = ScanArguments(*tensors, layout, delta_softplus, return_final_state)
     y, final_state = context_parallel.run("ssm_pack", arguments, backend)
     return (y, final_state) if return_final_state else y
 
@@ -120,7 +117,9 @@ class ScanSaved(NamedTuple):
 def allocate_scan(
     u: Tensor, A: Tensor, starts: Tensor, return_final_state: bool, needs_backward: bool
 ) -> tuple[Outputs, ScanSaved]:
-    """Allocate y (B, L, D), final states (S, D, N) if returned, and saved states if a backward follows.
+    """Allocate y (B, L, D), final states (S, D, N), and saved states.
+
+    Final states are there if returned, saved ones if a backward follows.
 
     A GPU saves (B L // SAVED_TOKENS, D, N) in bfloat16, or half as many in float32: a document's
     state lies at its start // SAVED_TOKENS + its number in the document - 1, so that none overlap
@@ -164,9 +163,13 @@ def _backward(a: ScanArguments, saved: ScanSaved, grads: Outputs) -> dict[str, T
 def backward_into(
     a: ScanArguments, states: Tensor | None, dy: Tensor, dfinal: Tensor | None, **gradients: Tensor | None
 ) -> None:
-    """Compute gradients into ``d<argument>``, and y where that is given; states: saved by the forward."""
+    """Compute gradients into ``d<argument>``, and y where that is given.
+
+    states: saved by the forward.
+    """
     dfinal = dense(dfinal) if a.return_final_state else None
-    KERNELS[a.u.device.type]["ssm_backward"]({**_inputs(a), "saved": states, "dy": dy, "dfinal": dfinal, **gradients})
+    arguments = {**_inputs(a), "saved": states, "dy": dy, "dfinal": dfinal, **gradients}
+    KERNELS[a.u.device.type]["ssm_backward"](arguments)
 
 
 def _inputs(a: ScanArguments) -> dict[str, Any]:
@@ -202,7 +205,10 @@ def _cuda_forward(arguments: dict[str, Any]) -> None:
 
 
 def _cuda_backward(arguments: dict[str, Any]) -> None:
-    """Launch the backward; with a gate it also writes the forward's output to ``y``, if that is there."""
+    """Launch the backward.
+
+    With a gate it also writes the forward's output to ``y``, if that is there.
+    """
     arguments.setdefault("y", None)
     tensor_cores = _by_tensor_cores(arguments)
     # Loads in pairs need what ``_by_tensor_cores`` asks of the activations; dy comes from autograd.
@@ -222,7 +228,10 @@ def _check_backward_fits(device: torch.device) -> None:
 
 
 def _is_even(tensor: Tensor) -> bool:
-    """Return whether each token of 16-bit (B, L, D) begins at a multiple of 4 bytes: for reads in pairs."""
+    """Return whether each token of 16-bit (B, L, D) begins at a multiple of 4 bytes.
+
+    Then numbers may be read in pairs.
+    """
     rows, tokens, _ = tensor.stride()
     # 16-bit numbers: strides << 1 are bytes, and the last two bits of all of them must be 0.
     return not ((tensor.data_ptr() | rows << 1 | tokens << 1) & 3)
@@ -231,19 +240,12 @@ def _is_even(tensor: Tensor) -> bool:
 def _by_tensor_cores(arguments: dict[str, Any]) -> bool:
     """Return whether the tensor-core kernels take these arguments."""
     activations = [arguments[name] for name in ("u", "delta", "B", "C", "z")]
-    return scans_by_tensor_cores(arguments["u"], arguments["A"].shape[1]) and all(
-        tensor is None or _is_even(tensor) for tensor in activations
-    )
+    are_even = all(tensor is None or _is_even(tensor) for tensor in activations)
+    return are_even and scans_by_tensor_cores(arguments["u"], arguments["A"].shape[1])
 
 
 declare("ssm_forward", cuda=_cuda_forward)
 declare("ssm_backward", cuda=_cuda_backward)
 compiled: PackedOperator[ScanArguments] = PackedOperator(
-    "ssm_pack",
-    arguments=ScanArguments,
-    outputs=Outputs,
-    saved=ScanSaved,
-    forward=_forward,
-    fake=_allocate,
-    backward=_backward,
+    "ssm_pack", arguments=ScanArguments, saved=ScanSaved, forward=_forward, fake=_allocate, backward=_backward
 )

@@ -39,7 +39,9 @@ def simple_gla_pack(
     return_final_state: bool = False,
     backend: str | None = None,
 ) -> Any:
-    """Compute linear attention with a decay a head, each document from zero or from its initial state.
+    """Compute linear attention with a decay a head.
+
+    Each document starts from zero, or from its initial state.
 
     ``h[t] = exp(g[t]) h[t-1] + v[t] (outer) k[t]``; ``o[t] = scale h[t] q[t]``. This
     is simple gated linear attention, as fla's ``chunk_simple_gla``; RetNet (arXiv

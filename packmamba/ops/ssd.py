@@ -1,9 +1,9 @@
-"""Mamba-2's scan (SSD) over packed documents: Triton kernels on a GPU (``ssd_triton``), Mamba-1's scan on a CPU.
+"""Mamba-2's scan (SSD) over packed documents.
+
+Triton kernels compute it on a GPU (``ssd_triton``), Mamba-1's scan on a CPU.
 
 Shapes: B rows, L slots, S documents, H heads, P channels of a head, G groups, N states.
 """
-
-from __future__ import annotations
 
 import copy
 from collections.abc import Callable
@@ -79,20 +79,17 @@ def ssd_pack(
     checks.check_tensors(x, "x", near, True, B=(B, by_group), C=(C, by_group), z=(z, shape))
     checks.check_tensors(x, "x", near + wide, True, delta=(delta, shape[:3]))
     skip = (heads, channels) if isinstance(D, Tensor) and D.dim() == 2 else (heads,)
-    checks.check_tensors(
-        x, "x", wide, A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)),
-        initial_state=(initial_state, (layout.num_documents, heads, channels, B.shape[3])),
-    )  # fmt: skip
+    state_shape = (layout.num_documents, heads, channels, B.shape[3])
+    checks.check_tensors(x, "x", wide, A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)))
+    checks.check_tensors(x, "x", wide, initial_state=(initial_state, state_shape))
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     if delta_limit is not None:
         is_pair = isinstance(delta_limit, (tuple, list)) and len(delta_limit) == 2
         are_numbers = is_pair and all(isinstance(one, (int, float)) for one in delta_limit)
         rises = are_numbers and delta_limit[0] <= delta_limit[1]
         expect(rises, "delta_limit", "(low, high) with low at most high, or None", repr(delta_limit))
-    a = SsdArguments(
-        x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets, layout, delta_softplus, delta_limit,
-        return_final_state,
-    )  # fmt: skip
+    tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets)
+    a = SsdArguments(*tensors, layout, delta_softplus, delta_limit, return_final_state)
     y, final_state = context_parallel.run("ssd_pack", a, backend)
     return (y, final_state) if return_final_state else y
 
@@ -195,7 +192,10 @@ def _limited_steps(a: SsdArguments, delta: Tensor) -> Tensor:
 
 
 def elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-    """Apply a function to whole vectors: of the rest PyTorch takes each value by another, which rounds otherwise."""
+    """Apply a function to whole vectors.
+
+    Of the rest PyTorch takes each value by another function, which rounds otherwise.
+    """
     padded = F.pad(value.flatten(), (0, -value.numel() % VECTORS))
     return function(padded)[: value.numel()].view(value.shape)
 
@@ -220,7 +220,10 @@ def _fake(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
 def _backward(
     a: SsdArguments, saved: ScanSaved, grads: Outputs, into: tuple[Tensor, ...] | None = None
 ) -> dict[str, Tensor | None]:
-    """Return gradients as ``d<argument>``; into: where some are written, see ``ssd_triton.backward``."""
+    """Return gradients as ``d<argument>``.
+
+    into: where some are written, see ``ssd_triton.backward``.
+    """
     dfinal = grads.final_state if a.return_final_state else None
     # All padding: no kernel has work, and every gradient is zero.
     if a.layout.starts.numel() == 0:
@@ -235,7 +238,6 @@ def _backward(
 compiled: PackedOperator[SsdArguments] = PackedOperator(
     "ssd_pack",
     arguments=SsdArguments,
-    outputs=Outputs,
     saved=ScanSaved,
     forward=_forward,
     fake=_fake,

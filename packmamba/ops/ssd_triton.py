@@ -57,10 +57,8 @@ class Problem:
         self.chunks = len(self.plan.chunks)
         # Columns of ``Plan.chunks``: boundaries inside
         # documents (2, 3), or chunks, edges included (4).
-        self.sizes = Sizes(
-            length, heads, self.shared, self.chunks * CHUNK.value,
-            before=4 if before_first else 2, after=4 if after_last else 3,
-        )  # fmt: skip
+        columns = {"before": 4 if before_first else 2, "after": 4 if after_last else 3}
+        self.sizes = Sizes(length, heads, self.shared, self.chunks * CHUNK.value, **columns)
         # A tile is T channels by M states, powers of two; Triton's products need 16 or more.
         self.M = max(16, triton.next_power_of_2(states))
         # Which shared memory has room for.
@@ -81,9 +79,9 @@ class Problem:
         self.steps = Steps(a.delta, a.delta_bias, low, high, *a.delta.stride()[:2])
         self.of_steps = {"SOFTPLUS": a.delta_softplus, "LIMIT": a.delta_limit is not None}
         self.decays = Decays(self.by_row(), self.by_row())
-        of_forward.write_steps[(self.chunks, triton.cdiv(heads, 16))](
-            self.steps, a.A, self.decays, self.plan.chunks, self.sizes, HEADS=16, **self.of_steps
-        )
+        grid = (self.chunks, triton.cdiv(heads, 16))
+        tables = (self.decays, self.plan.chunks, self.sizes)
+        of_forward.write_steps[grid](self.steps, a.A, *tables, HEADS=16, **self.of_steps)
 
     def by_row(self) -> Tensor:
         """Allocate a number for each head and row of chunks."""
@@ -133,20 +131,17 @@ class Problem:
 
     def walk(self, inputs: Activations, starts: Tensor | None, y: Tensor) -> None:
         """Write y; without z before the gate."""
-        plan, programs = self.plan, len(self.plan.segments) * self.heads * self.parts
-        self.launch(
-            "walk", programs, inputs, self.a.D, self.a.initial_state, starts, y, self.decays, plan.segments, plan.order,
-            self.sizes, tile=self.described(inputs, whole=False),
-        )  # fmt: skip
+        programs = len(self.plan.segments) * self.heads * self.parts
+        arguments = (inputs, self.a.D, self.a.initial_state, starts, y, self.decays)
+        tables = (self.plan.segments, self.plan.order, self.sizes)
+        self.launch("walk", programs, *arguments, *tables, tile=self.described(inputs, whole=False))
 
     def walk_states(self, inputs: Activations, forward: Role, reverse: Role, **roles: bool) -> None:
         """Walk all segments in the roles that are True (FORWARD, REVERSE): see the kernel."""
         # A program for each segment, head, part of its channels, and role.
-        plan, programs = self.plan, len(self.plan.segments) * self.heads * self.parts * sum(roles.values())
-        self.launch(
-            "walk_states", programs, inputs, forward, reverse, self.decays, plan.chunks, plan.segments, plan.order, self.sizes,
-            **roles,
-        )  # fmt: skip
+        programs = len(self.plan.segments) * self.heads * self.parts * sum(roles.values())
+        tables = (self.decays, self.plan.chunks, self.plan.segments, self.plan.order, self.sizes)
+        self.launch("walk_states", programs, inputs, forward, reverse, *tables, **roles)
 
     def between(self, outer: Tensor | None, last: Tensor | None, dy: Tensor | None = None) -> Tensor | None:
         """Compute states before segments that are not a document's first, and ``last``, those after documents.
@@ -163,19 +158,17 @@ class Problem:
         role = Role(outer, between, last, None)
         self.walk_states(self.inputs(dy=dy), role, role, FORWARD=not reverse, REVERSE=reverse)
         size, documents = between[0, 0].numel(), plan.totals.shape[1]
-        of_forward.combine[(documents, self.heads, triton.cdiv(size, 1024))](
-            outer, between, last, self.decays, plan.segments, plan.totals, documents, self.sizes, size,
-            REVERSE=reverse, WIDTH=1024,
-        )  # fmt: skip
+        grid = (documents, self.heads, triton.cdiv(size, 1024))
+        tables = (self.decays, plan.segments, plan.totals, documents, self.sizes, size)
+        of_forward.combine[grid](outer, between, last, *tables, REVERSE=reverse, WIDTH=1024)
         return between if plan.cuts else None
 
     def zero_padding(self, *tensors: Tensor | None) -> None:
         """Zero the padding of slices of contiguous (B, L, ...)."""
         outputs = tuple(slots_of(tensor) for tensor in tensors if tensor is not None)
         widths = tuple(output.pointer.numel() // self.slots for output in outputs)
-        of_forward.zero_padding[(triton.cdiv(self.slots, 32),)](
-            outputs, widths, self.plan.padding, self.slots, ROWS=32, WIDTH=256
-        )
+        grid = (triton.cdiv(self.slots, 32),)
+        of_forward.zero_padding[grid](outputs, widths, self.plan.padding, self.slots, ROWS=32, WIDTH=256)
 
 
 @functools.cache
@@ -244,10 +237,10 @@ def _backward(
     if a.z is not None:
         dz, ungated = a.x.new_empty(a.x.shape), a.x.new_empty(a.x.shape)
         problem.walk(problem.inputs(), starts, dz)
-        of_backward.gate_gradients[(triton.cdiv(problem.slots, 32), problem.heads)](
-            problem.inputs(a.z, dy), dz, ungated, plan.padding, sizes, problem.slots,
-            P=channels, T=triton.next_power_of_2(channels), ROWS=32,
-        )  # fmt: skip
+        grid = (triton.cdiv(problem.slots, 32), problem.heads)
+        arguments = (problem.inputs(a.z, dy), dz, ungated, plan.padding, sizes, problem.slots)
+        widths = {"P": channels, "T": triton.next_power_of_2(channels)}
+        of_backward.gate_gradients[grid](*arguments, **widths, ROWS=32)
         dy = ungated
     inputs = problem.inputs(dy=dy)
     described = problem.described(inputs, whole=True)
@@ -265,51 +258,43 @@ def _backward(
     first, second = torch.cuda.current_stream(a.x.device), _second_stream(a.x.device)
     second.wait_stream(first)
     with torch.cuda.stream(second):
-        problem.launch(
-            "pair_parts", 3 * programs["pair_parts"], inputs, pairs, found, partial_D, *tables, sums["pair_parts"],
-            tile=described,
-        )  # fmt: skip
+        arguments = (inputs, pairs, found, partial_D, *tables, sums["pair_parts"])
+        problem.launch("pair_parts", 3 * programs["pair_parts"], *arguments, tile=described)
 
     # Gradients of states after segments; ``dinitial`` those before documents.
     ends = problem.between(dfinal, dinitial, dy)
     # States before chunks, and gradients of states after chunks. Stored in the activations'
     # dtype, a whole tile (M, T) for each part of a head's channels.
-    states, dstates = (
-        a.x.new_empty(count, problem.heads, problem.parts, problem.M, problem.T)
-        for count in (
-            max(1, plan.boundaries) if outer is None else problem.chunks for outer in (a.initial_state, dfinal)
-        )
-    )
+    tile = (problem.heads, problem.parts, problem.M, problem.T)
+    inner = max(1, plan.boundaries)
+    states = a.x.new_empty(inner if a.initial_state is None else problem.chunks, *tile)
+    dstates = a.x.new_empty(inner if dfinal is None else problem.chunks, *tile)
     forward, reverse = Role(a.initial_state, starts, None, states), Role(dfinal, ends, None, dstates)
     problem.walk_states(inputs, forward, reverse, FORWARD=True, REVERSE=True)
 
     # dx, from gradients of states and from later tokens of the chunk.
     second.wait_stream(first)
     with torch.cuda.stream(second):
-        problem.launch(
-            "input_gradients", 2 * programs["input_gradients"], inputs, a.D, dstates, slots_of(dx), *tables,
-            sums["input_gradients"],
-        )  # fmt: skip
+        arguments = (inputs, a.D, dstates, slots_of(dx), *tables, sums["input_gradients"])
+        problem.launch("input_gradients", 2 * programs["input_gradients"], *arguments)
     # What states give to dB, dC and step sizes: dC and dB by share of a group's heads, which
     # ``finish`` sums; ``through`` by chunk and head.
     through = a.A.new_empty(problem.chunks, problem.heads)
     shares = a.A.new_empty(2, sums["state_parts"].shares, groups, sizes.rows, states_of_group)
-    problem.launch(
-        "state_parts", 4 * programs["state_parts"], inputs, states, dstates, found, through, shares, *tables,
-        sums["state_parts"], tile=described,
-    )  # fmt: skip
+    arguments = (inputs, states, dstates, found, through, shares, *tables, sums["state_parts"])
+    problem.launch("state_parts", 4 * programs["state_parts"], *arguments, tile=described)
     first.wait_stream(second)
     # dB and dC: shares in order, then pairs by C and B.
     columns = min(64, problem.M)
-    problem.launch(
-        "finish", 2 * problem.chunks * groups * triton.cdiv(states_of_group, columns), inputs, shares, sums["state_parts"].shares,
-        pairs, sums["pair_parts"].shares, slots_of(dB), slots_of(dC), plan.chunks, sizes, COLUMNS=columns,
-    )  # fmt: skip
+    tiles = problem.chunks * groups * triton.cdiv(states_of_group, columns)
+    parts = (shares, sums["state_parts"].shares, pairs, sums["pair_parts"].shares)
+    arguments = (inputs, *parts, slots_of(dB), slots_of(dC), plan.chunks, sizes)
+    problem.launch("finish", 2 * tiles, *arguments, COLUMNS=columns)
     # Gradients of delta, of the rates A and of the bias, by chunk and head.
     partial = a.A.new_empty(2, problem.chunks, problem.heads)
-    of_backward.step_gradients[(problem.chunks, triton.cdiv(problem.heads, 8))](
-        problem.steps, a.A, found, through, slots_of(ddelta), partial, *tables, HEADS=8, **problem.of_steps
-    )
+    grid = (problem.chunks, triton.cdiv(problem.heads, 8))
+    arguments = (problem.steps, a.A, found, through, slots_of(ddelta), partial, *tables)
+    of_backward.step_gradients[grid](*arguments, HEADS=8, **problem.of_steps)
     problem.zero_padding(dx, ddelta, dz, dB, dC)
     # Two tensors, and not two views of one: compiled graphs
     # assume that results lie at multiples of 16 bytes.

@@ -1,4 +1,7 @@
-"""Training with Lightning, which is imported with the first of these classes: commands check their words before."""
+"""Training with Lightning.
+
+It is imported with the first of these classes: commands check their words before.
+"""
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,10 +14,10 @@ if TYPE_CHECKING:
     from packmamba.training.lit_module import PackedLitModule
 
 __all__ = ["PackedDataModule", "PackedLitModule"]
-MODULES = {"PackedDataModule": "packmamba.training.datamodule", "PackedLitModule": "packmamba.training.lit_module"}
+MODULES = {"PackedDataModule": "datamodule", "PackedLitModule": "lit_module"}
 
 
 def __getattr__(name: str) -> Any:
     if name not in MODULES:
         raise AttributeError(f"module '{__name__}' has no attribute '{name}'")
-    return getattr(import_module(MODULES[name]), name)
+    return getattr(import_module(f"{__name__}.{MODULES[name]}"), name)

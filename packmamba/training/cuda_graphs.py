@@ -127,20 +127,15 @@ class BatchGraphs:
         self.pool = torch.cuda.graph_pool_handle()
 
     def __call__(
-        self,
-        batch: PackedBatch,
-        num_targets: int,
-        first: bool = True,
-        last: bool = True,
-        inputs: Sequence[Tensor] = (),
+        self, batch: PackedBatch, num_targets: int, *inputs: Tensor, first: bool = True, last: bool = True
     ) -> tuple[Tensor, ...]:
         """Put gradients into the parameters' ``grad``; return ``loss``'s results.
 
         The loss is divided by ``num_targets``. Later calls overwrite gradients and results.
 
         Args:
-            first, last: the batch is its step's first and last one; a step of several adds up.
             inputs: ``loss``'s further tensors.
+            first, last: the batch is its step's first and last one; a step of several adds up.
         """
         # Gradients of a step of several micro-batches add up in ``sums``, which all graphs share.
         shape = Shape.of(batch, accumulates=not (first and last))

@@ -44,8 +44,8 @@ class PackedDataModule(lightning.LightningDataModule):
     """
 
     def __init__(
-        self, config: DataConfig | None = None, *, seed: int = 0, boundary: str | None = None, plugins: Sequence[str] = (),
-        progress: bool = True, context_parallel: int = 1, **keys: Any,
+        self, config: DataConfig | None = None, *, seed: int = 0, boundary: str | None = None,
+        plugins: Sequence[str] = (), progress: bool = True, context_parallel: int = 1, **keys: Any,
     ) -> None:  # fmt: skip
         super().__init__()
         need(isinstance(config, DataConfig | None), "config", "DataConfig, or keys by name", repr(config))
@@ -65,10 +65,8 @@ class PackedDataModule(lightning.LightningDataModule):
     def from_config(cls, config: Config, progress: bool = True) -> PackedDataModule:
         """Build from a run's configuration."""
         trainer = config.trainer
-        return cls(
-            config.data, seed=config.seed, boundary=trainer.boundary, plugins=config.plugins, progress=progress,
-            context_parallel=trainer.context_parallel,
-        )  # fmt: skip
+        more: Any = {"plugins": config.plugins, "context_parallel": trainer.context_parallel}
+        return cls(config.data, seed=config.seed, boundary=trainer.boundary, progress=progress, **more)
 
     @cached_property
     def corpora(self) -> Corpora:
@@ -177,7 +175,10 @@ class PackedDataModule(lightning.LightningDataModule):
         return [self._evaluation_loader(plan) for plan in self._evaluations(self._test_corpus("test"))]
 
     def predict_dataloader(self) -> DataLoader[PackedBatch]:
-        """Load the test documents, or as ``test_dataloader`` validation's, in the corpus's order."""
+        """Load the test documents, in the corpus's order.
+
+        Without a test split load validation's, as ``test_dataloader``.
+        """
         need(self.context_parallel == 1, "context_parallel", "1 in trainer.predict", self.context_parallel)
         return self._evaluation_loader(self._alone(self._test_corpus("predict"), "next_fit"))
 
@@ -194,7 +195,10 @@ class PackedDataModule(lightning.LightningDataModule):
         return self._loader(DataLoader, plan.micro_batches, sampler, make)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """Move a step or batch, of rows that ranks share this rank's columns, without waiting for the copy."""
+        """Move a step or batch, without waiting for the copy.
+
+        Of rows that ranks share only this rank's columns are moved.
+        """
         if self.context is not None:
             batch = batch.shard(self.context)
         return batch.to(device, non_blocking=True)

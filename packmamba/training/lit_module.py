@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.nn.functional import cross_entropy
 from torchmetrics import Metric
 
-from packmamba.config import Config, ConfigError, OptimizerConfig, TrainerConfig, need, refusing, resolve, validate
+from packmamba.config import Config, OptimizerConfig, TrainerConfig, need, refusing, resolve, validate
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
 from packmamba.nn.init import is_plain
@@ -53,7 +53,10 @@ class BucketedLoss(Metric):
 
 
 class LossByPosition(BucketedLoss):
-    """Compute mean losses: of all targets, of documents' first START_TOKENS, by bucket of positions."""
+    """Compute mean losses, of all and by bucket of positions.
+
+    One is of documents' first START_TOKENS.
+    """
 
     edges: Tensor
 
@@ -150,7 +153,8 @@ class PackedLitModule(lightning.LightningModule):
         """Build model and module from a run's configuration."""
         trainer, optimizer = config.trainer, dict(vars(config.optimizer))
         optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
-        more = {name: getattr(trainer, name) for name in ("boundary", "boundary_options", "mean_over", "cuda_graphs")}
+        names = ("boundary", "boundary_options", "mean_over", "cuda_graphs")
+        more = {name: getattr(trainer, name) for name in names}
         module = cls(make_model(config, vocab_size), compile=config.model.compile, **more, **optimizer)
         module._log_hyperparams = False  # a run logs its whole configuration
         return module
@@ -181,7 +185,10 @@ class PackedLitModule(lightning.LightningModule):
         return make_optimizer(self.model, self.optimizer_config, fused)
 
     def learning_rate(self, number: int) -> float:
-        """Return the learning rate of step ``number``, from 0; the schedule ends with the Trainer's steps."""
+        """Return the learning rate of step ``number``, from 0.
+
+        The schedule ends with the Trainer's steps.
+        """
         steps = self.optimizer_config.schedule_steps or self.trainer.estimated_stepping_batches
         return learning_rate(self.optimizer_config, number, steps)
 
@@ -194,7 +201,10 @@ class PackedLitModule(lightning.LightningModule):
         return self._loss(boundary.hidden(self.model, batch), batch)
 
     def _loss(self, hidden: Tensor, batch: PackedBatch) -> tuple[Tensor, Tensor]:
-        """Return the sum over targets, not their mean: ``accumulate`` divides by the step's targets."""
+        """Return the sum over targets, not their mean.
+
+        ``accumulate`` divides by the step's targets.
+        """
         layout = batch.layout
         mask = batch.loss_mask
         weights = None
@@ -211,7 +221,8 @@ class PackedLitModule(lightning.LightningModule):
             return linear_cross_entropy(hidden, head.weight, batch.targets, mask, slots, self.compiled, weights)
         # With an adapter the weight is not the whole.
         logits = head(hidden).flatten(0, 1)
-        losses = cross_entropy(logits.to(accumulation_dtype(logits.dtype)), batch.targets.flatten(), reduction="none")
+        logits = logits.to(accumulation_dtype(logits.dtype))
+        losses = cross_entropy(logits, batch.targets.flatten(), reduction="none")
         losses = torch.where(mask, losses.view(mask.shape), 0)
         return (losses if weights is None else losses * weights).sum(), losses.detach()
 
@@ -241,7 +252,8 @@ class PackedLitModule(lightning.LightningModule):
         for i, batch in enumerate(step.batches):
             incoming = scheme.incoming(self.model, batch) if isinstance(scheme, StatefulBoundary) else []
             edges = {"first": i == 0, "last": i + 1 == len(step.batches)}
-            total, _, *final = self._graphs(batch, max(step.num_targets, 1), **edges, inputs=flatten_states(incoming))
+            results = self._graphs(batch, max(step.num_targets, 1), *flatten_states(incoming), **edges)
+            total, _, *final = results
             # A graph's results lie at fixed addresses, which the next replay overwrites.
             losses.append(total.clone())
             if isinstance(scheme, StatefulBoundary):
@@ -271,7 +283,10 @@ class PackedLitModule(lightning.LightningModule):
         return loss
 
     def training_step(self, step: StepBatch, step_index: int) -> Tensor:
-        """Take an optimizer step of all its micro-batches; log loss, rate, padding and gradient norm."""
+        """Take an optimizer step of all its micro-batches.
+
+        Log its loss, learning rate, padding and gradient norm.
+        """
         optimizer: Any = self.optimizers()
         number = self.global_step  # counts the calls of ``optimizer.step``
         loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
@@ -291,7 +306,10 @@ class PackedLitModule(lightning.LightningModule):
         return loss
 
     def validation_step(self, batch: PackedBatch, batch_index: int, dataloader_idx: int = 0) -> None:
-        """Add a batch's losses to the metrics: loader 0 reads documents alone, loader 1 as trained."""
+        """Add a batch's losses to the metrics.
+
+        Loader 0 reads documents alone, loader 1 as trained.
+        """
         # Documents alone are read under reset, whatever the training's scheme is.
         boundary, metric = (self.evaluation_boundary, self.as_trained) if dataloader_idx else (RESET, self.alone)
         losses = self.loss(batch, boundary)[1]
@@ -308,7 +326,10 @@ class PackedLitModule(lightning.LightningModule):
                 part.reset()
 
     def on_validation_epoch_end(self, split: str = "val") -> None:
-        """Log the losses: of all targets, of documents' first tokens, and by source of a mixture."""
+        """Log the losses.
+
+        They are of all targets, of documents' first tokens, and by source of a mixture.
+        """
         # Of the two metrics only those whose loader ran.
         for metric, suffix in ((self.alone, ""), (self.as_trained, "_as_trained")):
             for name in ("loss", "loss_start") if metric.update_called else ():
@@ -344,7 +365,10 @@ class PackedLitModule(lightning.LightningModule):
     on_fit_end = on_fit_start
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Add every rank's carried states and all random generators, so that resuming keeps the bits."""
+        """Add every rank's carried states and all random generators.
+
+        So resuming keeps the bits.
+        """
         # Each rank carries the states of its own streams; rank 0 writes those of all.
         carried = [self.boundary.state_dict()] * self.trainer.world_size
         if self.trainer.world_size > 1:
@@ -369,28 +393,27 @@ class PackedLitModule(lightning.LightningModule):
 
 
 def make_model(config: Config, vocab_size: int) -> MambaLM:
-    """Make the configured model with new weights, or load ``model.pretrained``. Raises ConfigError."""
+    """Make the configured model with new weights, or load ``model.pretrained``.
+
+    Raises ConfigError.
+    """
     model = config.model
     if model.pretrained is not None:
         return _load_pretrained(config, vocab_size)
     # The embedding may have more rows than the corpus has ids, as padded or published ones do.
     rows = vocab_size if model.vocab_size is None else model.vocab_size
     need(rows >= vocab_size, "model.vocab_size", f"at least the corpus's {vocab_size}", rows)
-    options = {name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")}
-    try:
-        return MambaLM(rows, backend=config.ops.backend, **options, **model.of_mixer())
-    except (ValueError, TypeError) as error:
-        section = "ops" if str(error).startswith("backend") else "model"
-        raise ConfigError(f"{section}.{error}") from None
+    names = ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")
+    options = {name: getattr(model, name) for name in names}
+    with refusing(ValueError, TypeError, prefix="model."):
+        made = MambaLM(rows, backend=config.ops.backend, **options, **model.of_mixer())
+    return made
 
 
 def _load_pretrained(config: Config, vocab_size: int) -> MambaLM:
     options = {"recompute": config.model.recompute, "backend": config.ops.backend}
-    try:
+    with refusing(FileNotFoundError, ValueError, prefix="model.pretrained: "):
         model = MambaLM.from_pretrained(str(config.model.pretrained), **options)
-    except (FileNotFoundError, ValueError) as error:
-        section = "ops." if str(error).startswith("backend") else "model.pretrained: "
-        raise ConfigError(f"{section}{error}") from None
     rows = len(model.lm_head.weight)
     got = f"{rows}; set data.tokenizer to the checkpoint's"
     need(rows >= vocab_size, "model.pretrained", f"an embedding of the corpus's {vocab_size} ids", got)

@@ -71,20 +71,17 @@ def muon(
         rest.append(group | {"params": [weight for weight in group["params"] if weight not in projections]})
     # In the model's order, since a set has none: checkpoints number parameters.
     in_order = [weight for weight in model.parameters() if weight in projections]
-    matrices = torch.optim.Muon(
-        in_order,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        momentum=momentum,
-        ns_steps=ns_steps,
-        adjust_lr_fn="match_rms_adamw",
-    )
+    of_muon: Any = {"momentum": momentum, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
+    matrices = torch.optim.Muon(in_order, lr=config.lr, weight_decay=config.weight_decay, **of_muon)
     betas: Any = tuple(config.betas)
     return Joint(matrices, torch.optim.AdamW(rest, lr=config.lr, betas=betas))
 
 
 def lion(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
-    """Make Lion (arXiv 2302.06675), whose updates are signs: its rate is 3 to 10 times below AdamW's."""
+    """Make Lion (arXiv 2302.06675).
+
+    Its updates are signs: its rate is 3 to 10 times below AdamW's.
+    """
     groups = model.weight_decay_groups(config.weight_decay)
     package = extra("lion_pytorch", "optimizer.name")
     return package.Lion(groups, lr=config.lr, betas=tuple(config.betas))

@@ -50,29 +50,24 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
+    ("key", "value", "others"),
     [
-        ("trainer.accelerator", "gpu"),
-        ("trainer.cuda_graphs", "true"),
-        ("trainer.precision", "16-mixed"),
-        ("trainer.boundary_options", "{unknown: 1}"),
-        ("evaluation_options.parity", "{unknown: 6} evaluations=[parity]"),
-        ("model.vocab_size", "9"),
-        ("ops.backend", "missing"),
+        ("trainer.accelerator", "gpu", []),
+        ("trainer.cuda_graphs", "true", []),
+        ("trainer.precision", "16-mixed", []),
+        ("trainer.boundary_options", "{unknown: 1}", []),
+        ("evaluation_options.parity", "{unknown: 6}", ["evaluations=[parity]"]),
+        ("model.vocab_size", "9", []),
+        ("ops.backend", "missing", []),
+        ("data.chat_template", "chatlm", ["data.source=text"]),
     ],
 )
-def test_a_run_that_cannot_be_is_refused_by_its_key(tmp_path, monkeypatch, key, value):
+def test_a_run_that_cannot_be_is_refused_by_its_key(tmp_path, monkeypatch, key, value, others):
     monkeypatch.setitem(BACKENDS, "missing", Backend(packages=("not_there",)))
-    with pytest.raises(ConfigError, match=key):
-        config = tiny_config(tmp_path, *f"{key}={value}".replace("} ", "}|").split("|"))
+    with pytest.raises(ConfigError, match=f"^(unknown key ')?{key}[:.]"):
+        config = tiny_config(tmp_path, f"{key}={value}", *others)
         with RunLock(run_folder(config)):  # as a sweep does
             fit(config, progress=False)
-    assert not [*tmp_path.rglob("*-seed*")]
-
-
-def test_a_chat_template_of_text_is_checked_before_training(tmp_path):
-    with pytest.raises(ConfigError, match="^data.chat_template: expected chatml"):
-        fit(tiny_config(tmp_path, "data.source=text", "data.chat_template=chatlm"), progress=False)
     assert not [*tmp_path.rglob("*-seed*")]
 
 

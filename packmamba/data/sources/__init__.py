@@ -1,4 +1,7 @@
-"""Sources of documents: a document's split depends on its name or content alone, never on the order of documents."""
+"""Sources of documents.
+
+A document's split depends on its name or content alone, never on the order of documents.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -70,10 +73,12 @@ def parts_of(data: DataConfig) -> list[Part]:
         weight = keys.pop("weight", None)
         is_positive = type(weight) in (int, float) and 0 < weight < float("inf")
         need(is_positive, f"{place}.weight", "a number above 0", repr(weight))
-        name = str(keys.pop("name", None) or Path(str(keys.get("path") or keys.get("source", number))).stem)
+        origin = str(keys.get("path") or keys.get("source", number))
+        name = str(keys.pop("name", None) or Path(origin).stem)
         common = replace(data, sources=[])
         with refusing(ConfigError, prefix=f"{place}: "):
-            parts.append(Part(name, float(weight), resolve(DataConfig, [(common, "data"), (keys, place)])))
+            section = resolve(DataConfig, [(common, "data"), (keys, place)])
+        parts.append(Part(name, float(weight), section))
     names = [part.name for part in parts]
     repeated = next((name for name in names if names.count(name) > 1), None)
     need(repeated is None, "data.sources", "a name of its own for each source; set name", f"'{repeated}' twice")

@@ -44,11 +44,10 @@ def open_stdlib(data: DataConfig) -> Source:
             for text in functions_of((LIBRARY / name).read_bytes()) or ():
                 yield Document(name in validation, text)
 
-    return Source(
-        [platform.python_version(), str(LIBRARY), hash_files(LIBRARY, files)],
-        read=lambda: documents(name for name in files if name not in test),
-        read_test=(lambda: documents(sorted(test))) if data.test_fraction else None,
-    )
+    fingerprint = [platform.python_version(), str(LIBRARY), hash_files(LIBRARY, files)]
+    read = lambda: documents(name for name in files if name not in test)
+    read_test = lambda: documents(sorted(test))
+    return Source(fingerprint, read, read_test=read_test if data.test_fraction else None)
 
 
 def open_synthetic(data: DataConfig) -> Source:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig, extra, need
+from packmamba.config import ConfigError, DataConfig, extra, need, refusing
 from packmamba.data.sources.records import PROMPT_KEYS, find_chat_template, of_one_kind, read_documents
 from packmamba.data.sources.source import Document, File, Source, find_files, hash_facts, hash_files, list_files
 from packmamba.data.sources.splits import least_length, refuse_splits, split_by_content, split_names
@@ -41,20 +41,16 @@ def open_text(data: DataConfig) -> Source:
     def documents(names: Iterable[str]) -> Iterator[Document]:
         for name in names:
             place = files[name].place
-            try:
-                with files[name].open() as file:
-                    text = file.read().decode("utf-8-sig")
-            except UnicodeDecodeError as error:
-                raise ConfigError(f"data.path: expected UTF-8, got {place} ({error}); move it") from None
+            prefix = f"data.path: expected UTF-8, got {place} ("
+            with refusing(UnicodeDecodeError, prefix=prefix, suffix="); move it"), files[name].open() as file:
+                text = file.read().decode("utf-8-sig")
             null = text.find("\0")  # git and grep call such a file binary
             need(null < 0, "data.path", "text", f"{place} (a NUL character at {null}); move it")
             yield Document(name in validation, text)
 
-    return Source(
-        [root, hash_facts(files)],
-        read=lambda: documents(name for name in files if name not in test),
-        read_test=(lambda: documents(sorted(test))) if data.test_fraction else None,
-    )
+    read = lambda: documents(name for name in files if name not in test)
+    read_test = lambda: documents(sorted(test))
+    return Source([root, hash_facts(files)], read, read_test=read_test if data.test_fraction else None)
 
 
 def open_jsonl(data: DataConfig) -> Source:
@@ -63,7 +59,10 @@ def open_jsonl(data: DataConfig) -> Source:
 
 
 def open_splits(data: DataConfig) -> Source:
-    """Open JSON lines whose fields ``split`` (train, validation, test) and ``group`` say a document's."""
+    """Open JSON lines with the fields ``split`` and ``group`` of a document.
+
+    A split is train, validation or test.
+    """
     refuse_splits(data)
     root, files = find_files(data, JSON_LINES)
 
@@ -77,16 +76,17 @@ def open_splits(data: DataConfig) -> Source:
                 if document.content and split in splits:
                     yield document._replace(held_out=split != "train", group=str(record.get("group")))
 
-    return Source(
-        [root, data.text_key, hash_facts(files), "test", *_kind(data)],
-        read=lambda: of_one_kind(documents(("train", "validation"))),
-        read_test=lambda: of_one_kind(documents(("test",))),
-        names_splits=True,
-    )
+    fingerprint = [root, data.text_key, hash_facts(files), "test", *_kind(data)]
+    read = lambda: of_one_kind(documents(("train", "validation")))
+    read_test = lambda: of_one_kind(documents(("test",)))
+    return Source(fingerprint, read, read_test=read_test, names_splits=True)
 
 
 def open_parquet(data: DataConfig) -> Source:
-    """Open a document in each row: the column ``data.text_key``, prompt and completion, or messages."""
+    """Open a document in each row of parquet files.
+
+    A row has the column ``data.text_key``, prompt and completion, or messages.
+    """
     return _records(data, lambda file: _rows(file, data), (".parquet",))
 
 
@@ -140,35 +140,40 @@ def _columns(names: list[str], data: DataConfig) -> list[str]:
 
 
 def open_megatron(data: DataConfig) -> Source:
-    """Open ``data.path``.bin and .idx, ids as they are. Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``."""
+    """Open ``data.path``.bin and .idx, ids as they are.
+
+    Source: Megatron-LM, ``megatron/core/datasets/indexed_dataset.py``.
+    """
     need(data.path, "data.path", "the name of .bin and .idx without suffix with data.source=megatron", "null")
     binary, index = Path(f"{data.path}.bin"), Path(f"{data.path}.idx")
     fingerprint = hash_files(binary.parent, [binary.name, index.name])
-    try:
+    prefix = f"data.path: expected a whole Megatron index of version 1, got {index} ("
+    with refusing(struct.error, LookupError, ValueError, prefix=prefix, suffix=")"):
         with open(index, "rb") as file:
-            magic, version, code, sequences, documents = MEGATRON_HEADER.unpack(file.read(MEGATRON_HEADER.size))
+            header = file.read(MEGATRON_HEADER.size)
+            magic, version, code, sequences, count = MEGATRON_HEADER.unpack(header)
             lengths = np.frombuffer(file.read(4 * sequences), "<i4")
             file.seek(8 * sequences, 1)  # places: sequences follow each other
-            firsts = np.frombuffer(file.read(8 * documents), "<i8")
+            firsts = np.frombuffer(file.read(8 * count), "<i8")
         tokens = np.memmap(binary, MEGATRON_DTYPES[code], "r")
         bounds = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])[firsts]
-        if (magic, version, len(firsts), bounds[-1]) != (b"MMIDIDX\0\0", 1, documents, len(tokens)):
+        if (magic, version, len(firsts), bounds[-1]) != (b"MMIDIDX\0\0", 1, count, len(tokens)):
             raise ValueError(f"other contents than {binary} of {len(tokens)} tokens")
-    except (struct.error, LookupError, ValueError) as error:
-        raise ConfigError(f"data.path: expected a whole Megatron index of version 1, got {index} ({error})") from None
 
     def vocabulary() -> int:
         need(tokens.min() >= 0, "data.path", "ids of at least 0", f"{tokens.min()} in {binary}")
         return int(tokens.max()) + 1
 
-    read = split_by_content(
-        lambda: (Document(False, tokens[a:b]) for a, b in zip(bounds, bounds[1:])), data.validation_fraction
-    )
+    documents = lambda: (Document(False, tokens[a:b]) for a, b in zip(bounds, bounds[1:]))
+    read = split_by_content(documents, data.validation_fraction)
     return Source([str(Path(str(data.path)).resolve()), fingerprint], read, vocabulary)
 
 
 def open_huggingface(data: DataConfig) -> Source:
-    """Open the rows of a data set as ``open_parquet`` does, on the Hub (perhaps ``name@revision``) or on disk."""
+    """Open the rows of a data set as ``open_parquet`` does.
+
+    It is on the Hub, perhaps as ``name@revision``, or on disk.
+    """
     need(data.path, "data.path", "a data set's name or folder with data.source=huggingface", "null")
     name = str(data.path)
     path = Path(name)

@@ -1,4 +1,6 @@
-"""Source of Python code: the files of installed packages that a manifest names, whole, as functions, or as a mixture.
+"""Source of Python code: the files of installed packages that a manifest names.
+
+A document is a whole file, or a function; or both are mixed.
 
 A manifest is gzipped JSON lines: a header, then packages: name, version, split and files as
 ``[path, hash, cluster, functions]``. ``functions``: null for a near-copy that is left out; else
@@ -20,7 +22,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need, refusing
 from packmamba.data.sources.source import Document, Source
 from packmamba.data.sources.splits import refuse_splits
 
@@ -45,18 +47,20 @@ class Manifest(NamedTuple):
 
 def read_manifest(path: str | Path) -> Manifest:
     """Read a manifest. Raises ConfigError naming the file."""
-    try:
+    prefix = f"data.path: expected a manifest of packages, got '{path}' ("
+    with refusing(EOFError, ValueError, KeyError, TypeError, OSError, prefix=prefix, suffix=")"):
         content = gzip.decompress(Path(path).read_bytes())
         header, *packages = map(json.loads, content.decode().splitlines())
         if header["format"] != 1:
             raise ValueError(f"format {header['format']}")
-    except (EOFError, ValueError, KeyError, TypeError, OSError) as error:
-        raise ConfigError(f"data.path: expected a manifest of packages, got '{path}' ({error})") from None
     return Manifest(hashlib.blake2b(content, digest_size=16).hexdigest(), header, packages)
 
 
 def open_packages(data: DataConfig) -> Source:
-    """Open the files of the manifest ``data.path``, which splits them; a document's group is its package."""
+    """Open the files of the manifest ``data.path``, which splits them.
+
+    A document's group is its package.
+    """
     refuse_splits(data)
     manifest, unit = read_manifest(data.path or ""), data.unit or "files"
     find = functools.lru_cache(importlib.metadata.distribution)
@@ -66,9 +70,8 @@ def open_packages(data: DataConfig) -> Source:
             code = b""
             with contextlib.suppress(importlib.metadata.PackageNotFoundError, FileNotFoundError):
                 code = Path(str(find(package["name"]).locate_file(path))).read_bytes()
-            if content_hash(code) != hash:
-                wanted = f"{path} of {package['name']} {package['version']}"
-                raise ConfigError(f"data.path: expected {wanted}, got another or none; install that version")
+            wanted = f"{path} of {package['name']} {package['version']}"
+            need(content_hash(code) == hash, "data.path", wanted, "another or none; install that version")
             whole = unit == "files" or (unit == "mixture" and int(hash[-1], 16) % 2 == 0)
             texts = [code.decode()] if whole else functions_of(code) or []
             if not whole and len(texts) != len(chosen):
@@ -94,8 +97,11 @@ def functions_of(code: bytes) -> list[str] | None:
         return None
     # Of bytes: splits where the parser counts lines, not at \f.
     lines = code.splitlines(keepends=True)
-    starts = [(min(part.lineno for part in (one, *one.decorator_list)), one.end_lineno) for one in _functions(tree)]
-    return [b"".join(lines[start - 1 : end]).decode(encoding) for start, end in starts]
+    texts = []
+    for function in _functions(tree):
+        start = min(part.lineno for part in (function, *function.decorator_list))
+        texts.append(b"".join(lines[start - 1 : function.end_lineno]).decode(encoding))
+    return texts
 
 
 def _functions(node: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

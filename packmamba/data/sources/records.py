@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from packmamba.config import ConfigError, DataConfig, extra, need
+from packmamba.config import ConfigError, DataConfig, extra, need, refusing
 from packmamba.data.sources.source import Document
 from packmamba.data.tokenizer import OPTIONS, TEMPLATE, token_text, tokenizer_file
 
@@ -85,7 +85,10 @@ def _prompt_and_completion(prompt: Any, completion: Any, data: DataConfig) -> tu
 
 
 def _conversation(messages: Any, data: DataConfig, first: int = 0) -> tuple[str, tuple[Range, ...]]:
-    """Return a conversation's text, and the ranges of what the assistant says from message ``first`` on."""
+    """Return a conversation's text, and the ranges of its answers.
+
+    These are what the assistant says from message ``first`` on.
+    """
     _check_messages(messages, data)
     text = _render(messages, data)
     answers = []
@@ -135,7 +138,10 @@ def _render(messages: list[Any], data: DataConfig, add_generation_prompt: bool =
 
 @functools.lru_cache
 def find_chat_template(tokenizer: str, chosen: str | None) -> tuple[str | None, dict[str, Any]]:
-    """Return the template that is chosen, or lies beside the tokenizer, if any; and special tokens."""
+    """Return the chat template, if there is one, and special tokens.
+
+    It is the one that is chosen, or lies beside the tokenizer.
+    """
     options: dict[str, Any] = {}
     template = None
     if tokenizer != "bytes":
@@ -144,14 +150,11 @@ def find_chat_template(tokenizer: str, chosen: str | None) -> tuple[str | None, 
             options = json.loads((folder / OPTIONS).read_text("utf-8"))
         file = folder / TEMPLATE
         template = file.read_text("utf-8") if file.is_file() else options.get("chat_template")
-    if chosen is not None:
-        template = CHATML if chosen == "chatml" else _read_template(chosen)
+    if chosen == "chatml":
+        template = CHATML
+    elif chosen is not None:
+        prefix = f"data.chat_template: expected chatml or a Jinja file, got '{chosen}' ("
+        with refusing(OSError, UnicodeDecodeError, prefix=prefix, suffix=")"):
+            template = Path(chosen).read_text("utf-8")
     tokens = {name: token_text(value) for name, value in options.items() if name.endswith("_token")}
     return template if isinstance(template, str) else None, tokens
-
-
-def _read_template(path: str) -> str:
-    try:
-        return Path(path).read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data.chat_template: expected chatml or a Jinja file, got '{path}' ({error})") from None

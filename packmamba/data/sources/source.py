@@ -21,7 +21,10 @@ VERSIONS = "mtime modified updated created LastModified last_modified Last-Modif
 
 
 class Document(NamedTuple):
-    """Hold a document; those of a source all have targets or none, answers or none, groups or none."""
+    """Hold a document.
+
+    Those of a source all have targets or none, answers or none, groups or none.
+    """
 
     held_out: bool
     content: Any  # str, or (length,) ids where the source has a vocab_size
@@ -99,7 +102,10 @@ def _local_file(path: Path) -> File:
 
 
 def _find_remote(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, File]]:
-    """Return the URL, and files by their names below it, or below a pattern's part before a wildcard."""
+    """Return the URL, and files by their names below it.
+
+    Those of a pattern are named from its part before a wildcard on.
+    """
     try:
         file_system, path = fsspec.core.url_to_fs(url)
         file_system.invalidate_cache()  # files may have changed since this process listed them
@@ -110,7 +116,8 @@ def _find_remote(url: str, suffixes: tuple[str, ...]) -> tuple[str, dict[str, Fi
                 inside = file_system.find(folder, detail=True)
                 del found[folder]
                 found |= {file: inside[file] for file in inside if file.endswith(suffixes)}
-        files = {file.removeprefix(root).strip("/"): _remote_file(file_system, file, found[file]) for file in found}
+        opened = {file: _remote_file(file_system, file, info) for file, info in found.items()}
+        files = {name.removeprefix(root).strip("/"): file for name, file in opened.items()}
     except Exception as error:  # file systems raise all kinds
         reason = error.__cause__ or error  # the cause names the missing package, or the host
         install = f"; pip install {reason.name}" if isinstance(reason, ModuleNotFoundError) else ""
@@ -160,4 +167,5 @@ def hash_facts(files: dict[str, File]) -> str:
 
 def share_of(name: bytes, seed: int = SEED) -> float:
     """Hash a name to a uniform number in [0, 1)."""
-    return int.from_bytes(hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest(), "little") / 2**48
+    digest = hashlib.blake2b(name, digest_size=6, key=str(seed).encode()).digest()
+    return int.from_bytes(digest, "little") / 2**48

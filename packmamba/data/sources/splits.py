@@ -53,7 +53,10 @@ def held_out_counts(available: int, data: DataConfig) -> tuple[int, int]:
 
 
 def split_by_content(documents: Callable[[], Iterable[Document]], fraction: float) -> Read:
-    """Hold documents out by a hash of their content, so that equal ones are in one split; at least one."""
+    """Hold documents out by a hash of their content, at least one.
+
+    So equal documents are in one split.
+    """
 
     def read() -> Iterator[Document]:
         smallest = 1.0
@@ -72,13 +75,10 @@ def split_by_content(documents: Callable[[], Iterable[Document]], fraction: floa
 def with_test_from_path(source: Source, others: Source) -> Source:
     """Take every document of ``others`` as a test document."""
     size = lambda: max(TokenIds(one.vocab_size or 0).vocab_size for one in (source, others))
-    return replace(
-        source,
-        fingerprint=[*source.fingerprint, "test_path", *others.fingerprint],
-        read=_without_equals(source.read, others.read, "test", "trained or validated on"),
-        vocab_size=None if source.vocab_size is None else size,
-        read_test=others.read,
-    )
+    fingerprint = [*source.fingerprint, "test_path", *others.fingerprint]
+    read = _without_equals(source.read, others.read, "test", "trained or validated on")
+    both = replace(source, fingerprint=fingerprint, read=read, read_test=others.read)
+    return both if source.vocab_size is None else replace(both, vocab_size=size)
 
 
 def with_test_from_fraction(source: Source, data: DataConfig) -> Source:

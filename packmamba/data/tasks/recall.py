@@ -6,7 +6,9 @@ from packmamba.data.tasks.base import Example, Span, draw, integer, make_example
 
 
 class MultiQueryRecall:
-    """Make MQAR (zoology, arXiv 2312.04927): pairs of key and value; later each key returns once and asks for its value.
+    """Make multi-query associative recall, MQAR (zoology, arXiv 2312.04927).
+
+    Pairs of key and value come first; later each key returns once and asks for its value.
 
     Gaps follow a power law: most keys return early. The lower half of the ids are keys. Published:
     ``vocab_size=8192``, (length, num_pairs) (64, 4), (128, 8), (256, 16).
@@ -38,7 +40,9 @@ class MultiQueryRecall:
 
 
 class Induction:
-    """Make induction heads (Mamba, arXiv 2312.00752): a second mark at the document's end asks for the first one's successor.
+    """Make induction heads (Mamba, arXiv 2312.00752).
+
+    A second mark at the document's end asks for the first one's successor.
 
     The largest id is the mark. Published: length 256, tested to 2**20; vocabulary 16.
     """
@@ -59,7 +63,9 @@ class Induction:
 
 
 class SelectiveCopying:
-    """Make selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844): repeat ``num_data`` tokens among noise in order.
+    """Make selective copying (Mamba, arXiv 2312.00752; MAD, arXiv 2403.17844).
+
+    ``num_data`` tokens among noise are to be repeated in order.
 
     ``length`` excludes the markers that ask for them. Published:
     16 data tokens in 4096 (Mamba) or 256 (MAD), vocabulary 16.

@@ -15,7 +15,9 @@ Item = tuple[bytes, bytes, list[bytes]]  # context, right line, wrong ones
 
 
 class NextLine:
-    """Make multiple choices on real code: which of four lines follows about ``context`` bytes of a file?
+    """Make multiple choices on real code.
+
+    Which of four lines follows about ``context`` bytes of a file?
 
     Wrong lines are of the same file, indentation, and nearly the same length, and not in the
     context, whose length is ``load``. A package has at most ``per_package`` items.
@@ -69,7 +71,8 @@ class NextLine:
             kind = _kind(right)
             # Length and indentation must not give the right line away.
             alike = {line for line in lines if _kind(line) == kind and line.strip() != right.strip()}
-            if len(wrong := sorted(line for line in alike if line not in context)) >= self.num_choices - 1:
+            wrong = sorted(line for line in alike if line not in context)
+            if len(wrong) >= self.num_choices - 1:
                 chosen = rng.choice(len(wrong), self.num_choices - 1, replace=False)
                 items.append((context, right, [wrong[i] for i in chosen]))
         return items

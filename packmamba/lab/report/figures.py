@@ -245,10 +245,8 @@ def _speed_bars(bars: Arms) -> list[Figure]:
 def _loss_by_position(arms: Arms) -> list[Figure]:
     losses, differences = _along(arms, "loss_by_position", ["start", "end"], _middle)
     position = "position in the document (tokens)"
-    panels = [
-        _Panel("Validation loss by position", position, "loss (nats)", losses),
-        _Panel(_minus(arms), position, "difference (nats)", differences),
-    ]
+    panels = [_Panel("Validation loss by position", position, "loss (nats)", losses)]
+    panels.append(_Panel(_minus(arms), position, "difference (nats)", differences))
     caption = "Validation loss by position in the document; paired differences, 95 % intervals over seeds."
     return _line_figure("loss-by-position", caption, arms, panels, log=True)
 

@@ -92,7 +92,8 @@ def _add_kind(kind: Kind, sections: list[Section], figures: bool) -> None:
         if figures:
             with house_style():
                 for figure in kind.figures(section.records):
-                    section.figures.append(figure._replace(name=figure.name.removesuffix(suffix) + suffix))
+                    name = figure.name.removesuffix(suffix) + suffix
+                    section.figures.append(figure._replace(name=name))
 
 
 def format_table(records: Iterable[Record], kinds: Kinds = None) -> str:
@@ -127,11 +128,10 @@ def write_sections(folder: str | Path, sections: list[Section], opening: Table |
     ``opening`` is a table above all others. Files of an earlier report are removed.
     """
     folder = Path(folder)
-    tables = [opening] if opening else []
-    texts = files_of_tables(tables + tables_of(sections))
+    texts = files_of_tables([*filter(None, [opening]), *tables_of(sections)])
     files = {f"tables/{name}": text.encode() for name, text in texts.items()}
-    for figure in (figure for section in sections for figure in section.figures):
-        files[f"figures/{figure.name}.png"] = figure.png
+    figures = [figure for section in sections for figure in section.figures]
+    files |= {f"figures/{figure.name}.png": figure.png for figure in figures}
     files["report.html"] = _page(sections, opening).encode()
     for name, content in files.items():
         write_whole(folder / name, content)

@@ -54,7 +54,10 @@ Key = TypeVar("Key")
 
 
 class Estimate(NamedTuple):
-    """Hold a mean, its 95 % interval and the two-sided p of zero; NaN of too few seeds or groups."""
+    """Hold a mean, its 95 % interval and the two-sided p of zero.
+
+    Interval and p are NaN of too few seeds or groups.
+    """
 
     mean: float
     low: float
@@ -80,7 +83,10 @@ def interval(values: Any) -> Estimate | None:
 
 
 def _by_student(mean: float, error: float, quantile: float, seeds: int, groups: int = 1) -> Estimate:
-    """Estimate by Student's t, over seeds or over groups: ``error`` is the mean's standard error."""
+    """Estimate by Student's t, over seeds or over groups.
+
+    ``error`` is the mean's standard error.
+    """
     degrees = max(seeds, groups) - 1
     p = 2 * float(stdtr(degrees, -abs(mean) / error)) if error else float(mean == 0)
     return Estimate(mean, mean - quantile * error, mean + quantile * error, seeds, p, groups)
@@ -187,7 +193,10 @@ def difference_by_group(
 
 
 def of_finite_runs(points: pd.DataFrame, value: str) -> pd.DataFrame:
-    """Drop all points of a seed that lacks a finite value at any of them: a sum would skip that point."""
+    """Drop all points of a seed that lacks a finite value at any of them.
+
+    A sum would skip that point.
+    """
     lacking = points.loc[points[value].isna(), "seed"]
     return points[~points["seed"].isin(lacking)]
 
@@ -351,7 +360,8 @@ def rule(
         if each.is_leak:
             harm = rulings[key].shows_harm(higher_is_better)
             caught[each.setting] = max(caught.get(each.setting, 0), harm)
-    return {key: rulings[key]._replace(leak_caught=caught.get(each.setting)) for key, each in comparisons.items()}
+    of_setting = {key: caught.get(each.setting) for key, each in comparisons.items()}
+    return {key: rulings[key]._replace(leak_caught=index) for key, index in of_setting.items()}
 
 
 def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Ruling]:
@@ -379,8 +389,7 @@ def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Rul
         if p_difference.get((key, "divergence"), math.nan) <= ALPHA:
             claim = f"different ({'diverges' if each.divergence.worse else 'the other diverges'})"
         else:
-            margin = None if lost[key] else each.margin
-            claim = verdict(found, margin, p, p_same) + lost[key]
+            claim = verdict(found, None if lost[key] else each.margin, p, p_same) + lost[key]
         rulings[key] = Ruling(claim, found, p, p_same, verdict(found, each.margin))
     return rulings
 
@@ -451,8 +460,7 @@ def power(pilot: Any, weights: Any, margin: float, seeds: int, family: int = 1, 
         rows = rng.integers(pairs, size=(seeds, 1))
         columns = rng.integers(groups, size=groups)
         sums = (centre + deviations)[rows, columns]
-        p = p_of_equivalence(sums, weights[columns], margin, draws=400)
-        equivalent += p <= ALPHA / family
+        equivalent += p_of_equivalence(sums, weights[columns], margin, draws=400) <= ALPHA / family
     return equivalent / trials
 
 

@@ -403,7 +403,8 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
         # Contrasts that Holm's adjustment counts together.
         family = sum(other.primary == contrast.primary for other in contrasts)
         diverged = Cell(_diverged(contrast) or "-", contrast.comparison.divergence[:4])
-        row: Row = {"contrast": contrast.name, "primary": "primary" if contrast.primary else "exploratory"}
+        kind = "primary" if contrast.primary else "exploratory"
+        row: Row = {"contrast": contrast.name, "primary": kind}
         row |= {"seeds": found.seeds, "groups": found.groups if found.groups > 1 else None}
         row |= {"diverged": diverged, "seeds_needed": _seeds_needed(contrast, family)}
         rows.append(ruled(contrast.ruling) | row | {"verdict": contrast.verdict})
@@ -561,8 +562,7 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
     """Tabulate the models of one evaluation; the first is the baseline's, if there is one."""
     models: dict[str, Arm] = {}
     for arm, runs in aggregate.frame(records, "evaluation").groupby("arm", sort=False):
-        latest = runs.drop_duplicates("seed", keep="last").set_index("seed")
-        models[arm] = Arm(arm, (), latest)
+        models[arm] = Arm(arm, (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
     first = next(models[arm] for arm in (*aggregate.BASELINES, *models) if arm in models)
     metrics = main_first(list(first.runs.select_dtypes(float)))
     measured = [_metric_column(metric, []) for metric in metrics]
