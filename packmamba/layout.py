@@ -126,7 +126,8 @@ class SequenceLayout:
         starts: list[int] = []
         for b, row in enumerate(rows):
             tokens = sum(row)
-            expect(tokens <= row_length, f"lengths[{b}]", f"at most row_length={row_length} tokens", tokens)
+            most = f"at most row_length={row_length} tokens"
+            expect(tokens <= row_length, f"lengths[{b}]", most, tokens)
             # Slots of first tokens: sums of the lengths before; the last sum is an end.
             starts += [*accumulate(row, initial=b * row_length)][:-1]
         first = torch.tensor(starts, dtype=torch.int64)
@@ -158,7 +159,8 @@ class SequenceLayout:
         valid = (positions == -1) | is_start
         # A slot is valid as padding, as a start, or as the successor of its left neighbour.
         valid[:, 1:] |= positions[:, 1:] == positions[:, :-1] + 1
-        expected = "0 (a document starts) or one more than before; only a row's first may begin above 0"
+        expected = "0 (a document starts) or one more than before"
+        expected += "; only a row's first may begin above 0"
         check_all(valid, name, expected, positions)
         return cls._from_starts(positions, is_start, offsets=positions)
 
@@ -207,11 +209,13 @@ class SequenceLayout:
         slots = rows * row_length
         remedy = "; make a padded tail a document of its own" if 0 < last < slots else ""
         runs = cumulative[0] == 0 and last == slots
-        expect(runs, name, f"to run from 0 to B * L = {slots}", f"{int(cumulative[0])} to {last}{remedy}")
+        got = f"{int(cumulative[0])} to {last}{remedy}"
+        expect(runs, name, f"to run from 0 to B * L = {slots}", got)
         not_above = (cumulative.diff() <= 0).nonzero().flatten()
         if len(not_above):
             pair = cumulative[not_above[0] :][:2].tolist()
-            raise ValueError(f"{name}: expected to increase strictly, got {pair}; drop empty documents")
+            got = f"{pair}; drop empty documents"
+            raise ValueError(f"{name}: expected to increase strictly, got {got}")
         row_starts = torch.arange(0, slots, row_length)
         missing = row_starts[~torch.isin(row_starts, cumulative)]
         if len(missing):
@@ -318,7 +322,8 @@ class SequenceLayout:
     @cached_property
     def seq_idx(self) -> Tensor:
         """Return (B, L) int32, each slot's document, counted from 0 in each row; padding -1."""
-        first_slots = torch.arange(self.shape[0], dtype=torch.int32, device=self.device) * self.shape[1]
+        rows, row_length = self.shape
+        first_slots = torch.arange(rows, dtype=torch.int32, device=self.device) * row_length
         # (B,) documents in earlier rows.
         first_document = torch.searchsorted(self.starts, first_slots, out_int32=True)
         return torch.where(self.documents >= 0, self.documents - first_document[:, None], -1)
@@ -366,15 +371,16 @@ class SequenceLayout:
 
     def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
         moved: Any = {name: move(getattr(self, name)) for name in ("starts", "ends", "offsets")}
-        crossing = self.crossing and self.crossing.moved(lambda part: part.to(moved["starts"].device))
+        device = moved["starts"].device
+        crossing = self.crossing and self.crossing.moved(lambda part: part.to(device))
         return replace(self, **moved, flowing=None, origin=self, crossing=crossing)
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SequenceLayout):
             return NotImplemented
-        return self.shape == other.shape and all(
-            torch.equal(getattr(self, name), getattr(other, name)) for name in ("starts", "ends", "offsets")
-        )
+        names = ("starts", "ends", "offsets")
+        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
+        return self.shape == other.shape and all(torch.equal(*pair) for pair in pairs)
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -421,8 +427,9 @@ def _shape(rows: int, row_length: int) -> tuple[int, int]:
 
 def integer_tensor(tensor: Tensor, name: str) -> Tensor:
     """Check that a tensor holds integers; return it as int64 on the host."""
+    is_traced = torch.compiler.is_exporting()
     expected = "a layout's starts and ends in torch.export"
-    expect(not torch.compiler.is_exporting(), name, expected, "values that decide a shape", TypeError)
+    expect(not is_traced, name, expected, "values that decide a shape", TypeError)
     # NumPy's arrays have a dtype, too.
     dtype = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
     fits = dtype in INT_DTYPES and not tensor.is_meta

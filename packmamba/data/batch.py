@@ -57,13 +57,16 @@ class PackedBatch:
     def shard(self, context: Any) -> PackedBatch:
         """Return this rank's columns of rows that ranks share; context: a ContextParallel."""
         layout = context.shard(self.layout)
-        columns: Any = {name: context.columns(getattr(self, name)) for name in ("tokens", "targets", "loss_mask")}
+        per_slot = ("tokens", "targets", "loss_mask")
+        columns: Any = {name: context.columns(getattr(self, name)) for name in per_slot}
         # Of each document here its number in the whole batch, which its first slot has there.
         kept = context.columns(self.layout.documents).flatten()[layout.starts]
-        return replace(self, **columns, layout=layout, source=None if self.source is None else self.source[kept])
+        source = None if self.source is None else self.source[kept]
+        return replace(self, **columns, layout=layout, source=source)
 
     def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
-        movable = {name: part for name, part in vars(self).items() if isinstance(part, Tensor | SequenceLayout)}
+        kinds = Tensor | SequenceLayout
+        movable = {name: part for name, part in vars(self).items() if isinstance(part, kinds)}
         return replace(self, **{name: move(part) for name, part in movable.items()})
 
 
@@ -168,5 +171,5 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
     if documents and corpus.source_names:
         source = torch.from_numpy(corpus.groups[np.concatenate(documents)])
     # Without rows ``[[]]`` is one row that is all padding.
-    layout = SequenceLayout.from_lengths(lengths or [[]], row_length=shape[1], offsets=offsets or [[]])
+    layout = SequenceLayout.from_lengths(lengths or [[]], shape[1], offsets or [[]])
     return PackedBatch(tokens, targets, loss_mask, layout, turn, source, tuple(corpus.source_names))

@@ -270,7 +270,8 @@ def plan_pieces(
         placed = replace(pieces.take(source), start=pieces.start[source] + offset, length=length)
     else:
         placed, offset = _fit_to_rows(pieces, limit, overlong)
-        row = _check_assignment(chosen.assign(placed.length.copy(), limit, buffer), strategy, len(placed.length))
+        assigned = chosen.assign(placed.length.copy(), limit, buffer)
+        row = _check_assignment(assigned, strategy, len(placed.length))
     # Each stream has as many rows as the longest one; the last ones may be empty.
     num_rows = round_up(int(row.max(initial=-1)) + 1, streams)
     row_offsets = np.concatenate([[0], np.cumsum(np.bincount(row, minlength=num_rows))])

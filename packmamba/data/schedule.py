@@ -4,7 +4,8 @@ A schedule is a pure function of (corpus, configuration, step number): resuming 
 two ranks that count alike read alike. Documents are shuffled in *windows* of a million, so that
 memory stays bounded; an epoch is every window once. Nothing is dropped.
 
-Two values of ``data.batching`` make steps, here of 8 tokens in rows of 8; the first has two variants:
+Two values of ``data.batching`` make steps, here of 8 tokens in rows of 8; the first has two
+variants:
 
 - ``matched``: the next documents up to ``tokens_per_step`` tokens are *drawn first and then
   arranged*. Every strategy reads the same documents in the same step, so that padded and packed
@@ -60,10 +61,11 @@ def arrange(pieces: Pieces, data: DataConfig) -> RowPlan:
     """Arrange pieces in rows as the configuration says. Raises ConfigError if one is too long."""
     if data.stagger:
         pieces = pieces.stagger(data.streams)
+    # The planner's arguments are keys of the section, but for ``lengths``.
+    keys = ("row_length", "strategy", "overlong", "buffer", "streams")
     try:
-        return plan_pieces(pieces, data.row_length, data.strategy, data.overlong, data.buffer, data.streams)
+        return plan_pieces(pieces, **{key: getattr(data, key) for key in keys})
     except ValueError as error:
-        # The planner's arguments are keys of the section, but for ``lengths``.
         raise ConfigError(f"data.{error}".replace("data.lengths", "data.row_length")) from None
 
 
@@ -174,9 +176,12 @@ class StepSchedule:
             return
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or LONGEST)
         fits = longest <= data.row_length or STRATEGIES[data.strategy].splits_documents
-        # Split, an answer would be trained without its prompt.
-        remedy = "raise it, or set data.overlong=truncate" if self.corpus.has_answers else "set data.overlong=split"
-        need(fits, "data.row_length", f"at least {longest}, the longest document", f"{data.row_length}; {remedy}")
+        remedy = "set data.overlong=split"
+        if self.corpus.has_answers:
+            # Split, an answer would be trained without its prompt.
+            remedy = "raise it, or set data.overlong=truncate"
+        got = f"{data.row_length}; {remedy}"
+        need(fits, "data.row_length", f"at least {longest}, the longest document", got)
 
     def step(self, step: int) -> StepPlan:
         """Plan optimizer step ``step``, counted from 0 over all epochs."""
@@ -254,7 +259,8 @@ class StepSchedule:
 
     def _documents(self, window: int) -> tuple[np.random.Generator, Integers]:
         """Return a window's documents, and what shuffles them."""
-        # A mixture or a stream has windows without end; a corpus goes through its windows once an epoch.
+        # A mixture or a stream has windows without end; a corpus goes through its windows once an
+        # epoch.
         if self.corpus.has_windows:
             size = min(self.corpus.num_documents, WINDOW_DOCUMENTS)
             documents = self.corpus.window(self.seed, window, size)

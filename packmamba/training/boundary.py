@@ -22,6 +22,7 @@ Shapes: B rows, S documents.
 """
 
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -161,7 +162,8 @@ class StatefulBoundary(Boundary):
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore them on a device, so that a resumed run continues the same documents."""
         for name in self.SAVED:
-            setattr(self, name, tree_map_only(Tensor, lambda part: part.to(device), state_dict[name]))
+            moved = tree_map_only(Tensor, lambda part: part.to(device), state_dict[name])
+            setattr(self, name, moved)
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         """Return a state for each row (B, ...), detached."""
@@ -251,9 +253,9 @@ class Carry(StatefulBoundary):
 
     def measures(self) -> dict[str, float]:
         """Return the bytes of stored states, and the steps since the last used ones ended."""
-        tensors = [tensor for states, *_ in self.stored.values() for tensor in flatten_states(states)]
+        stored = chain.from_iterable(flatten_states(states) for states, *_ in self.stored.values())
         age = {} if self.age is None else {"state_age_steps": self.age}
-        return {"state_bytes": sum(tensor.nbytes for tensor in tensors), **age}
+        return {"state_bytes": sum(tensor.nbytes for tensor in stored), **age}
 
     def reset(self) -> None:
         """Forget all stored states."""
@@ -264,8 +266,9 @@ class CarryScan(Carry):
     """Continue the state of the recurrence; start the convolution fresh."""
 
     def continued(self, incoming: States, fresh: States) -> States:
-        """Keep the recurrence's incoming state, the last of a layer's, and fresh ones of its convolution."""
-        return [(*fresh_layer[:-1], incoming_layer[-1]) for incoming_layer, fresh_layer in zip(incoming, fresh)]
+        """Keep the recurrence's incoming state, the last of a layer's, and other fresh ones."""
+        layers = zip(incoming, fresh)
+        return [(*fresh_layer[:-1], incoming_layer[-1]) for incoming_layer, fresh_layer in layers]
 
 
 class StatePassing(Carry):
@@ -277,7 +280,7 @@ class StatePassing(Carry):
     least_rows = 2
 
     def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
-        """Hand each row its predecessor's state in the ring; fresh states with fewer than two rows."""
+        """Hand each row its predecessor's state in the ring, fresh ones if it has no other row."""
         # Rows that held a document, sorted by its position. The ring goes up by every second row
         # and back down by the others: neighbours are at like positions.
         (rows,) = torch.where(positions >= 0)
@@ -323,7 +326,8 @@ class FittedNoise(Carry):
         for tensor, mean, square in zip(flatten_states(states), self.means, self.squares):
             mean = mean / debias
             variance = (square / debias - mean.square()).clamp(min=0)
-            noise = torch.randn(tensor.shape, dtype=mean.dtype, device=tensor.device, generator=generator)
+            like_mean = {"dtype": mean.dtype, "device": tensor.device}
+            noise = torch.randn(tensor.shape, generator=generator, **like_mean)
             drawn.append((mean + variance.sqrt() * noise).to(tensor.dtype))
         return unflatten_states(drawn, states)
 

@@ -66,13 +66,15 @@ class LossByPosition(BucketedLoss):
 
     def update(self, losses: Tensor, loss_mask: Tensor, position_indices: Tensor) -> None:
         """Add (B, L) of a batch."""
-        self.add(losses[loss_mask], torch.bucketize(position_indices[loss_mask], self.edges, right=True))
+        buckets = torch.bucketize(position_indices[loss_mask], self.edges, right=True)
+        self.add(losses[loss_mask], buckets)
 
     def compute(self) -> dict[str, Tensor]:
         """Return means in nats."""
         # START_TOKENS is an edge, so the first buckets hold exactly these tokens.
         ends = {"loss": None, "loss_start": POSITION_EDGES.index(START_TOKENS)}
-        means = {name: self.sums[:end].sum() / self.counts[:end].sum() for name, end in ends.items()}
+        sums, counts = self.sums, self.counts
+        means = {name: sums[:end].sum() / counts[:end].sum() for name, end in ends.items()}
         return {**means, "by_position": self.sums / self.counts, "counts": self.counts}
 
 
@@ -130,9 +132,10 @@ class PackedLitModule(lightning.LightningModule):
         self.automatic_optimization, self.compiled = False, compile
         takes = isinstance(model, dict | nn.Module)
         need(takes, "model", "MambaLM's arguments or a module", f"{model}; pass your own")
-        options = boundary_options or {}
-        trainer = validate(TrainerConfig(boundary=boundary, boundary_options=options, mean_over=mean_over))
-        self.optimizer_config = resolve(OptimizerConfig, [({"lr": lr, **optimizer}, type(self).__name__)])
+        scheme: Any = {"boundary": boundary, "boundary_options": boundary_options or {}}
+        trainer = validate(TrainerConfig(**scheme, mean_over=mean_over))
+        given = ({"lr": lr, **optimizer}, type(self).__name__)
+        self.optimizer_config = resolve(OptimizerConfig, [given])
         # Two instances: validation must not touch the states that training carries.
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
@@ -155,7 +158,8 @@ class PackedLitModule(lightning.LightningModule):
         optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
         names = ("boundary", "boundary_options", "mean_over", "cuda_graphs")
         more = {name: getattr(trainer, name) for name in names}
-        module = cls(make_model(config, vocab_size), compile=config.model.compile, **more, **optimizer)
+        model = make_model(config, vocab_size)
+        module = cls(model, compile=config.model.compile, **more, **optimizer)
         module._log_hyperparams = False  # a run logs its whole configuration
         return module
 
@@ -165,7 +169,10 @@ class PackedLitModule(lightning.LightningModule):
         return self._trainer is not None and self._trainer.precision == "16-mixed"
 
     def configure_model(self) -> None:
-        """Shard blocks, then the rest, where the Trainer's strategy is FSDP2. Raises ConfigError."""
+        """Shard blocks, then the rest, where the Trainer's strategy is FSDP2.
+
+        Raises ConfigError.
+        """
         # FSDP2 gathers a block while it computes; what is
         # left (embedding, head, norm) is one more unit.
         if self.device_mesh is not None and not isinstance(self.model, FSDPModule):
@@ -173,8 +180,10 @@ class PackedLitModule(lightning.LightningModule):
             # By default Lightning's strategy makes all devices of a node tensor parallel: each
             # would train weights of its own.
             sharded = mesh.size() == self.trainer.world_size
-            need(sharded, "strategy", "data_parallel_size to be all devices, tensor_parallel_size 1", mesh.size())
-            need(self.boundary.sharded, "strategy", f"ddp with boundary={self.boundary.name}", "FSDP2")
+            sizes = "data_parallel_size to be all devices, tensor_parallel_size 1"
+            need(sharded, "strategy", sizes, mesh.size())
+            boundary = self.boundary
+            need(boundary.sharded, "strategy", f"ddp with boundary={boundary.name}", "FSDP2")
             for part in (*self.model.backbone.layers, self.model):
                 fully_shard(part, mesh=mesh)
 
@@ -218,7 +227,8 @@ class PackedLitModule(lightning.LightningModule):
             weights = (targets_of_row.sum() / rows / targets_of_row.clamp(min=1)).expand(mask.shape)
         head = self.model.lm_head
         if is_plain(head):
-            return linear_cross_entropy(hidden, head.weight, batch.targets, mask, slots, self.compiled, weights)
+            of_loss = (batch.targets, mask, slots, self.compiled, weights)
+            return linear_cross_entropy(hidden, head.weight, *of_loss)
         # With an adapter the weight is not the whole.
         logits = head(hidden).flatten(0, 1)
         logits = logits.to(accumulation_dtype(logits.dtype))
@@ -248,15 +258,18 @@ class PackedLitModule(lightning.LightningModule):
         """Accumulate by CUDA graphs; on one device, as the configuration demands."""
         if self._graphs is None:
             self._graphs = BatchGraphs(self.graph_loss, list(self.model.parameters()))
-        losses, scheme = [], self.boundary
+        losses = []
+        scheme: Any = self.boundary
         for i, batch in enumerate(step.batches):
-            incoming = scheme.incoming(self.model, batch) if isinstance(scheme, StatefulBoundary) else []
+            has_states = isinstance(scheme, StatefulBoundary)
+            incoming = scheme.incoming(self.model, batch) if has_states else []
             edges = {"first": i == 0, "last": i + 1 == len(step.batches)}
-            results = self._graphs(batch, max(step.num_targets, 1), *flatten_states(incoming), **edges)
+            num_targets = max(step.num_targets, 1)
+            results = self._graphs(batch, num_targets, *flatten_states(incoming), **edges)
             total, _, *final = results
             # A graph's results lie at fixed addresses, which the next replay overwrites.
             losses.append(total.clone())
-            if isinstance(scheme, StatefulBoundary):
+            if has_states:
                 scheme.store(batch, unflatten_states([part.clone() for part in final], incoming))
         return torch.stack(losses).sum()
 
@@ -289,14 +302,16 @@ class PackedLitModule(lightning.LightningModule):
         """
         optimizer: Any = self.optimizers()
         number = self.global_step  # counts the calls of ``optimizer.step``
-        loss = self.take_step(step, optimizer, number, self.manual_backward, self.trainer.world_size)
-        if self.trainer.world_size > 1:
+        ranks = self.trainer.world_size
+        loss = self.take_step(step, optimizer, number, self.manual_backward, ranks)
+        if ranks > 1:
             torch.distributed.all_reduce(loss)  # without the strategy's barrier
         every = getattr(self.trainer, "log_every_n_steps", None) or 1
         if number + 1 in (1, self.trainer.max_steps) or (number + 1) % every == 0:
             # On the CPU, and only here: it waits for the GPU.
             self.log("train/loss", loss.cpu(), prog_bar=True)
-            logged: dict[str, Any] = {f"train/{name}": value for name, value in self.boundary.measures().items()}
+            measures = self.boundary.measures().items()
+            logged: dict[str, Any] = {f"train/{name}": value for name, value in measures}
             logged["train/learning_rate"] = self.learning_rate(number)
             logged["data/padding_fraction"] = 1 - step.num_tokens / step.num_slots
             if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
@@ -311,7 +326,9 @@ class PackedLitModule(lightning.LightningModule):
         Loader 0 reads documents alone, loader 1 as trained.
         """
         # Documents alone are read under reset, whatever the training's scheme is.
-        boundary, metric = (self.evaluation_boundary, self.as_trained) if dataloader_idx else (RESET, self.alone)
+        boundary, metric = RESET, self.alone
+        if dataloader_idx:
+            boundary, metric = self.evaluation_boundary, self.as_trained
         losses = self.loss(batch, boundary)[1]
         metric.update(losses, batch.loss_mask, batch.layout.position_indices)
         if batch.source_names and metric is self.alone:
@@ -334,7 +351,8 @@ class PackedLitModule(lightning.LightningModule):
         for metric, suffix in ((self.alone, ""), (self.as_trained, "_as_trained")):
             for name in ("loss", "loss_start") if metric.update_called else ():
                 shown = f"{name}{suffix}" == "loss"
-                self.log(f"{split}/{name}{suffix}", metric.compute()[name], prog_bar=shown, sync_dist=True)
+                loss = metric.compute()[name]
+                self.log(f"{split}/{name}{suffix}", loss, prog_bar=shown, sync_dist=True)
         for name, loss in self.by_source.compute().items() if self.by_source is not None else ():
             self.log(f"{split}/loss/{name}", loss, sync_dist=True)
 
@@ -386,7 +404,8 @@ class PackedLitModule(lightning.LightningModule):
             return
         carried = checkpoint["carry"]
         ranks = self.trainer.world_size
-        need(len(carried) == ranks, "trainer.devices", f"{len(carried)}, as the checkpoint has", ranks)
+        expected = f"{len(carried)}, as the checkpoint has"
+        need(len(carried) == ranks, "trainer.devices", expected, ranks)
         self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         # Where a checkpoint is loaded onto a GPU: random states are taken from the CPU alone.
         _set_rng_states(move_data_to_device(checkpoint["rng"], torch.device("cpu")))
@@ -415,6 +434,7 @@ def _load_pretrained(config: Config, vocab_size: int) -> MambaLM:
     with refusing(FileNotFoundError, ValueError, prefix="model.pretrained: "):
         model = MambaLM.from_pretrained(str(config.model.pretrained), **options)
     rows = len(model.lm_head.weight)
+    expected = f"an embedding of the corpus's {vocab_size} ids"
     got = f"{rows}; set data.tokenizer to the checkpoint's"
-    need(rows >= vocab_size, "model.pretrained", f"an embedding of the corpus's {vocab_size} ids", got)
+    need(rows >= vocab_size, "model.pretrained", expected, got)
     return model
