@@ -142,6 +142,9 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
         return model
     callable_ = callable(model) and not isinstance(model, type)
     expect(callable_, "model_or_callable", "a model or a callable", f"{model!r:.60}", TypeError)
+    wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
+    got = f"{type(model).__name__}; give its module"
+    expect(not wrapped, "model_or_callable", "the model itself", got, TypeError)
     ours = isinstance(getattr(model, "_orig_mod", model), MambaLM)  # also of a compiled model
     if not ours and isinstance(model, nn.Module) and "input_ids" in forward_parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)

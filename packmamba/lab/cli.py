@@ -21,13 +21,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Optional
 
-from safetensors import SafetensorError
-
 from packmamba import __version__
 from packmamba.errors import COMMAND, Unfinished, UserError, extra, missing_package, need, refusing, suggest
 from packmamba.files import full_disk, space_for, write_whole
 
 try:
+    import torch
     from tqdm import tqdm
 
     from packmamba.config import CONFIGS, CONFIGURATION, Config, DataConfig, import_plugins, key, registry, resolve
@@ -41,8 +40,10 @@ try:
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, check, default_max_slots
     from packmamba.evaluation.registry import evaluate as evaluate_built_in
     from packmamba.isolation import leakcheck as check_isolation
+    from packmamba.isolation.adapters import adapt
     from packmamba.lab import records
     from packmamba.lab.run_id import RunLock, find_record, record_path, run_folder
+    from packmamba.nn.pretrained import read_json, read_weights
 except ModuleNotFoundError as error:
     sys.exit(f"packmamba: error: {error}")
 
@@ -329,14 +330,24 @@ def leakcheck(words: list[str]) -> int:
     config = load(LeakcheckConfig, None, overrides)
     published = Path(folder, "config.json")
     with refusing(ValueError, TypeError, OSError):
-        if published.is_file() and "model_type" in json.loads(published.read_text()):
-            load_published: Any = extra("transformers", folder).AutoModelForCausalLM.from_pretrained
+        if published.is_file() and "model_type" in read_json(published):
+            transformers: Any = extra("transformers", folder)
+            models = transformers.AutoModelForCausalLM
             from packmamba.integrations.transformers import patch
 
             device = usable_device(config.device)
-            broken = f"{folder}: expected files of weights, got others or broken ones: "
-            with refusing(SafetensorError, prefix=broken):
-                model = load_published(folder, local_files_only=True, dtype=config.dtype)
+            # A model without weights refuses what the loaded one would.
+            described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            with torch.device("meta"):
+                unloaded = models.from_config(described)
+            if config.patch:
+                patch(unloaded)
+            adapt(unloaded, config.boundaries, None)
+            try:
+                model = models.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
+            except Exception:
+                read_weights(Path(folder))  # names a file that is broken
+                raise
             if config.patch:
                 patch(model)
             result = check_isolation(model.to(device).eval(), config.boundaries, lengths=config.lengths)

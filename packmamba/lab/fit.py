@@ -26,6 +26,7 @@ from typing import Any
 
 import lightning
 import torch
+from lightning.pytorch.callbacks import WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
@@ -340,6 +341,11 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     folder = run_id.run_folder(config)
     of_lightning: Any = {name: getattr(options, name) for name in LIGHTNING_KEYS}
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
+    averages = [type(callback).__name__ for callback in configured if isinstance(callback, WeightAveraging)]
+    # An average is a deep copy, which FSDP2's sharded modules refuse.
+    copies = options.strategy != "fsdp2" or not averages
+    got = f"{', '.join(averages)}; set trainer.strategy=ddp"
+    need(copies, "trainer.callbacks", "no average of weights with fsdp2", got)
     bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=f".*({'|'.join(UNWANTED_WARNINGS)})")

@@ -82,13 +82,10 @@ def _download(name: str, revision: str | None) -> Path:
 def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """Read MambaLM's arguments and weights, under its names. Raises FileNotFoundError or ValueError."""
     path = folder / "config.json"
-    try:
-        published = json.loads(path.read_text(encoding="utf-8"), object_hook=_read_float)
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON, got {error}") from None
+    published = read_json(path)
     translate = _from_hugging_face if "hidden_size" in published else _from_state_spaces
     arguments = translate(published, path)
-    read = _read_weights(folder)
+    read = read_weights(folder)
     weights = {name.replace(".embeddings.", ".embedding."): tensor for name, tensor in read.items()}
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
@@ -99,6 +96,16 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
         head = weights.setdefault("lm_head.weight", embedding)
         expect(torch.equal(head, embedding), f"{folder}: 'lm_head.weight'", "the tied embedding", "another")
     return arguments, weights
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a file of keys and values. Raises FileNotFoundError; ValueError that names the file."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"), object_hook=_read_float)
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, got {error}") from None
+    expect(isinstance(content, dict), str(path), "keys and values", type(content).__name__)
+    return content
 
 
 def _read_float(value: dict[str, Any]) -> Any:
@@ -231,14 +238,17 @@ def _from_hugging_face(published: dict[str, Any], path: Path) -> dict[str, Any]:
     return MIXERS[mixer].from_hugging_face(published) | arguments | {"mixer": mixer}
 
 
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read the first of ``WEIGHT_FILES`` that the folder has, in one file or in an index's shards."""
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read the first of ``WEIGHT_FILES`` that the folder has, in one file or in an index's shards.
+
+    Raises FileNotFoundError; ValueError that names a broken file.
+    """
     for name in WEIGHT_FILES:
         if (folder / name).is_file():
             return _read_file(folder / name)
         index = folder / f"{name}.index.json"
         if index.is_file():
-            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+            shards = set(read_json(index)["weight_map"].values())
             return {
                 weight: tensor for shard in sorted(shards) for weight, tensor in _read_file(folder / shard).items()
             }

@@ -93,7 +93,7 @@ class Boundary:
         return model.lm_head(self.hidden(model, batch))
 
     def reset(self) -> None:
-        """Forget all batches, before a validation."""
+        """Forget all batches, before a training or a validation."""
 
     def measures(self) -> dict[str, float]:
         """Return numbers to log and record."""
@@ -260,6 +260,7 @@ class Carry(StatefulBoundary):
     def reset(self) -> None:
         """Forget all stored states."""
         self.stored.clear()
+        self.age = None
 
 
 class CarryScan(Carry):

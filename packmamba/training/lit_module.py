@@ -382,6 +382,11 @@ class PackedLitModule(lightning.LightningModule):
 
     on_fit_end = on_fit_start
 
+    def on_train_start(self) -> None:
+        """Forget the states of an earlier training, unless this one continues it or a checkpoint."""
+        if self.global_step == 0:
+            self.boundary.reset()
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Add every rank's carried states and all random generators.
 

@@ -371,6 +371,12 @@ def test_refuses_what_it_cannot_honour(begins, arguments):
     assert refused(patch(build("Mamba", num_hidden_layers=1)), **arguments).startswith(f"{begins}expected ")
 
 
+def test_a_replica_of_data_parallel_refuses_cumulative_lengths_alone():
+    """DataParallel cuts every argument along its first axis: rows stay whole, cumulative lengths do not."""
+    replica = patch(build("Mamba", num_hidden_layers=1))._replicate_for_data_parallel()
+    assert "expected DistributedDataParallel" in refused(replica, cu_seq_lens_q=torch.tensor([0, 6, 12]))
+
+
 def patch_refuses(model):
     with pytest.raises((TypeError, ValueError)) as caught:
         patch(model)

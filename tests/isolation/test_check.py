@@ -311,6 +311,7 @@ def test_callables():
     ("arguments", "name"),
     [
         ((Toy,), "model_or_callable"),
+        ((torch.nn.DataParallel(Toy(mean_so_far)),), "model_or_callable"),
         ((Toy(mean_so_far), "position_ids", None, [2.5, 3]), "lengths"),
         ((Toy(mean_so_far), "position_ids", None, 3), "lengths"),
         ((Toy(mean_so_far), "positions"), "boundaries"),

@@ -122,21 +122,30 @@ def test_leakcheck(trained, tmp_path, capsys):
     MambaLM(40, 16, 2).save_pretrained(tmp_path / "theirs", format="huggingface")
     assert cli.main(["leakcheck", str(tmp_path / "theirs")]) == 1
     assert cli.main(["leakcheck", str(tmp_path / "theirs"), "boundaries=seq_idx", "patch=true"]) == 0
-    assert cli.main(["leakcheck", str(tmp_path / "theirs"), "boundaries=nowhere"]) == 2
+
+
+GPT2 = 'state_spaces {"model_type": "gpt2", "n_layer": 1, "n_embd": 8, "n_head": 1}'
 
 
 @pytest.mark.parametrize(
     ("format", "word", "begins"),
     [
         ("huggingface", "device=nowhere", "device: "),
-        ("huggingface", "device=cpu", "FOLDER: expected files of weights"),
+        ("huggingface", "device=cpu", "FOLDER/model.safetensors: expected a file of weights"),
+        ("huggingface", "boundaries=typo", "boundaries: expected position_ids"),
+        (GPT2, "patch=true", "model: expected MambaForCausalLM"),
+        (GPT2, "device=cpu", "FOLDER/pytorch_model.bin: expected a file of weights"),
+        (GPT2[:-1], "device=cpu", "FOLDER/config.json: expected JSON"),
         ("state_spaces", "patch=true", "patch=true: expected a Hugging Face checkpoint"),
         ("state_spaces", "boundaries=seq_idx", "boundaries=seq_idx: expected a Hugging Face checkpoint"),
     ],
 )
 def test_leakcheck_refuses_in_one_line(format, word, begins, tmp_path, capsys):
     """The weights are what git leaves without git-lfs; keys are checked before they are read."""
+    format, _, published = format.partition(" ")
     MambaLM(40, 16, 1).save_pretrained(tmp_path, format=format)
+    if published:
+        (tmp_path / "config.json").write_text(published)
     weights = next(file for file in tmp_path.iterdir() if file.name != "config.json")
     weights.write_text("version https://git-lfs.github.com/spec/v1")
     assert cli.main(["leakcheck", str(tmp_path), word]) == 2

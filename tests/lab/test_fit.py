@@ -56,6 +56,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
         ("trainer.cuda_graphs", "true", []),
         ("trainer.precision", "16-mixed", []),
         ("trainer.boundary_options", "{unknown: 1}", []),
+        ("trainer.callbacks", "[lightning.pytorch.callbacks.EMAWeightAveraging]", ["trainer.strategy=fsdp2"]),
         ("evaluation_options.parity", "{unknown: 6}", ["evaluations=[parity]"]),
         ("model.vocab_size", "9", []),
         ("ops.backend", "missing", []),

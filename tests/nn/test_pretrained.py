@@ -186,6 +186,7 @@ def weights(change):
 REFUSALS = {
     "no configuration": (lambda folder: (folder / "config.json").unlink(), "config.json"),
     "bad JSON": (lambda folder: (folder / "config.json").write_text('{"d_model": 8,'), "config.json"),
+    "a list": (lambda folder: (folder / "config.json").write_text("[]"), "config.json: expected keys"),
     "Mamba-4": (config(ssm_cfg={"layer": "Mamba4"}), "ssm_cfg.layer: expected 'Mamba1' or 'Mamba2'.*, got 'Mamba4'"),
     "attention": (config(attn_layer_idx=[1]), "attn_layer_idx"),
     "unknown option": (config(ssm_cfg={"headdim": 64}), "ssm_cfg: unknown keys headdim"),

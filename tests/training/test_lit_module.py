@@ -161,6 +161,15 @@ def test_a_resumed_training_has_the_same_bits(tmp_path, resumed, optimizer, recw
     assert not [warning for warning in recwarn if "resumable" in str(warning.message)]
 
 
+@pytest.mark.parametrize("boundary", ["fitted_noise", "state_passing_within_row"])
+def test_a_second_training_begins_without_the_states_of_the_first(tmp_path, boundary):
+    data = data_module(tmp_path, strategy="concat_split", streams=4, batching="stream")
+    module, seen = lit_module(data, boundary=boundary, lr=1e-30), [Seen(), Seen()]  # weights keep their bits
+    for callback in seen:
+        trainer_of(tmp_path, max_steps=4, limit_val_batches=0, callbacks=[callback]).fit(module, data)
+    assert seen[0].losses == seen[1].losses
+
+
 @pytest.mark.parametrize("given", ["arguments", "a model"])
 def test_a_checkpoint_rebuilds_the_module(tmp_path, given):
     data = data_module(tmp_path, strategy="concat_split", streams=2, batching="stream", tokens_per_step=128)

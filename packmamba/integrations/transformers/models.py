@@ -114,6 +114,10 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
         expect(kwargs.get(name) is None, name, "position_ids, seq_idx or cu_seq_lens_q", name, TypeError)
     kwargs = dict(kwargs)
     given = {name: value for name in BOUNDARIES if (value := kwargs.pop(name, None)) is not None}
+    # A replica of DataParallel gets a part of every tensor: whole rows, but lengths of other rows.
+    cut = [name for name in given if name.startswith("cu_") and getattr(model, "_is_replica", False)]
+    got = "DataParallel, which cuts them; start a process for each GPU, with torchrun, or give position_ids"
+    expect(not cut, " and ".join(cut), "DistributedDataParallel", got)
     tokens, cache, mask = (_first(kwargs, INPUTS), _first(kwargs, CACHES), kwargs.get("attention_mask"))
     cached = cache is not None or bool(kwargs.get("use_cache"))
     # A dictionary (kind of layer -> mask) was prepared by transformers.
