@@ -129,17 +129,15 @@ def test_the_bytes_do_not_depend_on_threads_or_chunks_or_a_kill(tmp_path, monkey
     assert files(chunks, "small") == whole
 
 
-def test_memory_does_not_grow_with_the_corpus(data, monkeypatch):
+def test_memory_does_not_grow_with_the_corpus(data, monkeypatch, request):
     monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 1 << 18)
     with open(data.path, "w") as file:
         for i in range(4000):
             file.write(json.dumps({"text": f"{i} " + "x" * 8000}) + "\n")
+    request.addfinalizer(tracemalloc.stop)
     tracemalloc.start()
-    try:
-        corpora = load(data)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    corpora = load(data)
+    peak = tracemalloc.get_traced_memory()[1]
     assert corpora.train.num_tokens + corpora.validation.num_tokens > 32e6 and peak < 24e6
 
 

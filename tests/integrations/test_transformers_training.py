@@ -181,18 +181,16 @@ def test_trl_s_wrapped_documents_are_refused(family, length, tmp_path, monkeypat
 
 @pytest.mark.extras
 @every_family
-def test_trl_s_trainer_of_a_folder(family, tmp_path):
+def test_trl_s_trainer_of_a_folder(family, tmp_path, request):
     build(family, vocab_size=300).save_pretrained(tmp_path / "model")
+    request.addfinalizer(disable)
     enable()
-    try:
-        trainer = sft(str(tmp_path / "model"), tmp_path, "bfd")[1]
-    finally:
-        disable()
+    trainer = sft(str(tmp_path / "model"), tmp_path, "bfd")[1]
     assert leakcheck(trainer.model, lengths=[5, 1, 8]).ok
 
 
 @pytest.mark.extras
-def test_trl_sft_by_a_script(tmp_path, monkeypatch):
+def test_trl_sft_by_a_script(tmp_path, monkeypatch, request):
     """As docs/transformers.md says."""
     trl = pytest.importorskip("trl")
     from trl.scripts.sft import main, make_parser
@@ -206,11 +204,9 @@ def test_trl_sft_by_a_script(tmp_path, monkeypatch):
     monkeypatch.setattr(trl.SFTTrainer, "train", lambda self, *given, **more: trained.append(self) or train(self))
     words = f"--model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/data --output_dir {tmp_path}/out --packing True"
     words += " --max_length 40 --max_steps 2 --use_cpu True --report_to none --eos_token </s> --pad_token </s>"
+    request.addfinalizer(disable)
     enable()
-    try:
-        main(*make_parser().parse_args_and_config(words.split()))
-    finally:
-        disable()
+    main(*make_parser().parse_args_and_config(words.split()))
     (trainer,) = trained
     assert trainer.state.global_step == 2 and leakcheck(trainer.model, lengths=[5, 1, 8]).ok
 
