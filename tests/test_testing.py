@@ -41,10 +41,6 @@ def state_of(model):
     return [torch.get_rng_state(), *model.state_dict().values(), *gradients]
 
 
-def are_equal(some, others):
-    return len(some) == len(others) and all(torch.equal(one, other) for one, other in zip(some, others))
-
-
 def test_fixture(leakcheck):
     assert leakcheck(MambaLM(VOCAB, 16, 1, d_state=4), lengths=[3, 5]).ok
     with pytest.raises(LeakError, match="Documents leak"):
@@ -111,7 +107,8 @@ def test_trainer_s_bits_stay(options, tmp_path):
         model, keep = mamba(patched=True, dropout=True), Keep()
         train(model, tmp_path, callback, more=[keep], **options)
         found.append([*keep.found, torch.get_rng_state(), *model.state_dict().values()])
-    assert len(found[0]) > 30 and are_equal(*found)
+    assert len(found[0]) > 30
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -200,7 +197,7 @@ def test_lightning_s_bits_stay(precision):
         module = Own(mamba(patched=True, dropout=True))
         fit(module, loader(), callback, precision=precision, max_steps=1)
         found.append(state_of(module))
-    assert are_equal(*found)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_lightning_with_a_way_to_call_the_model():
@@ -225,7 +222,7 @@ def test_lightning_with_our_module():
         with pytest.raises(LeakError, match="layout, boundary=leak") if boundary == "leak" else nullcontext():
             fit(module, torch.utils.data.DataLoader([step] * 2, None), callback)
         found.append(state_of(module.model))
-    assert are_equal(*found[:2])
+    torch.testing.assert_close(*found[:2], rtol=0, atol=0)
 
 
 def fit_rank(patched):
