@@ -94,16 +94,9 @@ def test_a_name_that_cannot_be_downloaded(installed, tmp_path, monkeypatch):
     assert "\n" not in str(caught.value)
 
 
-STATE_SPACES = {  # the keys of mamba-130m's config.json, and those that mamba-ssm 2 added
-    "d_model": 8,
-    "n_layer": 2,
-    "vocab_size": 21,
-    "ssm_cfg": {},
-    "rms_norm": True,
-    "residual_in_fp32": True,
-    "fused_add_norm": True,
-    "pad_vocab_size_multiple": 8,
-}
+# The keys of mamba-130m's config.json, and those that mamba-ssm 2 added.
+STATE_SPACES = {"d_model": 8, "n_layer": 2, "vocab_size": 21, "ssm_cfg": {}, "pad_vocab_size_multiple": 8}
+STATE_SPACES |= dict.fromkeys(("rms_norm", "residual_in_fp32", "fused_add_norm"), True)
 ADDED = {"d_intermediate": 0, "attn_layer_idx": [], "attn_cfg": {}, "tie_embeddings": True}
 
 
