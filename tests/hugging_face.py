@@ -87,6 +87,14 @@ def documents():
     return [{"input_ids": part.tolist()} for part in tokens.split(LENGTHS)]
 
 
+def settings_of(make, folder, **options):
+    """Settings for a trainer of transformers or TRL, on a CPU and quiet."""
+    settings = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+    settings |= {"per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 0.01}
+    settings |= {"bf16": False, "gradient_checkpointing": False}
+    return make(str(folder), **settings | options)
+
+
 def modeling(family):
     name = getattr(importlib.import_module("transformers"), f"{family}Config").model_type
     return importlib.import_module(f"transformers.models.{name}.modeling_{name}")

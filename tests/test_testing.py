@@ -10,7 +10,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hugging_face import VOCAB, build, documents, plain_torch  # noqa: E402, F401
+from hugging_face import VOCAB, build, documents, plain_torch, settings_of  # noqa: E402, F401
 from packmamba import MambaLM, SequenceLayout  # noqa: E402
 from packmamba.data.batch import PackedBatch, StepBatch  # noqa: E402
 from packmamba.data.tokenizer import write_tokenizer  # noqa: E402
@@ -49,10 +49,7 @@ def test_fixture(leakcheck):
 
 def train(model, folder, callback, collator=None, more=(), **options):
     """Train two steps; return Trainer."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
-        save_strategy="no", learning_rate=0.01, dataloader_pin_memory=False, **options,
-    )  # fmt: skip
+    arguments = settings_of(transformers.TrainingArguments, folder, max_steps=2, save_strategy="no", **options)
     collator = collator or transformers.DataCollatorWithFlattening()
     callbacks = [*more, *([callback] if callback else [])]
     trainer = transformers.Trainer(model, arguments, collator, documents(), callbacks=callbacks)
@@ -81,8 +78,8 @@ def test_trl(tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     write_tokenizer(tmp_path, "bytes", None, "</s>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, pad_token="</s>")
-    config = {"packing": True, "max_length": 16, "gradient_checkpointing": False, "bf16": False}
-    arguments = trl.SFTConfig(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", **config)
+    config = {"packing": True, "max_length": 16, "max_steps": 1, "save_strategy": "no"}
+    arguments = settings_of(trl.SFTConfig, tmp_path, **config)
     rows = datasets.Dataset.from_list(documents())
     for patched in (True, False):
         given = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [TrainerLeakCheck()]}

@@ -25,6 +25,7 @@ from hugging_face import (  # noqa: E402
     places,
     plain_torch,  # noqa: F401
     random_tokens,
+    settings_of,
 )
 from packmamba import MambaLM, leakcheck  # noqa: E402
 from packmamba.data.tokenizer import write_tokenizer  # noqa: E402
@@ -83,15 +84,11 @@ def test_compiled_short_convolutions(monkeypatch):
     assert error(found, packed(tokens, **given).logits) < 1e-6
 
 
-def train(
-    trainer_class, packed, folder, config_class=transformers.TrainingArguments, dataset=None, config=None, **options
-):
-    """Five steps on a CPU; the losses that it logs, and a checkpoint."""
-    settings = config_class(
-        output_dir=str(folder), max_steps=5, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
-        learning_rate=0.01, lr_scheduler_type="constant", save_steps=5, disable_tqdm=True, dataloader_pin_memory=False,
-        **{"bf16": False, "gradient_checkpointing": False} | (config or {}),
-    )  # fmt: skip
+FIVE_STEPS = {"max_steps": 5, "lr_scheduler_type": "constant", "save_steps": 5}
+
+
+def train(trainer_class, packed, settings, dataset=None, **options):
+    """Train in the documents' order; the losses that it logs, and itself."""
     trainer = trainer_class(model=packed, args=settings, train_dataset=dataset or documents(), **options)
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
@@ -123,10 +120,8 @@ def test_trainer_with_flattened_batches(family, tmp_path):
     pytest.importorskip("accelerate")
     model, packed = both(family)
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    losses, trainer = train(
-        transformers.Trainer, packed, tmp_path, config={"eval_strategy": "steps", "eval_steps": 5}, data_collator=collator,
-        eval_dataset=documents(),
-    )  # fmt: skip
+    settings = settings_of(transformers.TrainingArguments, tmp_path, eval_strategy="steps", eval_steps=5, **FIVE_STEPS)
+    losses, trainer = train(transformers.Trainer, packed, settings, data_collator=collator, eval_dataset=documents())
     all_documents = documents()
     expected = single_losses(model, ([all_documents[:4], all_documents[4:]] * 3)[:5])
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -150,8 +145,8 @@ def sft(model, folder, way):
     write_tokenizer(folder, "bytes", None, "</s>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, pad_token="</s>")
     dataset = datasets.Dataset.from_list(documents())
-    config = WAYS[way] | {"router_aux_loss_coef": 0.0}
-    return train(trl.SFTTrainer, model, folder / "out", trl.SFTConfig, dataset, config, processing_class=tokenizer)
+    settings = settings_of(trl.SFTConfig, folder / "out", router_aux_loss_coef=0.0, **FIVE_STEPS, **WAYS[way])
+    return train(trl.SFTTrainer, model, settings, dataset, processing_class=tokenizer)
 
 
 @pytest.mark.extras
@@ -269,11 +264,9 @@ def test_fine_tuning_has_the_gradients_of_trl(family, tmp_path):
 
     dataset = datasets.Dataset.from_list([pair for pair in pairs if pair["prompt"] + pair["completion"] in trained])
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, pad_token="</s>")
-    settings = trl.SFTConfig(
-        output_dir=str(tmp_path / "out"), packing=True, max_length=32, per_device_train_batch_size=len(trained), bf16=False,
-        gradient_checkpointing=False, report_to=[], use_cpu=True, dataloader_pin_memory=False, max_steps=1, disable_tqdm=True,
-        learning_rate=0.0, max_grad_norm=0.0, router_aux_loss_coef=0.0, logging_steps=1,
-    )  # fmt: skip
+    one_step = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0, "router_aux_loss_coef": 0.0}
+    rows = {"packing": True, "max_length": 32, "per_device_train_batch_size": len(trained)}
+    settings = settings_of(trl.SFTConfig, tmp_path / "out", **one_step, **rows)
     theirs = {}
 
     class Keep(transformers.TrainerCallback):
