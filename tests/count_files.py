@@ -14,10 +14,8 @@ import threading
 from pathlib import Path
 
 PACKAGE = f"{Path.cwd()}/packmamba/"
-RUN = (
-    "data.source=synthetic data.num_documents=200 data.distribution=short data.row_length=128 data.tokens_per_step=512"
-)
-RUN += " data.validation_documents=5 model.d_model=16 trainer.max_steps=4 trainer.validate_every=4"
+RUN = "data.source=synthetic data.num_documents=200 data.distribution=short data.row_length=128"
+RUN += " data.tokens_per_step=512 data.validation_documents=5 model.d_model=16 trainer.max_steps=4 trainer.validate_every=4"
 RUN += " trainer.checkpoint_every=4 trainer.accelerator=cpu"
 entered: set[str] = set()
 

@@ -8,6 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from operators import slow_unless
+
 MAMBA1, MAMBA2 = ("Mamba", "FalconMamba", "Jamba", "Zamba"), ("Mamba2",)
 HYBRIDS2 = ("Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
 DELTA = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "OlmoHybrid", "KimiLinear", "Lfm2", "Lfm2Moe")  # or a short convolution
@@ -15,9 +17,7 @@ FAMILIES = MAMBA1 + MAMBA2 + HYBRIDS2 + DELTA
 OF_EACH_KIND = ("Mamba", "Bamba", "Qwen3Next")  # a pure Mamba; attention beside Mamba-2; beside the gated delta rule
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # For long tests: ``make test`` runs one family of each kind, ``make test-slow`` the others.
-every_family_slowly = pytest.mark.parametrize(
-    "family", [pytest.param(name, marks=[pytest.mark.slow] * (name not in OF_EACH_KIND)) for name in FAMILIES]
-)
+every_family_slowly = pytest.mark.parametrize("family", slow_unless(OF_EACH_KIND, FAMILIES))
 HYBRID = {  # most hybrids' keys of what CONFIGS names
     "use_bias": "mamba_proj_bias",
     "use_conv_bias": "mamba_conv_bias",
@@ -85,6 +85,14 @@ def documents():
     """Return documents of LENGTHS, as data sets hold them."""
     tokens = torch.randint(1, VOCAB, (sum(LENGTHS),), generator=torch.Generator().manual_seed(5))
     return [{"input_ids": part.tolist()} for part in tokens.split(LENGTHS)]
+
+
+def settings_of(make, folder, **options):
+    """Settings for a trainer of transformers or TRL, on a CPU and quiet."""
+    settings = {"report_to": [], "use_cpu": True, "disable_tqdm": True, "dataloader_pin_memory": False}
+    settings |= {"per_device_train_batch_size": 4, "logging_steps": 1, "learning_rate": 0.01}
+    settings |= {"bf16": False, "gradient_checkpointing": False}
+    return make(str(folder), **settings | options)
 
 
 def modeling(family):

@@ -162,13 +162,8 @@ def mamba3_loops(mixer: PackedMamba3, hidden: Tensor, layout: SequenceLayout, st
                     y = normed(y, mixer.norm.weight.view(H, P))
                 mixed[t] = mixed[t] + (of_o * y * F.silu(of_z * z.view(H, P))).flatten()
             k_before, v_before = k, v
-        finals.append(
-            (
-                turned(k_before.view(R, H, N), -theta).view(k_before_shape),
-                v_before,
-                turned(h, -theta[:, None].expand(H, P, n)),
-            )
-        )
+        k_before = turned(k_before.view(R, H, N), -theta).view(k_before_shape)
+        finals.append((k_before, v_before, turned(h, -theta[:, None].expand(H, P, n))))
     mixed = torch.stack(mixed).view(*layout.shape, H * P)
     return mixed @ mixer.out_proj.weight.T, [torch.stack(parts) for parts in zip(*finals)]
 

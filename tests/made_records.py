@@ -12,16 +12,14 @@ from packmamba.lab.report.html import build_sections, files_of_tables, tables_of
 from packmamba.lab.report.tables import write_table
 
 TIME = "2030-01-01T00:00:00+00:00"
-SCHEMES = {
-    arm: {"data": {"strategy": strategy}, "trainer": {"boundary": boundary}}
-    for arm, strategy, boundary in (
-        ("single", "single", "reset"),
-        ("padded", "padded", "reset"),
-        ("packed-reset", "greedy", "reset"),
-        ("packed-leak", "greedy", "leak"),
-        ("mine", "best_fit_decreasing", "reset"),
-    )
-}
+
+
+def scheme(strategy, boundary="reset"):
+    return {"data": {"strategy": strategy}, "trainer": {"boundary": boundary}}
+
+
+SCHEMES = {"single": scheme("single"), "padded": scheme("padded"), "packed-reset": scheme("greedy")}
+SCHEMES |= {"packed-leak": scheme("greedy", "leak"), "mine": scheme("best_fit_decreasing")}
 
 
 def table_files(records, kinds=None):
@@ -37,40 +35,20 @@ def write_report(folder, kinds=None, records=None):
 
 
 def training(arm, seed=0, loss=2.0, corpus="corpus-a", config=None, time=TIME, **metrics):
-    values = dict.fromkeys(METRICS) | {
-        "steps": 10,
-        "real_tokens": 1000,
-        "val_loss": loss,
-        "val_loss_start": loss + 1,
-        "real_tokens_per_second": 100.0,
-        "slots_per_second": 125.0,
-        "padding_fraction": 0.2,
-    }
-    curves = {
-        "train": [],
-        "validation": [
-            {"step": step, "real_tokens": 100 * step, "seconds": step / 7, "loss": loss + 1 / (1 + step)}
-            for step in (0, 5, 10)
-        ],
-        "loss_by_position": [
-            {"start": 0, "end": 8, "loss": loss + 1, "count": 80},
-            {"start": 8, "end": 64, "loss": loss, "count": 500},
-        ],
-    }
+    values = dict.fromkeys(METRICS) | {"steps": 10, "real_tokens": 1000, "val_loss": loss, "val_loss_start": loss + 1}
+    values |= {"real_tokens_per_second": 100.0, "slots_per_second": 125.0, "padding_fraction": 0.2}
+    falling = [{"step": n, "real_tokens": 100 * n, "seconds": n / 7, "loss": loss + 1 / (1 + n)} for n in (0, 5, 10)]
+    first = {"start": 0, "end": 8, "loss": loss + 1, "count": 80}
+    rest = {"start": 8, "end": 64, "loss": loss, "count": 500}
+    curves = {"train": [], "validation": falling, "loss_by_position": [first, rest]}
     config = {"name": arm, "seed": seed, **SCHEMES[arm.split(" ")[0]], **(config or {})}
     made = make_record("training", "question", arm, config, seed, corpus, values | metrics, 1.5, curves)
     return made | {"time": time}
 
 
 def throughput(arm, rate, run="one", corpus="corpus-a"):
-    metrics = {
-        "seconds_per_step_median": 1000 / rate,
-        "seconds_per_step_spread": 0.01,
-        "real_tokens_per_second": rate,
-        "slots_per_second": rate / 0.8,
-        "padding_fraction": 0.2,
-        "rounds": 7,
-    }
+    metrics = {"real_tokens_per_second": rate, "slots_per_second": rate / 0.8, "padding_fraction": 0.2, "rounds": 7}
+    metrics |= {"seconds_per_step_median": 1000 / rate, "seconds_per_step_spread": 0.01}
     config = {"run": run, **SCHEMES[arm.split(" ")[0]]}
     return make_record("throughput", "question", arm, config, 0, corpus, metrics, 1.0)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from operators import relative_error
+from operators import relative_error, slow_unless
 from packmamba import MambaLM, PackedMamba, PackedMamba2, PackedMamba3, SequenceLayout
 
 # Rows with different splits, padding, one-token documents, continuations, a row of nothing.
@@ -38,9 +38,7 @@ def build(seed=0, dtype=torch.float64, **config):
 
 every_config = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS)
-one_mixer_slowly = pytest.mark.parametrize(
-    "mixer", ["mamba1", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mamba2", "mamba3"))]
-)
+one_mixer_slowly = pytest.mark.parametrize("mixer", slow_unless({"mamba1"}, LAYERS))
 
 
 def random_tokens(layout=LAYOUT, seed=1):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,6 +82,11 @@ def layouts(**kwargs):
 def on(backend: str, *more: Any, **options: Any) -> Any:
     """``backend`` as a parameter of a test, which needs a GPU for some."""
     return pytest.param(backend, *more, marks=[pytest.mark.gpu] * (device_of(backend) == "cuda"), **options)
+
+
+def slow_unless(quick: Collection[str], names: Iterable[str]) -> list[Any]:
+    """``names`` as parameters of a test, of which the slow ones are those that are not quick."""
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name not in quick)) for name in names]
 
 
 def dtypes_of(backend: str) -> list[torch.dtype]:

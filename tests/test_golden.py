@@ -14,6 +14,7 @@ import torch
 from omegaconf import OmegaConf
 
 from golden import CONFIGURATIONS, arguments, command, digest, plans, record_of, run_folder
+from operators import slow_unless
 from packmamba import MambaLM
 from packmamba.config import Config, resolve
 from packmamba.training.datamodule import PackedDataModule
@@ -69,10 +70,7 @@ def test_documents_of_steps_are_as_recorded(name, tmp_path):
     assert steps(tmp_path, name) == GOLDEN["steps"][name]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name not in ("greedy", "leak", "carry"))) for name in LOSSES],
-)
+@pytest.mark.parametrize("name", slow_unless(("greedy", "leak", "carry"), LOSSES))
 def test_losses_are_as_recorded(name, tmp_path):
     assert losses(tmp_path, name) == pytest.approx(GOLDEN["losses"][name], rel=1e-12, abs=0)
 

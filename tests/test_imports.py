@@ -21,15 +21,8 @@ FLOORS = {
 ORDER = " ".join(FLOORS.values()).split()
 NEVER = {"data": {"ops", "nn"}, "lab.report": {"ops", "nn", "data", "training", "evaluation"}}
 TRAINING = {"data", "config", "training", "lab", "lab.records", "lab.run_id"}
-ONLY_IN = {
-    "lightning": TRAINING,
-    "torchmetrics": TRAINING,
-    "omegaconf": TRAINING,
-    "pandas": {"lab.report"},
-    "scipy": {"lab.report"},
-    "jinja2": {"lab.report"},
-    "experiments": set(),
-}
+ONLY_IN = dict.fromkeys(("lightning", "torchmetrics", "omegaconf"), TRAINING) | {"experiments": set()}
+ONLY_IN |= dict.fromkeys(("pandas", "scipy", "jinja2"), {"lab.report"})
 
 
 def module_name(path: Path) -> str:

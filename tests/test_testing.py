@@ -10,7 +10,7 @@ from torch import nn
 
 transformers = pytest.importorskip("transformers")
 
-from hugging_face import VOCAB, build, documents, plain_torch  # noqa: E402, F401
+from hugging_face import VOCAB, build, documents, plain_torch, settings_of  # noqa: E402, F401
 from packmamba import MambaLM, SequenceLayout  # noqa: E402
 from packmamba.data.batch import PackedBatch, StepBatch  # noqa: E402
 from packmamba.data.tokenizer import write_tokenizer  # noqa: E402
@@ -41,10 +41,6 @@ def state_of(model):
     return [torch.get_rng_state(), *model.state_dict().values(), *gradients]
 
 
-def are_equal(some, others):
-    return len(some) == len(others) and all(torch.equal(one, other) for one, other in zip(some, others))
-
-
 def test_fixture(leakcheck):
     assert leakcheck(MambaLM(VOCAB, 16, 1, d_state=4), lengths=[3, 5]).ok
     with pytest.raises(LeakError, match="Documents leak"):
@@ -53,10 +49,7 @@ def test_fixture(leakcheck):
 
 def train(model, folder, callback, collator=None, more=(), **options):
     """Train two steps; return Trainer."""
-    arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=2, per_device_train_batch_size=4, report_to=[], use_cpu=True, disable_tqdm=True,
-        save_strategy="no", learning_rate=0.01, dataloader_pin_memory=False, **options,
-    )  # fmt: skip
+    arguments = settings_of(transformers.TrainingArguments, folder, max_steps=2, save_strategy="no", **options)
     collator = collator or transformers.DataCollatorWithFlattening()
     callbacks = [*more, *([callback] if callback else [])]
     trainer = transformers.Trainer(model, arguments, collator, documents(), callbacks=callbacks)
@@ -85,8 +78,8 @@ def test_trl(tmp_path):
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     write_tokenizer(tmp_path, "bytes", None, "</s>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, pad_token="</s>")
-    config = {"packing": True, "max_length": 16, "gradient_checkpointing": False, "bf16": False}
-    arguments = trl.SFTConfig(str(tmp_path), max_steps=1, report_to=[], use_cpu=True, save_strategy="no", **config)
+    config = {"packing": True, "max_length": 16, "max_steps": 1, "save_strategy": "no"}
+    arguments = settings_of(trl.SFTConfig, tmp_path, **config)
     rows = datasets.Dataset.from_list(documents())
     for patched in (True, False):
         given = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [TrainerLeakCheck()]}
@@ -111,7 +104,8 @@ def test_trainer_s_bits_stay(options, tmp_path):
         model, keep = mamba(patched=True, dropout=True), Keep()
         train(model, tmp_path, callback, more=[keep], **options)
         found.append([*keep.found, torch.get_rng_state(), *model.state_dict().values()])
-    assert len(found[0]) > 30 and are_equal(*found)
+    assert len(found[0]) > 30
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
@@ -200,7 +194,7 @@ def test_lightning_s_bits_stay(precision):
         module = Own(mamba(patched=True, dropout=True))
         fit(module, loader(), callback, precision=precision, max_steps=1)
         found.append(state_of(module))
-    assert are_equal(*found)
+    torch.testing.assert_close(*found, rtol=0, atol=0)
 
 
 def test_lightning_with_a_way_to_call_the_model():
@@ -225,7 +219,7 @@ def test_lightning_with_our_module():
         with pytest.raises(LeakError, match="layout, boundary=leak") if boundary == "leak" else nullcontext():
             fit(module, torch.utils.data.DataLoader([step] * 2, None), callback)
         found.append(state_of(module.model))
-    assert are_equal(*found[:2])
+    torch.testing.assert_close(*found[:2], rtol=0, atol=0)
 
 
 def fit_rank(patched):

@@ -48,6 +48,14 @@ def write_lines(path: Path, texts=TEXTS) -> Path:
     return path
 
 
+def write_texts(folder: Path, texts) -> Path:
+    """Write a file for each text, by its number."""
+    folder.mkdir(parents=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number}.txt").write_text(text)
+    return folder
+
+
 def of(path, source="jsonl", **keys):
     return DataConfig(source=source, path=str(path), **{"validation_fraction": 0.2, **keys})
 

@@ -244,6 +244,7 @@ def test_functions_are_cut_out_as_they_stand_in_their_file():
 
 
 TWO = {"source": "text", "path": "texts", "validation_fraction": 0.2}
+SPLIT = {"source": "splits", "path": "texts", "validation_fraction": 0.05}
 
 
 @pytest.mark.parametrize(
@@ -262,11 +263,8 @@ TWO = {"source": "text", "path": "texts", "validation_fraction": 0.2}
         (TWO | {"test_path": "texts/"}, "data.test_path"),  # the documents trained on
         (TWO | {"test_path": "texts", "test_fraction": 0.1}, "data.test_fraction"),
         (TWO | {"test_fraction": 0.8}, "data.validation_fraction"),
-        (
-            {"source": "splits", "path": "texts", "validation_fraction": 0.05, "test_fraction": 0.1},
-            "data.test_fraction",
-        ),
-        ({"source": "splits", "path": "texts", "validation_fraction": 0.05, "test_path": "texts"}, "data.test_path"),
+        (SPLIT | {"test_fraction": 0.1}, "data.test_fraction"),
+        (SPLIT | {"test_path": "texts"}, "data.test_path"),
         ({"source": "stdlib", "test_path": "texts"}, "data.test_path"),
     ],
     ids=str,

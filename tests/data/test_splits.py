@@ -10,7 +10,7 @@ import pytest
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources import builtin, open_source, splits
 from packmamba.data.token_store import load_corpora
-from written import of, read, refused, write_lines, write_megatron
+from written import of, read, refused, write_lines, write_megatron, write_texts
 
 TEXT = "".join(f"Line {i}: ☃ and é.\n" for i in range(400))
 IDS = [i * i % 97 for i in range(1000)]
@@ -106,13 +106,8 @@ def test_equal_documents_alone_cannot_be_split(tmp_path):
 
 @pytest.mark.parametrize("source", ["text", "jsonl"])
 def test_a_test_fraction_takes_documents_from_training_alone(tmp_path, source):
-    path, texts = tmp_path / "a.jsonl", [f"document {i // 2}" for i in range(400)]
-    write_lines(path, texts)
-    if source == "text":
-        path = tmp_path / "texts"
-        path.mkdir()
-        for i, text in enumerate(texts):
-            (path / f"{i}.txt").write_text(text)
+    texts = [f"document {i // 2}" for i in range(400)]
+    path = write_texts(tmp_path / "texts", texts) if source == "text" else write_lines(tmp_path / "a.jsonl", texts)
     cache = str(tmp_path / "cache")
     whole, validation, none, _ = load(of(path, source, cache_dir=cache))
     train, same, test, _ = load(of(path, source, cache_dir=cache, test_fraction=0.1))
@@ -144,14 +139,10 @@ def test_sources_without_files_have_a_test_split(tmp_path, monkeypatch, keys):
 @pytest.mark.parametrize("single", [False, True])
 def test_documents_of_a_test_path_are_neither_trained_nor_validated_on(tmp_path, single):
     texts = [f"document {i}" for i in range(50)]
-    for name in ("texts", "others"):
-        (tmp_path / name).mkdir()
-    for i, text in enumerate(texts[:1] if single else texts):
-        (tmp_path / "texts" / f"{i}.txt").write_text(text)
     tested = ["another"] if single else [texts[7], "another"]
-    for i, text in enumerate(tested):
-        (tmp_path / "others" / f"{i}.txt").write_text(text)
-    data = of(tmp_path / "texts", "text", test_path=str(tmp_path / "others"), cache_dir=str(tmp_path / "cache"))
+    path = write_texts(tmp_path / "texts", texts[:1] if single else texts)
+    others = write_texts(tmp_path / "others", tested)
+    data = of(path, "text", test_path=str(others), cache_dir=str(tmp_path / "cache"))
     with nullcontext() if single else pytest.warns(UserWarning, match="not trained or validated on: 1"):
         train, validation, test, _ = load(data)
     assert test == tested

@@ -14,7 +14,7 @@ import pytest
 from packmamba.config import DataConfig
 from packmamba.data import encoding, token_store
 from packmamba.data.token_store import load_corpora
-from written import TEXTS, of, refused, write_lines
+from written import TEXTS, of, refused, write_lines, write_texts
 
 WORDS = "packed rows hold documents of many lengths and nothing leaks from one into the next ☃".split()
 
@@ -97,9 +97,7 @@ def test_corpus_hashes_are_those_of_committed_records(tmp_path, monkeypatch, key
     monkeypatch.chdir(tmp_path)
     texts = [f"document {i} ☃\n" * (1 + i * i % 17) for i in range(60)]
     Path("a.jsonl").write_text("".join(json.dumps({"text": one}) + "\n" for one in texts))
-    Path("texts").mkdir()
-    for i, one in enumerate(texts):
-        Path(f"texts/{i}.txt").write_text(one)
+    write_texts(Path("texts"), texts)
     assert load(DataConfig(**keys, cache_dir="cache")).corpus_hash == expected
 
 
@@ -129,17 +127,15 @@ def test_the_bytes_do_not_depend_on_threads_or_chunks_or_a_kill(tmp_path, monkey
     assert files(chunks, "small") == whole
 
 
-def test_memory_does_not_grow_with_the_corpus(data, monkeypatch):
+def test_memory_does_not_grow_with_the_corpus(data, monkeypatch, request):
     monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 1 << 18)
     with open(data.path, "w") as file:
         for i in range(4000):
             file.write(json.dumps({"text": f"{i} " + "x" * 8000}) + "\n")
+    request.addfinalizer(tracemalloc.stop)
     tracemalloc.start()
-    try:
-        corpora = load(data)
-        peak = tracemalloc.get_traced_memory()[1]
-    finally:
-        tracemalloc.stop()
+    corpora = load(data)
+    peak = tracemalloc.get_traced_memory()[1]
     assert corpora.train.num_tokens + corpora.validation.num_tokens > 32e6 and peak < 24e6
 
 

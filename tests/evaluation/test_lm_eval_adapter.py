@@ -22,26 +22,23 @@ from packmamba.lab.records import read_records  # noqa: E402
 
 pytestmark = pytest.mark.extras
 WORDS = "the a cat dog sees likes green small house tree and runs under over old new bird".split()
+
+
+def task(output_type, target, *metrics, **options):
+    """Describe a task whose text is the question, unless the options say otherwise."""
+    fields = {"output_type": output_type, "doc_to_text": "{{question}}", "doc_to_target": target}
+    return fields | {"metric_list": [{"metric": metric} for metric in metrics]} | options
+
+
+FIRST = {"function": "take_first"}
+FILTERS = [{"name": "whole", "filter": [FIRST]}]
+FILTERS += [{"name": "cat", "filter": [{"function": "regex", "regex_pattern": "(cat)"}, FIRST]}]
+UNTIL = {"until": ["cat", "\n"], "max_gen_toks": 12, "do_sample": False}
 TASKS = {
-    "choices": {
-        "output_type": "multiple_choice", "doc_to_text": "{{question}}", "doc_to_target": "{{answer}}",
-        "doc_to_choice": "{{choices}}",
-        "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
-    },
-    "rolling": {
-        "output_type": "loglikelihood_rolling", "doc_to_text": "", "doc_to_target": "{{question}}",
-        "metric_list": [{"metric": "word_perplexity"}, {"metric": "bits_per_byte"}],
-    },
-    "generation": {
-        "output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
-        "generation_kwargs": {"until": ["cat", "\n"], "max_gen_toks": 12, "do_sample": False},
-        "metric_list": [{"metric": "exact_match"}],
-        "filter_list": [
-            {"name": "whole", "filter": [{"function": "take_first"}]},
-            {"name": "cat", "filter": [{"function": "regex", "regex_pattern": "(cat)"}, {"function": "take_first"}]},
-        ],
-    },
-}  # fmt: skip
+    "choices": task("multiple_choice", "{{answer}}", "acc", "acc_norm", doc_to_choice="{{choices}}"),
+    "rolling": task("loglikelihood_rolling", "{{question}}", "word_perplexity", "bits_per_byte", doc_to_text=""),
+    "generation": task("generate_until", "{{choices[0]}}", "exact_match", generation_kwargs=UNTIL, filter_list=FILTERS),
+}
 
 
 @pytest.fixture(scope="module")

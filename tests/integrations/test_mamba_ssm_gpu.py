@@ -37,10 +37,8 @@ def test_a_replaced_model_packs_and_gives_the_same(theirs, device, path, monkeyp
         for name in FAST:
             monkeypatch.setattr(simple, name, reference if name == "selective_scan_fn" else None)
     torch.manual_seed(0)
-    real = model_of(
-        config(d_model=64, n_layer=3, vocab_size=100, rms_norm=device == "cuda", fused_add_norm=device == "cuda"),
-        device=device,
-    )
+    fused = dict.fromkeys(("rms_norm", "fused_add_norm"), device == "cuda")
+    real = model_of(config(d_model=64, n_layer=3, vocab_size=100, **fused), device=device)
     for layer in real.modules():
         if isinstance(layer, simple.Mamba):
             layer.use_fast_path = path == "kernels"

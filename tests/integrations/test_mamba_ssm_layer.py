@@ -123,10 +123,8 @@ def test_steps_may_be_differentiated():
 
 
 def test_the_constructor_is_theirs():
-    names = [
-        "d_model", "d_state", "d_conv", "expand", "dt_rank", "dt_min", "dt_max", "dt_init", "dt_scale", "dt_init_floor",
-        "conv_bias", "bias", "use_fast_path", "layer_idx", "device", "dtype",
-    ]  # fmt: skip
+    names = "d_model d_state d_conv expand dt_rank dt_min dt_max dt_init dt_scale dt_init_floor".split()
+    names += "conv_bias bias use_fast_path layer_idx device dtype".split()
     assert list(inspect.signature(Ours).parameters) == names
     layer = Ours(8, dtype=torch.bfloat16, dt_rank=4, device="cpu")
     assert layer.A_log.dtype == layer.D.dtype == torch.float32 and layer.in_proj.weight.dtype == torch.bfloat16

@@ -25,6 +25,7 @@ from hugging_face import (  # noqa: E402
     places,
     plain_torch,  # noqa: F401
     random_tokens,
+    settings_of,
 )
 from packmamba import MambaLM, leakcheck  # noqa: E402
 from packmamba.data.tokenizer import write_tokenizer  # noqa: E402
@@ -83,15 +84,11 @@ def test_compiled_short_convolutions(monkeypatch):
     assert error(found, packed(tokens, **given).logits) < 1e-6
 
 
-def train(
-    trainer_class, packed, folder, config_class=transformers.TrainingArguments, dataset=None, config=None, **options
-):
-    """Five steps on a CPU; the losses that it logs, and a checkpoint."""
-    settings = config_class(
-        output_dir=str(folder), max_steps=5, per_device_train_batch_size=4, logging_steps=1, report_to=[], use_cpu=True,
-        learning_rate=0.01, lr_scheduler_type="constant", save_steps=5, disable_tqdm=True, dataloader_pin_memory=False,
-        **{"bf16": False, "gradient_checkpointing": False} | (config or {}),
-    )  # fmt: skip
+FIVE_STEPS = {"max_steps": 5, "lr_scheduler_type": "constant", "save_steps": 5}
+
+
+def train(trainer_class, packed, settings, dataset=None, **options):
+    """Train in the documents' order; the losses that it logs, and itself."""
     trainer = trainer_class(model=packed, args=settings, train_dataset=dataset or documents(), **options)
     trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(trainer.train_dataset)
     trainer.train()
@@ -123,10 +120,8 @@ def test_trainer_with_flattened_batches(family, tmp_path):
     pytest.importorskip("accelerate")
     model, packed = both(family)
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    losses, trainer = train(
-        transformers.Trainer, packed, tmp_path, config={"eval_strategy": "steps", "eval_steps": 5}, data_collator=collator,
-        eval_dataset=documents(),
-    )  # fmt: skip
+    settings = settings_of(transformers.TrainingArguments, tmp_path, eval_strategy="steps", eval_steps=5, **FIVE_STEPS)
+    losses, trainer = train(transformers.Trainer, packed, settings, data_collator=collator, eval_dataset=documents())
     all_documents = documents()
     expected = single_losses(model, ([all_documents[:4], all_documents[4:]] * 3)[:5])
     assert losses == pytest.approx(expected, rel=1e-5)
@@ -150,8 +145,8 @@ def sft(model, folder, way):
     write_tokenizer(folder, "bytes", None, "</s>")
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder, pad_token="</s>")
     dataset = datasets.Dataset.from_list(documents())
-    config = WAYS[way] | {"router_aux_loss_coef": 0.0}
-    return train(trl.SFTTrainer, model, folder / "out", trl.SFTConfig, dataset, config, processing_class=tokenizer)
+    settings = settings_of(trl.SFTConfig, folder / "out", router_aux_loss_coef=0.0, **FIVE_STEPS, **WAYS[way])
+    return train(trl.SFTTrainer, model, settings, dataset, processing_class=tokenizer)
 
 
 @pytest.mark.extras
@@ -181,18 +176,16 @@ def test_trl_s_wrapped_documents_are_refused(family, length, tmp_path, monkeypat
 
 @pytest.mark.extras
 @every_family
-def test_trl_s_trainer_of_a_folder(family, tmp_path):
+def test_trl_s_trainer_of_a_folder(family, tmp_path, request):
     build(family, vocab_size=300).save_pretrained(tmp_path / "model")
+    request.addfinalizer(disable)
     enable()
-    try:
-        trainer = sft(str(tmp_path / "model"), tmp_path, "bfd")[1]
-    finally:
-        disable()
+    trainer = sft(str(tmp_path / "model"), tmp_path, "bfd")[1]
     assert leakcheck(trainer.model, lengths=[5, 1, 8]).ok
 
 
 @pytest.mark.extras
-def test_trl_sft_by_a_script(tmp_path, monkeypatch):
+def test_trl_sft_by_a_script(tmp_path, monkeypatch, request):
     """As docs/transformers.md says."""
     trl = pytest.importorskip("trl")
     from trl.scripts.sft import main, make_parser
@@ -206,11 +199,9 @@ def test_trl_sft_by_a_script(tmp_path, monkeypatch):
     monkeypatch.setattr(trl.SFTTrainer, "train", lambda self, *given, **more: trained.append(self) or train(self))
     words = f"--model_name_or_path {tmp_path}/model --dataset_name {tmp_path}/data --output_dir {tmp_path}/out --packing True"
     words += " --max_length 40 --max_steps 2 --use_cpu True --report_to none --eos_token </s> --pad_token </s>"
+    request.addfinalizer(disable)
     enable()
-    try:
-        main(*make_parser().parse_args_and_config(words.split()))
-    finally:
-        disable()
+    main(*make_parser().parse_args_and_config(words.split()))
     (trainer,) = trained
     assert trainer.state.global_step == 2 and leakcheck(trainer.model, lengths=[5, 1, 8]).ok
 
@@ -273,11 +264,9 @@ def test_fine_tuning_has_the_gradients_of_trl(family, tmp_path):
 
     dataset = datasets.Dataset.from_list([pair for pair in pairs if pair["prompt"] + pair["completion"] in trained])
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, pad_token="</s>")
-    settings = trl.SFTConfig(
-        output_dir=str(tmp_path / "out"), packing=True, max_length=32, per_device_train_batch_size=len(trained), bf16=False,
-        gradient_checkpointing=False, report_to=[], use_cpu=True, dataloader_pin_memory=False, max_steps=1, disable_tqdm=True,
-        learning_rate=0.0, max_grad_norm=0.0, router_aux_loss_coef=0.0, logging_steps=1,
-    )  # fmt: skip
+    one_step = {"max_steps": 1, "learning_rate": 0.0, "max_grad_norm": 0.0, "router_aux_loss_coef": 0.0}
+    rows = {"packing": True, "max_length": 32, "per_device_train_batch_size": len(trained)}
+    settings = settings_of(trl.SFTConfig, tmp_path / "out", **one_step, **rows)
     theirs = {}
 
     class Keep(transformers.TrainerCallback):

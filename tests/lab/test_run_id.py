@@ -35,11 +35,9 @@ def test_keys_that_decide_the_result_are_the_id(tmp_path):
     config = tiny_config(tmp_path)
     others = {"data__num_workers": 3, "trainer__log_every": 7, "trainer__checkpoint_every": 9, "trainer__threads": 2}
     assert run_folder(having(config, **others)) == run_folder(config)
-    hashed = {
-        "ops__backend": "reference", "data__max_tokens_per_batch": 48, "trainer__precision": "64-true",
-        "trainer__validate_every": 2, "optimizer__final_lr_fraction": 0.5, "trainer__max_steps": 7,
-        "model__mixer_options": {"a": 1}, "trainer__deterministic": True,
-    }  # fmt: skip
+    hashed = {"ops__backend": "reference", "data__max_tokens_per_batch": 48, "trainer__precision": "64-true"}
+    hashed |= {"trainer__validate_every": 2, "optimizer__final_lr_fraction": 0.5, "trainer__max_steps": 7}
+    hashed |= {"model__mixer_options": {"a": 1}, "trainer__deterministic": True}
     assert len({run_id(having(config, **{key: value})) for key, value in hashed.items()} - {run_id(config)}) == 8
     strict = having(config, trainer__deterministic=True)
     assert run_id(having(strict, trainer__threads=2)) != run_id(strict)

@@ -30,9 +30,8 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
     assert sweep.name == "mine" and {config.output for config in configs} == {f"{tmp_path}/mine"}
     one = load_sweep(write_sweep(tmp_path, baseline="padded", primary=["packed"]), ["arms=[padded]"])[0]
     assert [*one.arms] == ["padded"] and one.primary == ["packed"], "arms that are not selected are known"
-    assert {(c.name, c.optimizer.lr, c.seed, c.model.d_model) for c in configs} == {
-        ("padded lr=0.3", 0.3, 7, 4), ("packed lr=0.3", 0.3, 7, 4)
-    }  # fmt: skip
+    found = {(c.name, c.optimizer.lr, c.seed, c.model.d_model) for c in configs}
+    assert found == {("padded lr=0.3", 0.3, 7, 4), ("packed lr=0.3", 0.3, 7, 4)}
 
 
 @pytest.mark.parametrize(

@@ -9,25 +9,26 @@ from models import LAYOUT, VOCAB, error, random_tokens
 from packmamba import MambaLM
 from packmamba.training import PackedLitModule
 
+HEADS = {"d_state": 8, "headdim": 8}
 MIXERS = {
     "mamba1": ({}, ["in_proj", "x_proj", "dt_proj", "out_proj"]),
-    "mamba2": ({"mixer": "mamba2", "d_state": 8, "headdim": 8}, ["in_proj", "out_proj"]),
-    "mamba3": (
-        {"mixer": "mamba3", "d_state": 8, "headdim": 8, "d_intermediate": 8},
-        ["in_proj", "out_proj", "fc1", "fc2"],
-    ),
+    "mamba2": (HEADS | {"mixer": "mamba2"}, ["in_proj", "out_proj"]),
+    "mamba3": (HEADS | {"mixer": "mamba3", "d_intermediate": 8}, ["in_proj", "out_proj", "fc1", "fc2"]),
 }
 every_projection = pytest.mark.parametrize(
     ("mixer", "target"), [(mixer, target) for mixer, (_, targets) in MIXERS.items() for target in targets]
 )
 
 
+def model_of(mixer):
+    torch.manual_seed(0)
+    return MambaLM(vocab_size=VOCAB, d_model=16, n_layer=2, **MIXERS[mixer][0]).double()
+
+
 def adapt(mixer, targets=None):
     peft = pytest.importorskip("peft")
-    options, projections = MIXERS[mixer]
-    torch.manual_seed(0)
-    model = MambaLM(vocab_size=VOCAB, d_model=16, n_layer=2, **options).double()
-    config = peft.LoraConfig(r=2, target_modules=targets or projections, init_lora_weights=False)
+    model = model_of(mixer)
+    config = peft.LoraConfig(r=2, target_modules=targets or MIXERS[mixer][1], init_lora_weights=False)
     return copy.deepcopy(model), peft.get_peft_model(model, config)
 
 
@@ -81,8 +82,7 @@ def double_by_hook(linear):
 @pytest.mark.parametrize("adapter", [double, double_by_hook])
 @every_projection
 def test_a_projection_that_is_more_than_its_weight_is_called(mixer, target, adapter):
-    torch.manual_seed(0)
-    model = MambaLM(vocab_size=VOCAB, d_model=16, n_layer=2, **MIXERS[mixer][0]).double()
+    model = model_of(mixer)
     adapted = copy.deepcopy(model)
     for module, other in zip(model.modules(), adapted.modules()):
         if isinstance(getattr(module, target, None), torch.nn.Linear):
@@ -93,6 +93,6 @@ def test_a_projection_that_is_more_than_its_weight_is_called(mixer, target, adap
     tokens = random_tokens()
     logits = adapted(tokens, layout=LAYOUT)
     assert error(logits, model(tokens, layout=LAYOUT)) < 1e-12
-    unadapted = MambaLM(vocab_size=VOCAB, d_model=16, n_layer=2, **MIXERS[mixer][0]).double()
+    unadapted = model_of(mixer)
     unadapted.load_state_dict(adapted.state_dict())
     assert error(logits, unadapted(tokens, layout=LAYOUT)) > 1e-5

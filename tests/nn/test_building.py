@@ -40,23 +40,13 @@ def test_sizes_and_names_are_state_spaces():
     assert [PackedMamba(d_model).dt_rank for d_model in (1, 16, 17, 768)] == [1, 1, 2, 48]
     model = MambaLM(vocab_size=9, d_model=6, n_layer=1, expand=3, d_conv=3, d_state=5, dt_rank=2, bias=True)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    assert shapes == {
-        "backbone.embedding.weight": (9, 6),
-        "backbone.layers.0.norm.weight": (6,),
-        "backbone.layers.0.mixer.in_proj.weight": (36, 6),
-        "backbone.layers.0.mixer.in_proj.bias": (36,),
-        "backbone.layers.0.mixer.conv1d.weight": (18, 1, 3),
-        "backbone.layers.0.mixer.conv1d.bias": (18,),
-        "backbone.layers.0.mixer.x_proj.weight": (12, 18),
-        "backbone.layers.0.mixer.dt_proj.weight": (18, 2),
-        "backbone.layers.0.mixer.dt_proj.bias": (18,),
-        "backbone.layers.0.mixer.A_log": (18, 5),
-        "backbone.layers.0.mixer.D": (18,),
-        "backbone.layers.0.mixer.out_proj.weight": (6, 18),
-        "backbone.layers.0.mixer.out_proj.bias": (6,),
-        "backbone.norm_f.weight": (6,),
-        "lm_head.weight": (9, 6),
-    }
+    mixer = {"in_proj.weight": (36, 6), "in_proj.bias": (36,), "conv1d.weight": (18, 1, 3), "conv1d.bias": (18,)}
+    mixer |= {"x_proj.weight": (12, 18), "dt_proj.weight": (18, 2), "dt_proj.bias": (18,)}
+    mixer |= {"A_log": (18, 5), "D": (18,), "out_proj.weight": (6, 18), "out_proj.bias": (6,)}
+    expected = {f"backbone.layers.0.mixer.{name}": shape for name, shape in mixer.items()}
+    expected |= {"backbone.layers.0.norm.weight": (6,), "backbone.norm_f.weight": (6,)}
+    expected |= {"backbone.embedding.weight": (9, 6), "lm_head.weight": (9, 6)}
+    assert shapes == expected
 
 
 @pytest.mark.parametrize("tied", [True, False])

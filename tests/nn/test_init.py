@@ -2,6 +2,7 @@
 
 import copy
 import math
+from functools import partial
 from itertools import chain
 
 import pytest
@@ -79,22 +80,18 @@ def test_an_initialised_model_is_a_fresh_one(config, seed):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("config", [CONFIGS["mamba1-everything"], MAMBA2, MAMBA3], ids=["mamba1", "mamba2", "mamba3"])
-def test_other_dtypes(config, dtype):
+def test_other_dtypes(config, dtype, request):
     fresh, _ = seeded(lambda: MambaLM(**SIZES | config).to(dtype), 0)
     model = emptied(lambda: MambaLM(**SIZES | config), lambda module: module.to(dtype))
     seeded(model.init_weights, 0)
-    assert [p.dtype for p in model.parameters()] == [dtype] * len([*model.parameters()])
-    for name, parameter in fresh.named_parameters():
-        assert torch.equal(model.get_parameter(name), parameter), name
+    assert {parameter.dtype for parameter in model.parameters()} == {dtype}
+    torch.testing.assert_close(dict(model.named_parameters()), dict(fresh.named_parameters()), rtol=0, atol=0)
 
-    before = torch.get_default_dtype()
+    request.addfinalizer(partial(torch.set_default_dtype, torch.get_default_dtype()))
     torch.set_default_dtype(dtype)
-    try:
-        fresh, _ = seeded(lambda: MambaLM(**SIZES | config), 0)
-        model = emptied(lambda: MambaLM(**SIZES | config))
-        seeded(model.init_weights, 0)
-    finally:
-        torch.set_default_dtype(before)
+    fresh, _ = seeded(lambda: MambaLM(**SIZES | config), 0)
+    model = emptied(lambda: MambaLM(**SIZES | config))
+    seeded(model.init_weights, 0)
     assert_same(model, fresh)
 
 

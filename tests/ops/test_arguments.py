@@ -117,8 +117,7 @@ def test_any_row_stride_gives_the_same_bits(operator, backend):
         wider = torch.full((14, 2, 30), float("nan"), device=device_of(backend))
         view = wider.transpose(0, 1)[:, ::2, 3 : 3 + tensor[0, 0].numel()]
         case.tensors[name] = view.unflatten(2, tensor.shape[2:]).copy_(tensor)
-    results = case.run(backend)
-    assert all(torch.equal(results[name], value) for name, value in expected.items())
+    torch.testing.assert_close(case.run(backend), expected, rtol=0, atol=0)
 
 
 @every_operator
@@ -128,8 +127,7 @@ def test_documents_start_from_the_state_given_whatever_continues_says(operator, 
     expected = case.run(backend)
     lengths = [[3, 1, 2], [5]]
     case.layout = SequenceLayout.from_lengths(lengths, row_length=7, offsets=[[0, 9, 9], [9]]).to(device_of(backend))
-    results = case.run(backend)
-    assert all(torch.equal(results[name], value) for name, value in expected.items())
+    torch.testing.assert_close(case.run(backend), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("operator", ["ssm_pack", "ssd_pack"])

@@ -13,18 +13,15 @@ BUSY = SequenceLayout.from_lengths([[300, 17, 900, 1, 64], [513], list(range(1, 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", [AWKWARD["chunk-edges"], LONG, BUSY], ids=["chunk-edges", "long", "busy"])
-def test_the_same_bits_for_any_number_of_threads(operator, dtype, layout):
+def test_the_same_bits_for_any_number_of_threads(operator, dtype, layout, request):
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     case = random_case(operator, layout, dtype, channels=150, d_state=3)
     results = []
-    try:
-        for threads in (1, 2, 3, 7):
-            torch.set_num_threads(threads)
-            results.append(case.run("cpu"))
-    finally:
-        torch.set_num_threads(1)
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        results.append(case.run("cpu"))
     for other in results[1:]:
-        for name, value in results[0].items():
-            assert torch.equal(value, other[name]), name
+        torch.testing.assert_close(other, results[0], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
@@ -57,13 +54,10 @@ def test_outputs_are_written_wherever_they_are_read(operator, dtype, monkeypatch
     case = random_case(operator, AWKWARD["chunk-edges"], dtype, channels=21)
     expected = case.run("cpu")
     monkeypatch.setitem(custom_op.KERNELS, "cpu", {name: poisoned(name) for name in real})
-    for name, value in case.run("cpu").items():
-        assert torch.equal(value, expected[name]), name
+    torch.testing.assert_close(case.run("cpu"), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("d_state", [1, 2, 7, 8, 16, 23, 64, 256])
 def test_any_number_of_states(d_state):
     case = random_case("ssm_pack", AWKWARD["splits"], torch.float64, channels=9, d_state=d_state)
-    fast, slow = case.run("cpu"), case.run("reference")
-    for name, value in fast.items():
-        torch.testing.assert_close(value, slow[name], rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(case.run("cpu"), case.run("reference"), rtol=1e-9, atol=1e-9)

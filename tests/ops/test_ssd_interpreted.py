@@ -45,10 +45,8 @@ def interpret(name):
 
     layout = SequenceLayout.from_lengths(*{"long": ([[2100]], 2110)}.get(name, (LENGTHS, 200)))
     dtype = torch.float16 if name == "float16" else torch.float32
-    channels, headdim = (4, 20) if name == "groups" else (2, 16)
-    case = random_case(
-        "ssd_pack", layout, dtype, channels=channels, headdim=headdim, d_state=16, optional=name != "long"
-    )
+    sizes = {"channels": 4, "headdim": 20} if name == "groups" else {"channels": 2, "headdim": 16}
+    case = random_case("ssd_pack", layout, dtype, **sizes, d_state=16, optional=name != "long")
     assert_results(case, "cpu", dtype, case.specification())
 
 

@@ -90,12 +90,8 @@ def test_loaders_say_what_they_yield():
     assert of == LOADERS
 
 
-LOADERS = {
-    "train": DataLoader[StepBatch],
-    "val": list[DataLoader[PackedBatch]],
-    "test": list[DataLoader[PackedBatch]],
-    "predict": DataLoader[PackedBatch],
-}
+LOADERS = {"train": DataLoader[StepBatch], "predict": DataLoader[PackedBatch]}
+LOADERS |= dict.fromkeys(("val", "test"), list[DataLoader[PackedBatch]])
 
 
 def test_a_strategy_that_overfills_rows_is_refused_before_the_first_step(tmp_path, monkeypatch):

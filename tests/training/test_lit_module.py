@@ -397,9 +397,7 @@ SCHEMES = {
     "packed, two workers": {"strategy": "greedy", "num_workers": 2},
     "packed, many micro-batches": {"strategy": "greedy", "max_tokens_per_batch": 64},
     "packed in order": {"strategy": "next_fit"},
-    "leak": {"strategy": "greedy"},
-    "leak_conv": {"strategy": "greedy"},
-    "leak_scan": {"strategy": "greedy"},
+    **dict.fromkeys(("leak", "leak_conv", "leak_scan"), {"strategy": "greedy"}),
 }
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from made_records import table, table_files, throughput, training
+from made_records import scheme, table, table_files, throughput, training
 from packmamba.lab.records import append_record, read_records, write_sweep
 from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, item_difference
@@ -37,12 +37,8 @@ def test_the_difference_is_paired_by_seed():
 
 
 def test_arms_are_compared_by_scheme_or_with_the_sweep_s_baseline():
-    names = {"a": ("greedy", "leak", 3.0), "b": ("padded", "reset", 2.0), "c": ("single", "reset", 2.5)}
-    records = [
-        training("mine", loss=loss, config={"data": {"strategy": strategy}, "trainer": {"boundary": boundary}})
-        | {"arm": name}
-        for name, (strategy, boundary, loss) in names.items()
-    ]
+    arms = [("a", scheme("greedy", "leak"), 3.0), ("b", scheme("padded"), 2.0), ("c", scheme("single"), 2.5)]
+    records = [training("mine", loss=loss, config=config) | {"arm": name} for name, config, loss in arms]
     assert differences(records) == {"c": "0.5", "b": "", "a": "1"}
     named = [record | {"sweep": {"baseline": "c"}} for record in records]
     assert differences(named) == {"c": "", "b": "-0.5", "a": "0.5"}
