@@ -147,7 +147,7 @@ class SequenceLayout:
     def from_position_indices(cls, position_indices: Tensor, name: str = "position_indices") -> SequenceLayout:
         """Build from each token's position in its document: (B, L) integer.
 
-        transformers calls them ``position_ids``.
+        The format of transformers' ``position_ids``.
 
         0 starts a document, then one more each; -1 is padding, at a row's tail. A row's first
         document may begin above 0 (a continuation). ``name``: the argument's, in errors.
@@ -168,7 +168,7 @@ class SequenceLayout:
     def from_seq_idx(cls, seq_idx: Tensor, name: str = "seq_idx") -> SequenceLayout:
         """Build from each token's document id: (B, L) integer.
 
-        causal-conv1d and Mamba-2 take them so.
+        The format of ``seq_idx`` in causal-conv1d and mamba-ssm.
 
         Equal neighbours are one document; -1 is padding, at a row's tail. An id never returns in a
         row. Offsets are 0. ``name``: the argument's, in errors.
@@ -192,7 +192,7 @@ class SequenceLayout:
     ) -> SequenceLayout:
         """Build from cumulative lengths over all rows: (S + 1,) integer.
 
-        flash-attention takes them so.
+        The format of ``cu_seqlens`` in flash-attention.
 
         They increase strictly from 0 to B * L and hold every row's start: nothing is padding, no
         document crosses rows. Offsets are 0.
@@ -349,7 +349,7 @@ class SequenceLayout:
     def flow(self) -> SequenceLayout:
         """Merge each row's documents into one: each leaks into the next.
 
-        It has the offset of the row's first.
+        The merged document has the offset of the row's first.
         """
         if self.flowing is not None:
             return self.flowing
@@ -440,7 +440,7 @@ def integer_tensor(tensor: Tensor, name: str) -> Tensor:
 def _index_matrix(tensor: Tensor, name: str) -> Tensor:
     """Check integers (B, L), -1 at padding, which is a row's tail.
 
-    Returns them as ``integer_tensor`` does.
+    Returns them as int64 on the host, as ``integer_tensor`` does.
     """
     matrix = integer_tensor(tensor, name)
     fits = matrix.dim() == 2 and 0 not in matrix.shape

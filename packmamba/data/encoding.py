@@ -159,7 +159,7 @@ def encode(documents: Iterable[Document], tokenizer: Tokenizer, data: DataConfig
 def _encode(tokenizer: Tokenizer, documents: list[Document]) -> list[Encoded]:
     """Encode documents, answers apart from what lies between them.
 
-    So are they encoded when a model continues a prompt.
+    A model that continues a prompt reads it encoded in the same way.
     """
     # All parts of all documents go through the tokenizer in one call.
     cut = [_cut_at_answers(document) for document in documents]

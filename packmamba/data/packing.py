@@ -95,7 +95,7 @@ class Pieces:
     def places(self) -> Iterator[tuple[int, int, int, bool]]:
         """Yield what ``Documents.read`` takes of each piece.
 
-        That is document, start, length, and whether the document ends there.
+        Each is (document, start, length, whether the document ends there).
         """
         columns = (self.document, self.start, self.length, self.ends_document)
         return zip(*(column.tolist() for column in columns))

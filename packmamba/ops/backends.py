@@ -77,7 +77,7 @@ def load() -> None:
 def choose(backend: str | None, device: torch.device, operator: str = "ssm_pack") -> Callable:
     """Return the operator's implementation for ``backend`` on ``device``.
 
-    Raises as ``backend_name``.
+    Raises what ``backend_name`` raises.
     """
     return _implementations[backend_name(backend, device, operator), operator]
 

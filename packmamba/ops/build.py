@@ -193,7 +193,7 @@ ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 def info() -> list[dict[str, Any]]:
     """List ``kind, compiler, target, built`` of each kind, and ``problem``.
 
-    That is why it cannot be built here.
+    ``problem`` says why a kind cannot be built here; None if it can.
     """
     rows = []
     for kind in ("cpu", "cuda"):
@@ -277,7 +277,7 @@ def _cuda_architectures() -> list[int]:
 def _compile(recipe: Build) -> None:
     """Compile each source in a thread of its own, and link.
 
-    The library comes to its place at once.
+    The library is moved to its place whole.
     """
     print(f"Compiling the '{recipe.kind}' kernels for {recipe.target}, once: a minute or two", file=sys.stderr)
     # In the cache's own file system, so that the last rename is atomic.

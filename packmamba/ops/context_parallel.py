@@ -85,7 +85,9 @@ class ContextParallel:
             leaving[row[is_here][leaves]] = leaves.nonzero().flatten()
             spans = torch.zeros(rows, dtype=torch.bool)
             spans[row[is_here][enters & leaves]] = True
-            sharded.crossing = Crossing(self, enters.nonzero().flatten(), leaving, spans, _tail_of(sharded, leaves))
+            entering = enters.nonzero().flatten()
+            tail = _tail_of(sharded, leaves)
+            sharded.crossing = Crossing(self, entering, leaving, spans, tail)
         return sharded
 
 
@@ -114,13 +116,18 @@ class Crossing:
 
 
 def _tail_of(layout: SequenceLayout, leaves: Tensor) -> SequenceLayout:
-    """Return the layout of the documents (S,) that leave alone, in the last columns, as many as they need."""
+    """Return the layout of the documents that leave alone, in as many last columns as they need.
+
+    leaves: (S,) bool.
+    """
     rows, width = layout.shape
-    starts, ends, row = layout.starts[leaves].long(), layout.ends[leaves].long(), layout.rows[leaves]
+    starts = layout.starts[leaves].long()
+    ends = layout.ends[leaves].long()
+    offsets = layout.offsets[leaves].long()
     columns = int((ends - starts).max()) if len(starts) else 1
     # From the rank's slots to those of its last columns.
-    moved = (row + 1) * (columns - width)
-    return SequenceLayout._checked((rows, columns), starts + moved, ends + moved, layout.offsets[leaves].long())
+    moved = (layout.rows[leaves] + 1) * (columns - width)
+    return SequenceLayout._checked((rows, columns), starts + moved, ends + moved, offsets)
 
 
 class _Gather(torch.autograd.Function):
@@ -164,7 +171,10 @@ def expect_no_state(given: Any, is_returned: bool) -> None:
 
 
 def entering_inputs(a: Any) -> Tensor:
-    """Return a convolution's initial states (S, D, W-1): of a document that enters its last inputs on the rank before."""
+    """Return a convolution's initial states (S, D, W-1), 0 for documents that begin here.
+
+    Of a document that enters they are its last inputs on the rank before.
+    """
     crossing: Crossing = a.layout.crossing
     before = a.weight.shape[1] - 1
     leaves = a.layout.documents[:, -before:] == crossing.leaving[:, None]
@@ -175,10 +185,12 @@ def entering_inputs(a: Any) -> Tensor:
 
 
 def entering_states(a: Any, implementation: Callable) -> Tensor:
-    """Return a scan's initial states (S, ...): of a document that enters that in which it left the ranks before.
+    """Return a scan's initial states (S, ...), 0 for documents that begin here.
+
+    Of a document that enters it is the state in which it left the ranks before.
 
     Args:
-        a: the scan's arguments; of its activations the last columns, as many as ``crossing.tail`` has, are enough.
+        a: the scan's arguments. Of its activations the columns of ``crossing.tail`` are enough.
         implementation: of the scan.
     """
     crossing: Crossing = a.layout.crossing
@@ -198,7 +210,10 @@ def entering_states(a: Any, implementation: Callable) -> Tensor:
 
 
 def _shrinkage(a: Any, tail: SequenceLayout) -> Tensor:
-    """Compute the factor that is left of a state after the documents of the tail: (B, D, N), or (B, H, 1, 1) of Mamba-2."""
+    """Compute the factor by which the documents of the tail shrink a state.
+
+    Returns (B, D, N), or (B, H, 1, 1) of Mamba-2.
+    """
     # Of other documents nothing is read: they may hold NaN.
     delta = a.delta[:, -tail.shape[1] :]
     step = torch.where(_spread(tail.documents >= 0, delta), delta, 0).to(a.A.dtype)

@@ -85,7 +85,7 @@ class Nothing(NamedTuple):
 def of_layer(a: Any, x: Tensor) -> ConvArguments:
     """Return the convolution's arguments in a layer's fused operator.
 
-    a: the fused operator's, whose names are equal for all layers; x: its input.
+    a: arguments of the fused operator; x: the convolution's input (B, L, D).
     """
     return ConvArguments(
         x=x,

@@ -146,7 +146,7 @@ def schedule(
 def versions(*tensors: Tensor) -> tuple:
     """Return what changes when a layout's tensors may have.
 
-    That is their versions, and a graph's capture.
+    These are their versions, and the capture of a graph.
     """
     # Outside ``one_capture`` a new object, equal to none: each call of a capture makes a schedule.
     capture = (_capture or object()) if torch._C._cuda_isCurrentStreamCapturing() else None

@@ -1,6 +1,6 @@
 """Make operators of compiled kernels known to PyTorch.
 
-They have a schema, a fake, autograd, and a short way for eager calls.
+Each gets a schema, a fake implementation, autograd, and a short way for eager calls.
 
 An operator is three functions on a named tuple of its arguments (``forward``, ``fake``,
 ``backward``); ``PackedOperator`` makes ``torch.ops.packmamba.<name>`` and ``<name>_backward`` of

@@ -130,9 +130,10 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
 def _start_from_ranks_before(a: Mamba2Arguments, backend: str | None) -> Mamba2Arguments:
     """Return the arguments with initial states of documents that began on the ranks before."""
     context_parallel.expect_no_state(a.ssm_state, a.return_state)
-    conv1d_pack, ssd_pack = (choose(backend, a.projected.device, name) for name in ("conv1d_pack", "ssd_pack"))
+    device = a.projected.device
     if a.conv_layout.crossing:
-        a = a._replace(conv_state=context_parallel.entering_inputs(conv.of_layer(a, a.parts(a.projected)[1])))
+        _, xBC, _ = a.parts(a.projected)
+        a = a._replace(conv_state=context_parallel.entering_inputs(conv.of_layer(a, xBC)))
     if a.ssm_layout.crossing:
         of_tail = a
         if a.conv_layout is a.ssm_layout:
@@ -145,8 +146,10 @@ def _start_from_ranks_before(a: Mamba2Arguments, backend: str | None) -> Mamba2A
                 conv_state=None if a.conv_state is None else a.conv_state[leaving],
             )
         _, xBC, delta = of_tail.parts(of_tail.projected)
-        convolved, _ = conv1d_pack(conv.of_layer(of_tail, xBC))
-        a = a._replace(ssm_state=context_parallel.entering_states(a.scan(convolved, delta), ssd_pack))
+        convolved, _ = choose(backend, device, "conv1d_pack")(conv.of_layer(of_tail, xBC))
+        ssd_pack = choose(backend, device, "ssd_pack")
+        ssm_state = context_parallel.entering_states(a.scan(convolved, delta), ssd_pack)
+        a = a._replace(ssm_state=ssm_state)
     return a
 
 

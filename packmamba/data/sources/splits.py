@@ -55,7 +55,7 @@ def held_out_counts(available: int, data: DataConfig) -> tuple[int, int]:
 def split_by_content(documents: Callable[[], Iterable[Document]], fraction: float) -> Read:
     """Hold documents out by a hash of their content, at least one.
 
-    So equal documents are in one split.
+    Equal documents are therefore in one split.
     """
 
     def read() -> Iterator[Document]:
