@@ -4,7 +4,7 @@ Rank r of R holds columns r L / R to (r + 1) L / R of every row. A document that
 needs two things of the ranks before: the convolution's last inputs, which the neighbour has, and
 the recurrence's state, which depends on all of them. The recurrence is linear in its state. So each
 rank first scans the documents that leave it, and them alone, from zero. It hands on their states,
-and the factors by which their columns there shrink what enters; every rank combines what it was
+and the decays of what enters over their columns there; every rank combines what it was
 handed in the order of ranks. Then it runs the operator on its columns, with what entered as initial
 states. No rank waits for another's scan. A document that leaves is scanned twice there; documents
 that cross no edge cost nothing.
@@ -201,16 +201,16 @@ def entering_states(a: Any, implementation: Callable) -> Tensor:
     if "offsets" in a._fields:
         of_tail["offsets"] = tail.offsets
     _, states = implementation(a._replace(**of_tail))
-    # What a row hands on: its leaving document's state, started from zero here, and the factor by
-    # which that document's columns here shrink what enters, if it fills them all.
+    # What a row hands on: its leaving document's state, started from zero here, and the decay of
+    # what enters over that document's columns here, if it fills them all.
     added = states.new_zeros(len(crossing.leaving), *states.shape[1:])
     added = added.index_copy(0, tail.rows.long(), states)
-    remains = torch.where(_spread(crossing.spans, added), _shrinkage(a, tail), 0).expand_as(added)
+    remains = torch.where(_spread(crossing.spans, added), _total_decay(a, tail), 0).expand_as(added)
     return _of_documents(_combine(added, remains, crossing), a.layout)
 
 
-def _shrinkage(a: Any, tail: SequenceLayout) -> Tensor:
-    """Compute the factor by which the documents of the tail shrink a state.
+def _total_decay(a: Any, tail: SequenceLayout) -> Tensor:
+    """Compute the decay of a state over the whole of its row's document in the tail.
 
     Returns (B, D, N), or (B, H, 1, 1) of Mamba-2.
     """
