@@ -105,6 +105,7 @@ def refuse_strategies(folder):
 
 
 def test_strategies_that_would_not_share_the_weights_are_refused(tmp_path):
+    data_module(tmp_path)  # writes the texts, which ranks at once could not
     run_ranks(2, refuse_strategies, tmp_path, output=tmp_path / "output.txt")
 
 
