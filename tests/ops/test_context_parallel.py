@@ -32,9 +32,12 @@ def batch_of(lengths=LENGTHS):
     return layout, tokens, weights * (layout.documents >= 0)[..., None]
 
 
-def join():
-    torch.distributed.init_process_group("gloo")
-    return ContextParallel()
+def join(backend="gloo"):
+    torch.distributed.init_process_group(backend)
+    context = ContextParallel()
+    if backend == "nccl":
+        torch.cuda.set_device(context.rank)
+    return context
 
 
 def leave():
@@ -42,17 +45,19 @@ def leave():
     torch.distributed.destroy_process_group()
 
 
-def compare(mixer):
-    """Compare a model on this rank's columns with the whole model, in one rank's process."""
-    context = join()
+def compare(mixer, device="cpu"):
+    """Compare a model on this rank's columns with the whole model, in one rank's process: on a GPU in float32."""
+    context = join("gloo" if device == "cpu" else "nccl")
+    dtype, tolerance = (torch.float64, 1e-10) if device == "cpu" else (torch.float32, 1e-4)
     of_scan_and_conv = [(LENGTHS, LENGTHS), (SHORT, SHORT)]
     if mixer in ("mamba1", "mamba2"):
         of_scan_and_conv += [(LENGTHS, SHORT), (SHORT, LENGTHS)]
     for lengths, conv_lengths in of_scan_and_conv:
         layout, tokens, weights = batch_of(lengths)
-        conv_layout = layout if conv_lengths is lengths else batch_of(conv_lengths)[0]
+        layout, tokens, weights = layout.to(device), tokens.to(device), weights.to(device)
+        conv_layout = layout if conv_lengths is lengths else batch_of(conv_lengths)[0].to(device)
         weights = weights * (conv_layout.documents >= 0)[..., None]
-        whole, shared = model_of(mixer), model_of(mixer)
+        whole, shared = (model_of(mixer, dtype).to(device) for _ in range(2))
         expected = whole(tokens, layout=layout, conv_layout=conv_layout)
         (expected * weights).sum().backward()
         local = context.shard(layout)
@@ -61,10 +66,10 @@ def compare(mixer):
         share = slice(context.rank * 24 // context.size, (context.rank + 1) * 24 // context.size)
         (logits * weights[:, share]).sum().backward()
         is_token = (local.documents >= 0) & (local_conv.documents >= 0)
-        torch.testing.assert_close(logits[is_token], expected[:, share][is_token], rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(logits[is_token], expected[:, share][is_token], rtol=tolerance, atol=tolerance)
         for parameter, one in zip(shared.parameters(), whole.parameters()):
             torch.distributed.all_reduce(parameter.grad)
-            torch.testing.assert_close(parameter.grad, one.grad, rtol=1e-9, atol=1e-10)
+            torch.testing.assert_close(parameter.grad, one.grad, rtol=10 * tolerance, atol=tolerance)
     leave()
 
 
@@ -72,6 +77,13 @@ def compare(mixer):
 @pytest.mark.parametrize("mixer", OPTIONS)
 def test_ranks_that_share_rows_compute_what_one_does(tmp_path, ranks, mixer):
     run_ranks(ranks, compare, mixer, output=tmp_path / "output.txt")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("mixer", OPTIONS)
+def test_gpus_that_share_rows_compute_what_one_does(tmp_path, mixer):
+    run_ranks(2, compare, mixer, "cuda", output=tmp_path / "output.txt")
 
 
 def take_share():
