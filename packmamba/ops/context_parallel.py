@@ -17,7 +17,7 @@ Shapes: B rows, L slots of a rank, S documents on a rank, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -81,13 +81,20 @@ class ContextParallel:
         any_crosses = bool((columns_before != (ends - 1 - row * row_length) // width).any())
         sharded = SequenceLayout._checked((rows, width), first, last, offset)
         if any_crosses:
+            leaving_rows = row[is_here][leaves]
             leaving = torch.full((rows,), len(first))
-            leaving[row[is_here][leaves]] = leaves.nonzero().flatten()
+            leaving[leaving_rows] = leaves.nonzero().flatten()
             spans = torch.zeros(rows, dtype=torch.bool)
             spans[row[is_here][enters & leaves]] = True
-            entering = enters.nonzero().flatten()
-            tail = _tail_of(sharded, leaves)
-            sharded.crossing = Crossing(self, entering, leaving, spans, tail)
+            sharded.crossing = Crossing(
+                context=self,
+                entering=enters.nonzero().flatten(),
+                leaving=leaving,
+                leaving_rows=leaving_rows,
+                spans=spans,
+                places=[*zip(leaving_rows.tolist(), (last - first)[leaves].tolist())],
+                tail=_tail_of(last - first, offset, leaves),
+            )
         return sharded
 
 
@@ -99,35 +106,37 @@ class Crossing:
         context: the ranks.
         entering: the documents that began on an earlier rank, at most one a row.
         leaving: (B,) the document of each row that goes on on the next rank; S: none.
+        leaving_rows: their rows; T of them.
         spans: (B,) bool, whether one document fills all columns and does both.
-        tail: the layout of the leaving documents alone, in the last columns, as many as they need.
+        places: the row of each leaving document, and how many of its last columns it fills.
+        tail: the layout of the leaving documents alone, side by side in one row.
     """
 
     context: ContextParallel
     entering: Tensor
     leaving: Tensor
+    leaving_rows: Tensor
     spans: Tensor
+    places: list[tuple[int, int]]
     tail: SequenceLayout
 
     def moved(self, move: Callable[[Any], Any]) -> Crossing:
         """Return a copy whose tensors and layout are moved."""
-        movable = [field.name for field in fields(self) if field.name != "context"]
+        movable = ("entering", "leaving", "leaving_rows", "spans", "tail")
         return replace(self, **{name: move(getattr(self, name)) for name in movable})
 
+    def take(self, tensor: Tensor) -> Tensor:
+        """Return the leaving documents' slots of a tensor (B, L, ...), as ``tail`` has them: (1, slots, ...)."""
+        # Without such documents a slot of padding, which is never read.
+        places = self.places or [(0, 1)]
+        taken = [tensor[row, -columns:] for row, columns in places]
+        return (taken[0] if len(taken) == 1 else torch.cat(taken))[None]
 
-def _tail_of(layout: SequenceLayout, leaves: Tensor) -> SequenceLayout:
-    """Return the layout of the documents that leave alone, in as many last columns as they need.
 
-    leaves: (S,) bool.
-    """
-    rows, width = layout.shape
-    starts = layout.starts[leaves].long()
-    ends = layout.ends[leaves].long()
-    offsets = layout.offsets[leaves].long()
-    columns = int((ends - starts).max()) if len(starts) else 1
-    # From the rank's slots to those of its last columns.
-    moved = (layout.rows[leaves] + 1) * (columns - width)
-    return SequenceLayout._checked((rows, columns), starts + moved, ends + moved, offsets)
+def _tail_of(lengths: Tensor, offsets: Tensor, leaves: Tensor) -> SequenceLayout:
+    """Return the layout of the documents that leave alone, in one row; all arguments are (S,)."""
+    columns = lengths[leaves].tolist()
+    return SequenceLayout.from_lengths([columns], max(1, sum(columns)), offsets=[offsets[leaves].tolist()])
 
 
 class _Gather(torch.autograd.Function):
@@ -161,8 +170,12 @@ def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | No
     if a.layout.crossing is None:
         return implementation(a)
     expect_no_state(a.initial_state, a.return_final_state)
-    entered = entering_inputs(a) if operator == "conv1d_pack" else entering_states(a, implementation)
-    return implementation(a._replace(initial_state=entered))
+    if operator == "conv1d_pack":
+        return implementation(a._replace(initial_state=entering_inputs(a)))
+    crossing = a.layout.crossing
+    activations = {name: crossing.take(getattr(a, name)) for name in (a._fields[0], "delta", "B", "C")}
+    of_tail = a._replace(layout=crossing.tail, **activations)
+    return implementation(a._replace(initial_state=entering_states(a.layout, of_tail, implementation)))
 
 
 def expect_no_state(given: Any, is_returned: bool) -> None:
@@ -184,45 +197,46 @@ def entering_inputs(a: Any) -> Tensor:
     return _of_documents(of_rank_before, a.layout)
 
 
-def entering_states(a: Any, implementation: Callable) -> Tensor:
+def entering_states(layout: SequenceLayout, of_tail: Any, implementation: Callable) -> Tensor:
     """Return a scan's initial states (S, ...), 0 for documents that begin here.
 
     Of a document that enters it is the state in which it left the ranks before.
 
     Args:
-        a: the scan's arguments. Of its activations the columns of ``crossing.tail`` are enough.
+        layout: of the rank's columns.
+        of_tail: the scan's arguments for the documents that leave, whose layout is ``crossing.tail``.
         implementation: of the scan.
     """
-    crossing: Crossing = a.layout.crossing
-    tail = crossing.tail
-    columns = tail.shape[1]
-    of_tail = {name: getattr(a, name)[:, -columns:] for name in (a._fields[0], "delta", "B", "C")}
-    of_tail |= {"layout": tail, "D": None, "z": None, "return_final_state": True}
-    if "offsets" in a._fields:
-        of_tail["offsets"] = tail.offsets
-    _, states = implementation(a._replace(**of_tail))
+    crossing: Crossing = layout.crossing
+    of_states: dict[str, Any] = {"D": None, "z": None, "return_final_state": True}
+    if "offsets" in of_tail._fields:
+        of_states["offsets"] = of_tail.layout.offsets
+    _, states = implementation(of_tail._replace(**of_states))
     # What a row hands on: its leaving document's state, started from zero here, and the decay of
     # what enters over that document's columns here, if it fills them all.
-    added = states.new_zeros(len(crossing.leaving), *states.shape[1:])
-    added = added.index_copy(0, tail.rows.long(), states)
-    remains = torch.where(_spread(crossing.spans, added), _total_decay(a, tail), 0).expand_as(added)
-    return _of_documents(_combine(added, remains, crossing), a.layout)
+    nothing = states.new_zeros(len(crossing.leaving), *states.shape[1:])
+    added = nothing.index_copy(0, crossing.leaving_rows, states)
+    decays = _total_decays(of_tail, crossing).expand_as(states)
+    remains = torch.where(_spread(crossing.spans, added), nothing.index_copy(0, crossing.leaving_rows, decays), 0)
+    return _of_documents(_combine(added, remains, crossing), layout)
 
 
-def _total_decay(a: Any, tail: SequenceLayout) -> Tensor:
-    """Compute the decay of a state over the whole of its row's document in the tail.
+def _total_decays(of_tail: Any, crossing: Crossing) -> Tensor:
+    """Compute the decay of a state over all tokens here of each document that leaves.
 
-    Returns (B, D, N), or (B, H, 1, 1) of Mamba-2.
+    Returns (T, D, N), or (T, H, 1, 1) of Mamba-2.
     """
-    # Of other documents nothing is read: they may hold NaN.
-    delta = a.delta[:, -tail.shape[1] :]
-    step = torch.where(_spread(tail.documents >= 0, delta), delta, 0).to(a.A.dtype)
+    a, columns = of_tail, [columns for _, columns in crossing.places]
+    # Where none leaves, one slot of padding, which may hold NaN, is left out.
+    step = a.delta[0, : sum(columns)].to(a.A.dtype)
     if a.delta_bias is not None:
         step = step + a.delta_bias
     if a.delta_softplus:
         step = F.softplus(step)
     limit = getattr(a, "delta_limit", None)
-    total = step.sum(1) if limit is None else step.clamp(*limit).sum(1)
+    step = step if limit is None else step.clamp(*limit)
+    sums = [part.sum(0, keepdim=True) for part in step.split(columns)] if columns else [step]
+    total = torch.cat(sums)
     return torch.exp(total[..., None] * a.A if a.A.dim() == 2 else (total * a.A)[..., None, None])
 
 

@@ -135,21 +135,21 @@ def _start_from_ranks_before(a: Mamba2Arguments, backend: str | None) -> Mamba2A
         _, xBC, _ = a.parts(a.projected)
         a = a._replace(conv_state=context_parallel.entering_inputs(conv.of_layer(a, xBC)))
     if a.ssm_layout.crossing:
-        of_tail = a
+        crossing = a.ssm_layout.crossing
+        conv1d_pack = choose(backend, device, "conv1d_pack")
         if a.conv_layout is a.ssm_layout:
             # Only the documents that leave are convolved.
-            tail = a.ssm_layout.crossing.tail
-            leaving = a.ssm_layout.crossing.leaving[tail.rows]
-            of_tail = a._replace(
-                projected=a.projected[:, -tail.shape[1] :],
-                conv_layout=tail,
-                conv_state=None if a.conv_state is None else a.conv_state[leaving],
-            )
-        _, xBC, delta = of_tail.parts(of_tail.projected)
-        convolved, _ = choose(backend, device, "conv1d_pack")(conv.of_layer(of_tail, xBC))
+            conv_state = None if a.conv_state is None else a.conv_state[crossing.leaving[crossing.leaving_rows]]
+            of_tail = a._replace(conv_layout=crossing.tail, conv_state=conv_state)
+            _, xBC, delta = a.parts(crossing.take(a.projected))
+            convolved, _ = conv1d_pack(conv.of_layer(of_tail, xBC))
+        else:
+            _, xBC, delta = a.parts(a.projected)
+            convolved, _ = conv1d_pack(conv.of_layer(a, xBC))
+            convolved, delta = crossing.take(convolved), crossing.take(delta)
+        scan = a._replace(ssm_layout=crossing.tail).scan(convolved, delta)
         ssd_pack = choose(backend, device, "ssd_pack")
-        ssm_state = context_parallel.entering_states(a.scan(convolved, delta), ssd_pack)
-        a = a._replace(ssm_state=ssm_state)
+        a = a._replace(ssm_state=context_parallel.entering_states(a.ssm_layout, scan, ssd_pack))
     return a
 
 

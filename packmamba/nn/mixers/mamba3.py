@@ -342,7 +342,8 @@ def _stretch(layout: Any, rank: int) -> Any:
         return layout
     crossing = layout.crossing
     if crossing is not None:
-        crossing = replace(crossing, tail=_stretch(crossing.tail, rank))
+        places = [(row, columns * rank) for row, columns in crossing.places]
+        crossing = replace(crossing, places=places, tail=_stretch(crossing.tail, rank))
     rows, row_length = layout.shape
     return replace(
         layout,
