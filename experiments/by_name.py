@@ -54,11 +54,11 @@ def module(name: str, part: str) -> Any:
 def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the tables and figures that the experiments of records declare.
 
-    Of an experiment's own folder its report alone counts, which may show others' records.
+    In an experiment's own folder its report alone counts, which may show others' records.
     """
     records = list(records)
     known = experiments()
-    names = [name for name, path in known.items() if path.resolve() == folder.resolve()]
+    names = [name for name, path in known.items() if folder.resolve().is_relative_to(path.resolve())]
     if not names:
         made = {record["experiment"] for record in records}
         made |= {title.partition("/")[0] for title in finished(folder)}

@@ -56,8 +56,6 @@ EXPLORATORY = (
     Contrast("own minus zero, inside T", "own", "zero", 12, where=INSIDE),
     Contrast("own minus shuffled, inside T", "own", "shuffled", 12, where=INSIDE),
     Contrast("shuffled minus zero, beyond T", "shuffled", "zero", 12, curve=BEYOND),
-    Contrast("state passing minus zero, beyond T", "state-passing", "zero", 8, curve=BEYOND),
-    Contrast("own minus state passing, beyond T", "own", "state-passing", 8, curve=BEYOND),
     Contrast("one document at a time minus padded", "single", "padded", 4),
     Contrast("packed with reset, trained a second time, minus first", "packed-reset-second", "packed-reset", 8),
     Contrast("packed with reset, trained a third time, minus first", "packed-reset-third", "packed-reset", 8),
@@ -68,7 +66,7 @@ EXPLORATORY = (
 )
 REPEATS = Path(__file__).parent / "repeats"  # of runs whose seeds have records
 PACKERS = ("next-fit", "greedy", "best-fit-decreasing", "concat-split", "padded-sorted")
-STATES = ("zero", "own", "shuffled", "state-passing")
+STATES = ("zero", "own", "shuffled")
 PARITY = ("padded", "packed-reset", "packed-control", "packed-leak", "single")
 TASKS = {
     "headword.choice_accuracy": "four headwords of a gloss",
@@ -79,7 +77,7 @@ TUNED = {"pairs.nats": "nats a byte of an answer", "asked_headword.choice_accura
 PAIRS = (("packed-reset", "padded"), ("packed-leak", "packed-reset"), ("own", "zero"))
 TUNED_PAIRS = (("tuned-reset", "tuned-padded"), ("tuned-leak", "tuned-reset"))
 PILOT = 100  # seeds from here on are the pilot's
-PLANNED = {"packed-control": 8, "own": 12, "state-passing": 8, "single": 4}  # seeds, where a table's others have more
+PLANNED = {"packed-control": 8, "own": 12, "single": 4}  # seeds, where a table's others have more
 NOT_RUN = Cell("not run", (None, None))
 FACTORS = {
     "layout, reset minus padded": ("reset", "padded"),

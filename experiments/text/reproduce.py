@@ -42,14 +42,14 @@ SWEEPS = {
     "parity": ("padded,packed-reset,packed-control,packed-leak", range(1, 17), "padded", "perplexity.loss"),
     "states": ("own,zero,shuffled", range(1, 13), "zero", "beyond.loss"),
     "packers": ("next-fit,greedy,best-fit-decreasing,concat-split,padded-sorted", FEW, "next-fit", "perplexity.loss"),
-    "state-passing": ("state-passing", FEW, "null", "beyond.loss"),
     "single": ("single", range(1, 5), "null", "perplexity.loss"),
 }
 PRIMARY = {"parity": "primary=[packed-reset,packed-leak - packed-reset]", "states": "primary=[own,own - shuffled]"}
 PILOT = ("data.subset=validation", "evaluation_options.last_word.split=validation")
 
 
-def _step(file: str, *keys: str, small: Iterable[str] = ()) -> Step:
+def sweep_step(file: str, *keys: str, small: Iterable[str] = ()) -> Step:
+    """Train a sweep's runs on a GPU, or on a CPU with ``scale=small``."""
     return Step(file, ("jobs=auto", *keys), small=tuple(small), gpus=1, small_on_cpu=True)
 
 
@@ -58,16 +58,18 @@ def _sweep(name: str, mixer: str) -> Step:
     keys = [f"name={name}-{mixer}", f"arms=[{arms}]", f"grid.model.mixer=[{mixer}]", f"grid.seed={[*seeds]}"]
     keys += [f"baseline={baseline}", f"table.metrics=[{metric}]", *filter(None, [PRIMARY.get(name)])]
     keys += [f"margin={MARGINS[mixer]}"] if name == "parity" else []
-    return _step("text.yaml", *keys, small=SMALL.get(name, ()))
+    return sweep_step("text.yaml", *keys, small=SMALL.get(name, ()))
 
 
 def _pilot(name: str, arms: str, *keys: str, small: Iterable[str] = ()) -> Step:
-    return _step("text.yaml", f"name={name}", f"arms=[{arms}]", "grid.model.mixer=[mamba1]", *PILOT, *keys, small=small)
+    return sweep_step(
+        "text.yaml", f"name={name}", f"arms=[{arms}]", "grid.model.mixer=[mamba1]", *PILOT, *keys, small=small
+    )
 
 
 def _tuned(mixer: str) -> Step:
     init = f"trainer.init_from={{output}}:packed-reset mixer={mixer}"
-    return _step("finetune.yaml", f"name=tuned-{mixer}", f"model.mixer={mixer}", init, small=SMALL_TUNED)
+    return sweep_step("finetune.yaml", f"name=tuned-{mixer}", f"model.mixer={mixer}", init, small=SMALL_TUNED)
 
 
 RATES = ("grid.optimizer.lr=[2.0e-3,4.0e-3,8.0e-3]", "grid.seed=[100,101]", "trainer.max_steps=512")
@@ -75,10 +77,9 @@ TAKES = "5 hours of runs"
 STEPS = [
     _pilot("rates", "padded,packed-reset,packed-leak", *RATES, small=(*SMALL["parity"], "grid.seed=[100,101]")),
     _pilot("harm", "packed-reset,packed-leak", "grid.seed=[102,103,104,105]"),
-    *(_sweep(name, mixer) for name in ("parity", "states", "packers") for mixer in MARGINS),
+    *(_sweep(name, mixer) for name in ("parity", "states", "packers", "single") for mixer in MARGINS),
     *map(_tuned, MARGINS),
-    _step("numerics.yaml", small=SMALL_NUMERICS),
-    *(_sweep(name, mixer) for name in ("state-passing", "single") for mixer in MARGINS),
+    sweep_step("numerics.yaml", small=SMALL_NUMERICS),
 ]
 HEADLINES = [
     Headline(f"{title}: {one.name}", "verdicts-text", {"primary": one.name, "architecture": title}, "difference")

@@ -164,13 +164,16 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) 
     ConfigError; Unfinished where runs failed or are left.
     """
     runs = configs if sweep.train else []
-    arms = configs[: len(sweep.arms)]
     check_writable(sweep.output, "output")
-    start = _launcher(sweep, [*runs, *arms], progress)
+    untimed = _untimed_arms(sweep, configs[: len(sweep.arms)])
+    left = [run for run, record in zip(runs, find_records(runs)) if record is None]
+    start = _launcher(sweep, [*left, *untimed], progress)
     _check_corpora(runs, progress)
     progress_of_runs = _Progress(progress)
 
-    _time_arms(sweep, arms, progress)
+    if untimed:
+        for record in measure_throughput(untimed, sweep.throughput_rounds, sweep.output, progress):
+            append_record(Path(sweep.output) / "records.jsonl", record)
     seeds: dict[str, list[int]] = {}
     for config in runs:
         seeds.setdefault(config.name, []).append(config.seed)
@@ -184,7 +187,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) 
 
 
 def _launcher(sweep: SweepConfig, runs: list[Config], progress: bool) -> Callable[..., None]:
-    """Return a function (configs, report=...) that trains runs here, or in slots."""
+    """Return a function (configs, report=...) that trains runs here, or in slots; ``runs``: those that are left."""
     for config in runs:
         check_accelerator(config)
     if sweep.jobs == 1:
@@ -240,14 +243,10 @@ def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) 
             start(wave, report=report)
 
 
-def _time_arms(sweep: SweepConfig, arms: list[Config], progress: bool) -> None:
-    """Time the arms' steps in turns, unless their records are there."""
-    records = records_of(sweep.output, "throughput")
-    timed = {id_of(record["arm"], record["config"]) for record in records}
-    if not sweep.throughput_rounds or timed.issuperset(map(run_id, arms)):
-        return
-    for record in measure_throughput(arms, sweep.throughput_rounds, sweep.output, progress):
-        append_record(Path(sweep.output) / "records.jsonl", record)
+def _untimed_arms(sweep: SweepConfig, arms: list[Config]) -> list[Config]:
+    """Return the arms, whose steps are to be timed in turns; none if their records are there."""
+    timed = {id_of(record["arm"], record["config"]) for record in records_of(sweep.output, "throughput")}
+    return [] if not sweep.throughput_rounds or timed.issuperset(map(run_id, arms)) else arms
 
 
 def _check_corpora(runs: list[Config], progress: bool) -> None:

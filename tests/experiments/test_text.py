@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -232,7 +233,7 @@ def test_what_did_not_run_is_counted_and_a_pilot_stays_out():
 REGISTERED = {  # of studies that are not run yet: where rows, streams and documents must be smaller than theirs
     "rates.yaml": ("grid.seed=[17]", "common.data.cut_documents=256", "common.data.max_tokens_per_batch=1024"),
     "bpe.yaml": ("grid.seed=[1]", "common.data.tokenizer=bytes", "common.data.max_tokens_per_batch=1024"),
-    "beyond_rows.yaml": (
+    "../beyond_rows/beyond_rows.yaml": (
         *("grid.seed=[1]", "common.data.source=natural_text", "common.data.row_length=64", "common.data.streams=64"),
         *("common.data.max_tokens_per_batch=1024", "arms.shuffled.data.shuffle_steps=6"),
         "evaluation_options={positions: {window: 64, most: 8}, beyond: {after: 64, most: 512}}",
@@ -256,9 +257,18 @@ def test_every_arm_of_a_registered_study_trains_and_is_compared(file, mixer, sam
     rulings = contrasts(training_arms(records), metric)
     rates = sweep.grid.get("optimizer.lr", [0])
     assert sum(contrast.primary for contrast in rulings) == len(sweep.primary) * len(rates)
-    if file == "beyond_rows.yaml":
+    if file.endswith("beyond_rows.yaml"):
         losses = {record["arm"].split()[0]: record["metrics"][metric] for record in records}
         assert len({*losses.values()}) == len(losses), "every arm trains another model"
+
+
+def test_a_finished_study_is_reported_without_its_gpu_and_documents(tmp_path):
+    for file in ("records.jsonl.gz", "sweep.json"):
+        shutil.copy(FOLDER.parent / "beyond_rows" / file, tmp_path)
+    sweep, configs = load_sweep(FOLDER.parent / "beyond_rows/beyond_rows.yaml", [f"output={tmp_path}"])
+    assert {config.trainer.accelerator for config in configs} == {"gpu"}
+    assert run_sweep(sweep, configs, progress=False) == tmp_path
+    assert "late" not in (tmp_path / "sweep.json").read_text()
 
 
 def test_only_long_documents_are_of_the_long_source(tmp_path):
