@@ -363,16 +363,15 @@ class SequenceLayout:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> SequenceLayout:
         """Copy to another device; ``origin`` of the copy is this layout."""
-        return self._moved(lambda t: t.to(device, non_blocking=non_blocking))
+        return self._moved(lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> SequenceLayout:
         """Copy to page-locked memory, for asynchronous copies to a GPU."""
-        return self._moved(Tensor.pin_memory)
+        return self._moved(lambda part: part.pin_memory())
 
-    def _moved(self, move: Callable[[Tensor], Tensor]) -> SequenceLayout:
+    def _moved(self, move: Callable[[Any], Any]) -> SequenceLayout:
         moved: Any = {name: move(getattr(self, name)) for name in ("starts", "ends", "offsets")}
-        device = moved["starts"].device
-        crossing = self.crossing and self.crossing.moved(lambda part: part.to(device))
+        crossing = self.crossing and self.crossing.moved(move)
         return replace(self, **moved, flowing=None, origin=self, crossing=crossing)
 
     def __eq__(self, other: object) -> bool:

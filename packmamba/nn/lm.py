@@ -196,7 +196,8 @@ class MambaLM(nn.Module):
         conv_layout = layout if conv_layout is None else conv_layout
         ssm_layout = layout if ssm_layout is None else ssm_layout
         shares_rows = getattr(layers[0].mixer, "SHARES_ROWS", False)
-        expect(shares_rows or ssm_layout.crossing is None, "layout", "rows that no ranks share", "shared ones")
+        fits = shares_rows or conv_layout.crossing is ssm_layout.crossing is None
+        expect(fits, "layout", "rows that no ranks share", "shared ones")
         residual, normed = self._embed(tokens)
         final_states = []
         for layer, state in zip(layers, initial_states):

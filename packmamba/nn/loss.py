@@ -9,7 +9,8 @@ weight's gradient in float32 beside narrower activations.
 Shapes: B rows, L slots, T tokens, V vocabulary.
 """
 
-import functools
+import os
+import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -20,7 +21,7 @@ from torch.autograd.function import once_differentiable
 
 from packmamba.ops.checks import accumulation_dtype
 
-# Maximum logits at a time: in bfloat16 about 200 MB, and their gradients as much.
+# Maximum logits at a time: in bfloat16 about 200 MB; their gradients take as much, on a GPU the same.
 CHUNK_LOGITS = 2048 * 50304
 
 
@@ -42,7 +43,8 @@ def linear_cross_entropy(
         mask: (B, L) bool, where there is a target.
         slots: (T,) int64, places in the flattened B * L slots; all others, where mask must be
             False, are skipped. None: none is skipped.
-        compiled: fuse what lies between the matrix products by torch.compile.
+        compiled: fuse what lies between the matrix products by torch.compile, where no kernel does:
+            on a CPU, and in float64.
         shares: (B, L), weights of losses in the sum; None: 1.
 
     Returns the sum, differentiable in hidden and weight, and losses (B, L) without factor and
@@ -82,23 +84,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
         differentiable = enabled and any(ctx.needs_input_grad)
         dx = torch.empty_like(x) if differentiable else None
         dhead = torch.zeros_like(head, dtype=dtype) if differentiable else None
-        compute = _compiled_chunk() if compiled else _chunk
+        compute = _compute_on(x, compiled)
         chunk_length = max(1, CHUNK_LOGITS // len(head))
         # A chunk: logits (t, V), losses (t,), and at once
         # its dx (t, d_model) and its addend to dhead.
         for first in range(0, len(x), chunk_length):
             part = slice(first, first + chunk_length)
-            logits = x.new_empty(len(losses[part]), len(head))
-            torch.mm(x[part], head.t(), out=logits)
-            chunk = (logits, targets[part], mask[part])
-            if compiled:
-                for tensor in chunk:  # the last chunk's size varies
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            losses[part], dlogits = compute(*chunk, differentiable)
-            del logits, chunk  # before the next allocation
+            # Into a tensor: autocast does not cast operands then.
+            logits = torch.mm(x[part], head.t(), out=x.new_empty(len(losses[part]), len(head)))
+            share = None if shares is None else shares[part]
+            losses[part], dlogits = compute(logits, targets[part], mask[part], share, differentiable)
+            del logits  # before the next allocation
             if dx is not None and dhead is not None:
-                if shares is not None:
-                    dlogits = (dlogits * shares[part, None]).to(dlogits.dtype)
                 torch.mm(dlogits, head, out=dx[part])
                 _add_product(dhead, dlogits.t(), x[part])
             del dlogits
@@ -123,8 +120,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return dx, (dhead * dtotal).to(ctx.dtype), None, None, None, None, None, None
 
 
-def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) -> tuple[Tensor, Tensor]:
-    """Return losses (T,) of logits (T, V), and their gradient (T, V) in the logits' dtype.
+def _chunk(
+    logits: Tensor, targets: Tensor, mask: Tensor, shares: Tensor | None, differentiable: bool
+) -> tuple[Tensor, Tensor]:
+    """Return losses (T,) of logits (T, V), and the gradient (T, V) of ``(shares * losses).sum()`` in the logits' dtype.
 
     Both are zero where mask is False. Not differentiable: the second result is the losses again.
     """
@@ -137,12 +136,23 @@ def _chunk(logits: Tensor, targets: Tensor, mask: Tensor, differentiable: bool) 
     is_target = torch.arange(logits.shape[1], device=logits.device) == targets[:, None]
     # d loss / d logits = softmax(logits) - one-hot(target).
     gradient = torch.where(mask[:, None], log_p.exp() - is_target.to(dtype), 0)
+    if shares is not None:
+        gradient = gradient * shares[:, None]
     return losses, gradient.to(logits.dtype)
 
 
-@functools.cache
-def _compiled_chunk() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_chunk)
+def _compute_on(x: Tensor, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return ``_chunk``, compiled, or the kernel that does the same on a GPU, in the logits' place.
+
+    Triton needs a C compiler at its first call; where there is none, Mamba-1 trains without.
+    """
+    can_compile = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
+    if x.is_cuda and x.dtype != torch.float64 and can_compile:
+        from packmamba.nn import loss_triton  # which imports Triton
+
+        return loss_triton.chunk_losses_and_gradient
+    # Compiled once: PyTorch keeps code by function. The last chunk's size varies.
+    return torch.compile(_chunk, dynamic=True) if compiled else _chunk
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:

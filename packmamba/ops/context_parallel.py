@@ -24,6 +24,7 @@ import torch
 import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, ceil_div
@@ -60,7 +61,10 @@ class ContextParallel:
         return padded[:, self.rank * width : (self.rank + 1) * width].contiguous()
 
     def shard(self, layout: SequenceLayout) -> SequenceLayout:
-        """Return the layout of this rank's columns, on the CPU; ``crossing`` says what enters and what leaves."""
+        """Return the layout of this rank's columns, on the CPU; ``crossing`` says what enters and what leaves.
+
+        Of merged documents it is ``shard(layout.flow())``: a rank's columns know of no others.
+        """
         rows, row_length = layout.shape
         width = self.width(row_length)
         starts, ends, offsets = (tensor.cpu().long() for tensor in (layout.starts, layout.ends, layout.offsets))
@@ -86,14 +90,16 @@ class ContextParallel:
             leaving[leaving_rows] = leaves.nonzero().flatten()
             spans = torch.zeros(rows, dtype=torch.bool)
             spans[row[is_here][enters & leaves]] = True
+            columns = (last - first)[leaves].tolist()
+            tail = SequenceLayout.from_lengths([columns], max(1, sum(columns)), offsets=[offset[leaves].tolist()])
             sharded.crossing = Crossing(
                 context=self,
                 entering=enters.nonzero().flatten(),
                 leaving=leaving,
                 leaving_rows=leaving_rows,
                 spans=spans,
-                places=[*zip(leaving_rows.tolist(), (last - first)[leaves].tolist())],
-                tail=_tail_of(last - first, offset, leaves),
+                places=[*zip(leaving_rows.tolist(), columns)],
+                tail=tail,
             )
         return sharded
 
@@ -122,21 +128,16 @@ class Crossing:
 
     def moved(self, move: Callable[[Any], Any]) -> Crossing:
         """Return a copy whose tensors and layout are moved."""
-        movable = ("entering", "leaving", "leaving_rows", "spans", "tail")
-        return replace(self, **{name: move(getattr(self, name)) for name in movable})
+        movable = {name: part for name, part in vars(self).items() if isinstance(part, Tensor | SequenceLayout)}
+        return replace(self, **{name: move(part) for name, part in movable.items()})
 
     def take(self, tensor: Tensor) -> Tensor:
         """Return the leaving documents' slots of a tensor (B, L, ...), as ``tail`` has them: (1, slots, ...)."""
+        # Unbound, since each tensor[row] would have a gradient of the whole tensor's size.
+        rows = tensor.unbind()
         # Without such documents a slot of padding, which is never read.
-        places = self.places or [(0, 1)]
-        taken = [tensor[row, -columns:] for row, columns in places]
+        taken = [rows[row][-columns:] for row, columns in self.places or [(0, 1)]]
         return (taken[0] if len(taken) == 1 else torch.cat(taken))[None]
-
-
-def _tail_of(lengths: Tensor, offsets: Tensor, leaves: Tensor) -> SequenceLayout:
-    """Return the layout of the documents that leave alone, in one row; all arguments are (S,)."""
-    columns = lengths[leaves].tolist()
-    return SequenceLayout.from_lengths([columns], max(1, sum(columns)), offsets=[offsets[leaves].tolist()])
 
 
 class _Gather(torch.autograd.Function):
@@ -150,6 +151,7 @@ class _Gather(torch.autograd.Function):
         return torch.stack(parts)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total = grad.clone(memory_format=torch.contiguous_format)
         torch.distributed.all_reduce(total, group=ctx.group)
@@ -169,7 +171,7 @@ def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | No
     implementation = choose(backend, a[0].device, operator)
     if a.layout.crossing is None:
         return implementation(a)
-    expect_no_state(a.initial_state, a.return_final_state)
+    expect_no_state(a.return_final_state, a.initial_state)
     if operator == "conv1d_pack":
         return implementation(a._replace(initial_state=entering_inputs(a)))
     crossing = a.layout.crossing
@@ -178,9 +180,9 @@ def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | No
     return implementation(a._replace(initial_state=entering_states(a.layout, of_tail, implementation)))
 
 
-def expect_no_state(given: Any, is_returned: bool) -> None:
+def expect_no_state(is_returned: bool, *given: Any) -> None:
     """Raise ValueError for states in or out of shared rows."""
-    expect(given is None and not is_returned, "state", "None where ranks share rows", "some")
+    expect(not is_returned and {*given} == {None}, "state", "None where ranks share rows", "some")
 
 
 def entering_inputs(a: Any) -> Tensor:
@@ -235,8 +237,7 @@ def _total_decays(of_tail: Any, crossing: Crossing) -> Tensor:
         step = F.softplus(step)
     limit = getattr(a, "delta_limit", None)
     step = step if limit is None else step.clamp(*limit)
-    sums = [part.sum(0, keepdim=True) for part in step.split(columns)] if columns else [step]
-    total = torch.cat(sums)
+    total = torch.stack([part.sum(0) for part in step.split(columns)]) if columns else step
     return torch.exp(total[..., None] * a.A if a.A.dim() == 2 else (total * a.A)[..., None, None])
 
 

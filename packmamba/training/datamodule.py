@@ -99,13 +99,15 @@ class PackedDataModule(lightning.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Plan this rank's steps, and the rows of the documents to evaluate."""
         ranks, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        sharing = self.context_parallel
         # The scheme came with the Lightning module: check only now that it fits the data.
         if self._boundary is None and self.boundary is not None:
-            mean_over = getattr(getattr(self.trainer, "lightning_module", None), "mean_over", "targets")
-            shared: Any = {"devices": ranks, "context_parallel": self.context_parallel, "mean_over": mean_over}
-            validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, **shared)))
+            own = vars(getattr(self.trainer, "lightning_module", None))
+            keys: Any = {"devices": ranks, "context_parallel": sharing, "mean_over": own.get("mean_over", "targets")}
+            # A graph's batch of fixed shape has no documents that cross from rank to rank.
+            keys["cuda_graphs"] = sharing > 1 and own.get("cuda_graphs", False)
+            validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, **keys)))
         # Ranks that share rows read the same batches, and each takes its columns of them.
-        sharing = self.context_parallel
         fits = sharing in range(1, ranks + 1) and ranks % sharing == 0
         need(fits, "context_parallel", f"a divisor of {ranks} devices", repr(sharing))
         ranks //= sharing

@@ -48,6 +48,23 @@ def test_the_loss_is_cross_entropy(dtype, tolerances, chunk, slots, monkeypatch)
         assert torch.equal(linear_cross_entropy(hidden, weight, targets, mask, slots)[1], losses)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabulary", [37, 9001])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.float16, 2e-3), (torch.bfloat16, 1e-2)])
+def test_the_kernel_s_loss_is_cross_entropy(dtype, tolerance, vocabulary, monkeypatch):
+    hidden, weight, targets, mask = head_case(dtype, vocabulary)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", 5 * len(weight))
+    shares = torch.rand(mask.shape, generator=torch.Generator().manual_seed(0))
+    _, each = plain_loss(hidden, weight, targets, mask)
+    wanted = [each.detach(), *torch.autograd.grad((each * shares).sum(), (hidden, weight))]
+    leaves = [tensor.detach().cuda().requires_grad_() for tensor in (hidden, weight)]
+    inputs = [tensor.cuda() for tensor in (targets, mask, LAYOUT.token_slots)]
+    total, losses = linear_cross_entropy(*leaves, *inputs, shares=shares.cuda())
+    found = [losses, *torch.autograd.grad(total, leaves)]
+    errors = [relative_error(one.cpu(), other.double()) for one, other in zip(found, wanted)]
+    assert max(errors) <= tolerance, errors
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_document_s_bits_whatever_stands_beside_it(dtype, monkeypatch):
     """Compare losses and the hidden states' gradient, at one shape of chunks; other documents have NaN and other targets."""

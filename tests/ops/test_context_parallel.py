@@ -142,13 +142,27 @@ def refuse():
     model = model_of("mamba2")
     of_other_mixer = model_of("mamba1")
     of_other_mixer.backbone.layers[0].mixer.SHARES_ROWS = False
+    # At the edge a document begins: nothing crosses, but in another layout.
+    apart = context.shard(SequenceLayout.from_lengths([[12, 12]] * 4, row_length=24))
+    states = model.start_states(local.num_documents)
     for call in (
         lambda: model(tokens[:, :12], layout=local, conv_layout=local.flow()),
         lambda: model(tokens[:, :12], layout=local, return_states=True),
+        lambda: model(tokens[:, :12], layout=local, states=[(conv_state, None) for conv_state, _ in states]),
         lambda: of_other_mixer(tokens[:, :12], layout=local),
+        lambda: of_other_mixer(tokens[:, :12], layout=apart, conv_layout=local),
+        lambda: model_of("mamba3")(tokens[:, :12], layout=apart, conv_layout=local),
+        lambda: model_of("mimo")(tokens[:, :12], layout=local, conv_layout=apart),
     ):
         with pytest.raises(ValueError, match="share"):
             call()
+    # The reference's gradients have gradients, those of what ranks gather have none.
+    block = MambaLM(11, 16, 1, backend="reference", d_state=4).double().backbone.layers[0].mixer
+    hidden = torch.randn(*local.shape, 16, dtype=torch.float64, requires_grad=True)
+    y = block(hidden, layout=local)
+    (gradient,) = torch.autograd.grad(y.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.sum().backward()
     leave()
 
 

@@ -1,4 +1,4 @@
-"""Triton's kernels of ssd_pack on a CPU, by Triton's interpreter: what can be tested of them without a GPU.
+"""Triton's kernels of ssd_pack and of the loss on a CPU, by Triton's interpreter: what can be tested of them without a GPU.
 
 Needs triton, which a PyTorch with CUDA brings along, and a NumPy that Triton 3.6's interpreter can work with (before 2.4).
 """
@@ -21,12 +21,31 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CAN_INTERPRET, reason="pi
 LENGTHS = [[70, 1, 129], [], [128, 60]]
 
 
-@pytest.mark.parametrize("case", ["float32", "float16", "groups", "long"])
+@pytest.mark.parametrize("case", ["float32", "float16", "groups", "long", "loss"])
 def test_interpreted_kernels_equal_the_loops(case):
     # The interpreter is chosen when Triton is imported.
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     run = subprocess.run([sys.executable, __file__, case], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
+
+
+def interpret_loss():
+    """Hold losses and gradients against PyTorch's operators; some targets are masked, whose logits are NaN."""
+    from packmamba.nn import loss, loss_triton
+
+    generator = torch.Generator().manual_seed(0)
+    for dtype, vocabulary in ((torch.float32, 37), (torch.float32, 9000), (torch.float16, 256)):
+        logits = 4 * torch.randn(5, vocabulary, generator=generator)
+        logits[2], logits[3, 1] = torch.nan, -torch.inf
+        targets = torch.randint(2, vocabulary, (10,), generator=generator)[::2]
+        mask, shares = torch.arange(5) != 2, torch.rand(5, generator=generator)
+        for given in (None, shares):
+            arguments = (targets, mask, given, True)
+            expected = loss._chunk(logits.to(dtype), *arguments)
+            found = loss_triton.chunk_losses_and_gradient(logits.to(dtype), *arguments)
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6 if dtype == torch.float32 else 1e-3)
+    far = loss_triton.chunk_losses_and_gradient(logits.to(dtype), targets + vocabulary, mask, None, False)
+    assert far[0].isnan().tolist() == mask.tolist(), "a target outside the vocabulary"
 
 
 def interpret(name):
@@ -51,4 +70,4 @@ def interpret(name):
 
 
 if __name__ == "__main__":
-    interpret(sys.argv[1])
+    interpret_loss() if sys.argv[1] == "loss" else interpret(sys.argv[1])

@@ -2,6 +2,7 @@
 
 import json
 import random
+from types import SimpleNamespace
 
 import lightning
 import numpy as np
@@ -367,6 +368,14 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
     assert carrying
 
 
+def sharing_rows(**keys):
+    """A data module whose two ranks share rows, with a Lightning module's keys."""
+    data = PackedDataModule(context_parallel=2)
+    module = PackedLitModule(dict(vocab_size=9, **SHAPE), **keys)
+    data.trainer = SimpleNamespace(world_size=2, global_rank=0, lightning_module=module)
+    return data
+
+
 @pytest.mark.parametrize(
     ("key", "make"),
     [
@@ -382,6 +391,8 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
         ("context_parallel: expected 1 in", lambda: PackedDataModule(context_parallel=2).predict_dataloader()),
         ("context_parallel: expected a divisor", lambda: PackedDataModule(context_parallel=2).setup()),
         ("context_parallel: expected a divisor", lambda: PackedDataModule(context_parallel=0).setup()),
+        ("trainer.cuda_graphs: expected false", lambda: sharing_rows(cuda_graphs=True).setup()),
+        ("trainer.context_parallel: expected 1", lambda: sharing_rows(mean_over="rows").setup()),
         ("data.row_length", lambda: PackedDataModule(DataConfig(), row_length=0)),
         ("data.row_length", lambda: PackedDataModule(row_lenght="stream")),  # the command line's answer
     ],

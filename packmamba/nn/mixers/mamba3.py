@@ -161,6 +161,8 @@ class PackedMamba3(HeadMixer):
         expect(one_layout or state is None, "state", "None where conv_layout is not ssm_layout", "states")
         documents = self._check_documents(projected, conv_layout, ssm_layout, state)
         conv_layout, ssm_layout, k_before, v_before, h = documents
+        is_shared = conv_layout.crossing or ssm_layout.crossing
+        expect(one_layout or not is_shared, "conv_layout", "ssm_layout where ranks share rows", "another")
         document = ssm_layout.slot_documents()
         conv_document = document if one_layout else conv_layout.slot_documents()
         # Absent documents of a CUDA graph lie behind every slot.
