@@ -144,7 +144,7 @@ class ModelConfig:
     expand: int = key(2, "d_inner = expand * d_model.", low=1)
     dt_rank: Any = key("auto", "Rank of delta; auto: ceil(d_model / 16).", check=AUTO)
     tie_embeddings: bool = key(True, "The head shares the embedding's weight.")
-    compile: bool = key(False, "torch.compile the blocks and the loss.")
+    compile: bool = key(False, "torch.compile the blocks, and on a CPU the loss.")
     recompute: str = key("none", "Recompute in the backward pass.", choices=("none", "inner", "block"))
 
     def of_mixer(self) -> dict[str, Any]:

@@ -108,7 +108,7 @@ class PackedLitModule(lightning.LightningModule):
         mean_over: "targets"; or "rows": the mean of each micro-batch's row means, weighted by the
             micro-batch's targets, so that it depends on ``max_tokens_per_batch``.
         cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph.
-        compile: torch.compile the blocks and the loss.
+        compile: torch.compile the blocks, and on a CPU the loss.
         lr, optimizer: keys of the section ``optimizer``;
             ``schedule_steps`` None: the Trainer's steps.
 
