@@ -57,12 +57,9 @@ RECORDS = ("jsonl", "splits", "parquet", "huggingface")
 # read any. Sizes of synthetic documents may stand beside another source, which an arm may name.
 KEYS_OF_SOURCES = {
     "unit": ("packages",),
-    "text_key": RECORDS,
-    "loss_on": RECORDS,
-    "subset": ("huggingface",),
-    "split": ("huggingface",),
-    "task": ("task",),
-    "task_options": ("task",),
+    **dict.fromkeys(("text_key", "loss_on"), RECORDS),
+    **dict.fromkeys(("subset", "split"), ("huggingface",)),
+    **dict.fromkeys(("task", "task_options"), ("task",)),
 }
 SOURCES = {"stdlib", "text", "megatron", "synthetic"}.union(*KEYS_OF_SOURCES.values())
 # Values of ``trainer.accelerator`` that may take a GPU.

@@ -371,8 +371,8 @@ def test_rows_that_carry_are_full_in_shipped_configurations(tmp_path, file):
 def sharing_rows(**keys):
     """A data module whose two ranks share rows, with a Lightning module's keys."""
     data = PackedDataModule(context_parallel=2)
-    module = PackedLitModule(dict(vocab_size=9, **SHAPE), **keys)
-    data.trainer = SimpleNamespace(world_size=2, global_rank=0, lightning_module=module)
+    data.trainer = SimpleNamespace(world_size=2, global_rank=0)
+    data.trainer.lightning_module = PackedLitModule(dict(vocab_size=9, **SHAPE), **keys)
     return data
 
 
