@@ -9,6 +9,7 @@ weight's gradient in float32 beside narrower activations.
 Shapes: B rows, L slots, T tokens, V vocabulary.
 """
 
+import functools
 import os
 import shutil
 from collections.abc import Callable
@@ -141,13 +142,17 @@ def _chunk(
     return losses, gradient.to(logits.dtype)
 
 
+@functools.cache
+def _has_c_compiler() -> bool:
+    return any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
+
+
 def _compute_on(x: Tensor, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return ``_chunk``, compiled, or the kernel that does the same on a GPU, in the logits' place.
 
     Triton needs a C compiler at its first call; where there is none, Mamba-1 trains without.
     """
-    can_compile = any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
-    if x.is_cuda and x.dtype != torch.float64 and can_compile:
+    if x.is_cuda and x.dtype != torch.float64 and _has_c_compiler():
         from packmamba.nn import loss_triton  # which imports Triton
 
         return loss_triton.chunk_losses_and_gradient
