@@ -221,7 +221,7 @@ P_COLUMNS = "p of difference, Holm = p_difference:p | p of equivalence, Holm = p
 
 
 # A new metric: derive it in ``aggregate.training_arms`` or write it to records, name it in TITLES,
-# format it in FORMATS; ``_further_keys`` lists those of the headline.
+# format it in FORMATS; ``_further`` lists those of the headline.
 TITLES = {
     "val_loss": "validation loss",
     "val_loss_start": "loss, first 32 tokens",
@@ -333,9 +333,9 @@ def _is_ruled(arms: Arms) -> bool:
 
 def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
     """Make the headline: each arm's seeds, metrics, differences, verdict, and what it costs."""
-    metrics, further = table_keys(arms)
-    if further is None:
-        further = [key for key in _further_keys(arms) if any(arm[key].notna().any() for arm in arms)]
+    metrics, more = table_keys(arms)
+    if more is None:
+        more = [key for key in _further(arms) if key not in metrics and any(arm[key].notna().any() for arm in arms)]
     # For each metric its value and the difference from the baseline; the verdict, which is on the
     # first metric; then what the runs cost.
     columns = make_columns("!arm | seeds")
@@ -344,8 +344,8 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
         difference = _difference_column(minus, f"{metric}_difference", f"{metric}_difference_pairs")
         columns += [_metric_column(metric, arms), difference]
     columns += make_columns("!verdict") if _is_ruled(arms) else []
-    columns += [_metric_column(metric, arms) for metric in further]
-    measured = [_metric_column(metric, arms) for metric in (*metrics, *further)]
+    columns += [_metric_column(metric, arms) for metric in more]
+    measured = [_metric_column(metric, arms) for metric in (*metrics, *more)]
     verdicts = {each.arm: each.verdict for each in contrasts if each.other is each.arm.baseline}
     rows = []
     for arm in arms:
@@ -357,7 +357,7 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
     return make_table("training", heading, columns, rows, *_notes(arms))
 
 
-def _further_keys(arms: Arms) -> list[str]:
+def _further(arms: Arms) -> list[str]:
     """Return metrics of the headline beside the loss, for a sweep that names none."""
     losses = ["val_loss_start", "val_loss_as_trained"]
     costs = ["real_tokens_per_second", "padding_fraction", "speedup", "peak_memory_bytes"]
