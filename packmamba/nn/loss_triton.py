@@ -32,18 +32,20 @@ def chunk_losses(
     total = tl.full((), 0.0, tl.float32)
     for first in range(0, vocabulary, BLOCK):
         column = first + tl.arange(0, BLOCK)
-        some = tl.load(row + column, column < vocabulary, float("-inf")).to(tl.float32)
+        tile = tl.load(row + column, column < vocabulary, float("-inf")).to(tl.float32)
         before = largest
-        largest = tl.maximum(largest, tl.max(some, 0))
-        total = total * tl.exp(before - largest) + tl.sum(tl.exp(some - largest), 0)
+        largest = tl.maximum(largest, tl.max(tile, 0))
+        total = total * tl.exp(before - largest) + tl.sum(tl.exp(tile - largest), 0)
     log_total = largest + tl.log(total)
     tl.store(losses + token, tl.where(has_target, log_total - of_target, 0.0))
     if is_differentiable:
         share = 1.0 if shares is None else tl.load(shares + token)
         for first in range(0, vocabulary, BLOCK):
             column = first + tl.arange(0, BLOCK)
-            p = tl.exp(tl.load(row + column, column < vocabulary, 0.0).to(tl.float32) - log_total)
-            gradient = tl.where(has_target, share * tl.where(column == target, p - 1, p), 0.0)
+            tile = tl.load(row + column, column < vocabulary, 0.0).to(tl.float32)
+            # d loss / d logits = softmax(logits) - one-hot(target).
+            gradient = share * (tl.exp(tile - log_total) - tl.where(column == target, 1.0, 0.0))
+            gradient = tl.where(has_target, gradient, 0.0)
             tl.store(row + column, gradient.to(logits.dtype.element_ty), column < vocabulary)
 
 

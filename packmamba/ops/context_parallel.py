@@ -112,7 +112,7 @@ class Crossing:
         context: the ranks.
         entering: the documents that began on an earlier rank, at most one a row.
         leaving: (B,) the document of each row that goes on on the next rank; S: none.
-        leaving_rows: their rows; T of them.
+        leaving_rows: (T,) the rows of the T documents that leave.
         spans: (B,) bool, whether one document fills all columns and does both.
         places: the row of each leaving document, and how many of its last columns it fills.
         tail: the layout of the leaving documents alone, side by side in one row.
@@ -182,7 +182,8 @@ def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | No
 
 def expect_no_state(is_returned: bool, *given: Any) -> None:
     """Raise ValueError for states in or out of shared rows."""
-    expect(not is_returned and {*given} == {None}, "state", "None where ranks share rows", "some")
+    fits = not is_returned and all(state is None for state in given)
+    expect(fits, "state", "None where ranks share rows", "some")
 
 
 def entering_inputs(a: Any) -> Tensor:
@@ -223,12 +224,12 @@ def entering_states(layout: SequenceLayout, of_tail: Any, implementation: Callab
     return _of_documents(_combine(added, remains, crossing), layout)
 
 
-def _total_decays(of_tail: Any, crossing: Crossing) -> Tensor:
+def _total_decays(a: Any, crossing: Crossing) -> Tensor:
     """Compute the decay of a state over all tokens here of each document that leaves.
 
-    Returns (T, D, N), or (T, H, 1, 1) of Mamba-2.
+    a: the scan's arguments for these documents. Returns (T, D, N), or (T, H, 1, 1) of Mamba-2.
     """
-    a, columns = of_tail, [columns for _, columns in crossing.places]
+    columns = [columns for _, columns in crossing.places]
     # Where none leaves, one slot of padding, which may hold NaN, is left out.
     step = a.delta[0, : sum(columns)].to(a.A.dtype)
     if a.delta_bias is not None:

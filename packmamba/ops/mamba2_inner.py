@@ -130,22 +130,20 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
 def _start_from_ranks_before(a: Mamba2Arguments, backend: str | None) -> Mamba2Arguments:
     """Return the arguments with initial states of documents that began on the ranks before."""
     context_parallel.expect_no_state(a.return_state, a.conv_state, a.ssm_state)
-    device = a.projected.device
     _, xBC, delta = a.parts(a.projected)
     if a.conv_layout.crossing:
         a = a._replace(conv_state=context_parallel.entering_inputs(conv.of_layer(a, xBC)))
     if crossing := a.ssm_layout.crossing:
+        inputs = conv.of_layer(a, xBC)
         one_layout = a.conv_layout is a.ssm_layout
-        convolving = a
         if one_layout:
             # Only the documents that leave are convolved.
-            xBC = crossing.take(xBC)
-            conv_state = None if a.conv_state is None else a.conv_state[crossing.leaving[crossing.leaving_rows]]
-            convolving = a._replace(conv_layout=crossing.tail, conv_state=conv_state)
-        convolved, _ = choose(backend, device, "conv1d_pack")(conv.of_layer(convolving, xBC))
+            state = None if a.conv_state is None else a.conv_state[crossing.leaving[crossing.leaving_rows]]
+            inputs = inputs._replace(x=crossing.take(xBC), layout=crossing.tail, initial_state=state)
+        convolved, _ = choose(backend, a.projected.device, "conv1d_pack")(inputs)
         convolved = convolved if one_layout else crossing.take(convolved)
         scan = a._replace(ssm_layout=crossing.tail).scan(convolved, crossing.take(delta))
-        ssd_pack = choose(backend, device, "ssd_pack")
+        ssd_pack = choose(backend, a.projected.device, "ssd_pack")
         a = a._replace(ssm_state=context_parallel.entering_states(a.ssm_layout, scan, ssd_pack))
     return a
 

@@ -102,23 +102,23 @@ class PackedDataModule(lightning.LightningDataModule):
         sharing = self.context_parallel
         # The scheme came with the Lightning module: check only now that it fits the data.
         if self._boundary is None and self.boundary is not None:
-            own = vars(getattr(self.trainer, "lightning_module", None))
-            keys: Any = {"devices": ranks, "context_parallel": sharing, "mean_over": own.get("mean_over", "targets")}
+            module = getattr(self.trainer, "lightning_module", None)
+            keys: Any = {"devices": ranks, "context_parallel": sharing}
+            keys["mean_over"] = getattr(module, "mean_over", "targets")
             # A graph's batch of fixed shape has no documents that cross from rank to rank.
-            keys["cuda_graphs"] = sharing > 1 and own.get("cuda_graphs", False)
+            keys["cuda_graphs"] = sharing > 1 and getattr(module, "cuda_graphs", False)
             validate(Config(data=self.config, trainer=TrainerConfig(boundary=self.boundary.name, **keys)))
         # Ranks that share rows read the same batches, and each takes its columns of them.
         fits = sharing in range(1, ranks + 1) and ranks % sharing == 0
         need(fits, "context_parallel", f"a divisor of {ranks} devices", repr(sharing))
-        ranks //= sharing
-        rank //= sharing
+        self.ranks = ranks // sharing
+        self.rank = rank // sharing
         if sharing > 1 and self.context is None:
             device = cast(lightning.Trainer, self.trainer).strategy.root_device.type
-            self.context = ContextParallel(init_device_mesh(device, (ranks, sharing)).get_group(mesh_dim=1))
-        self.steps = StepDataset(self.schedule(ranks), rank)
+            self.context = ContextParallel(init_device_mesh(device, (self.ranks, sharing)).get_group(mesh_dim=1))
+        self.steps = StepDataset(self.schedule(self.ranks), self.rank)
         if stage in (None, "fit"):
             self.steps.schedule.step(0)  # a strategy that overfills rows is refused here
-        self.ranks, self.rank = ranks, rank
         self.evaluations = self._evaluations(self.corpora.validation)
 
     def schedule(self, world_size: int = 1) -> StepSchedule:
