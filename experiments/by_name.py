@@ -54,7 +54,7 @@ def module(name: str, part: str) -> Any:
 def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the tables and figures that the experiments of records declare.
 
-    In an experiment's own folder its report alone counts, which may show others' records.
+    In and below an experiment's own folder its report alone counts, which may show others' records.
     """
     records = list(records)
     known = experiments()

@@ -1,4 +1,4 @@
-"""The library's tables without speeds of shared machines, and each arm's loss from one octave of places to another."""
+"""Tabulate the library's tables without speeds of shared machines, and how each arm's loss rises with position."""
 
 from collections.abc import Sequence
 
@@ -8,7 +8,7 @@ from packmamba.lab.report.html import KINDS as LIBRARY
 from packmamba.lab.report.statistics import interval
 from packmamba.lab.report.tables import Table, make_table
 
-# Ends of octaves of places: T to 2 T and 4 T to 8 T, which all documents have. T = 512.
+# Ends of octaves of positions: T to 2 T and 4 T to 8 T, which all documents have. T = 512.
 NEAR, FAR = 1024, 4096
 
 
@@ -22,7 +22,7 @@ def failure(records: Sequence[Record]) -> list[Table]:
         if found is not None:
             rows.append({"arm": arm.label, "near": near.mean(), "far": far.mean(), "rise": found, "seeds": len(near)})
     columns = "!arm | T to 2 T = near:.4f | 4 T to 8 T = far:.4f | rise [95% CI] = rise[] | seeds = seeds:.0f"
-    return [make_table("failure", "Loss of an arm by place, nats a target; T = 512", columns, rows)]
+    return [make_table("failure", "Loss of an arm by position, nats a target; T = 512", columns, rows)]
 
 
 KINDS = {"training": without_speeds(LIBRARY["training"], failure)}

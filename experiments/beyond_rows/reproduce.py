@@ -1,4 +1,4 @@
-"""Sweeps that make this question's records, and its headline numbers."""
+"""List the sweeps that make this question's records, and its headline numbers."""
 
 from experiments.reproduce import Headline
 from experiments.text.reproduce import SAMPLE, TINY, sweep_step
