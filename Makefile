@@ -16,7 +16,7 @@ help:
 	@echo "make test-newest   the tests on the newest PyTorch, in an environment of its own (several GB)"
 	@echo "make test-gpu      the tests marked gpu"
 	@echo "make test-asan     operators under address and undefined-behaviour sanitizers"
-	@echo "make sanitize-gpu  CUDA kernels under compute-sanitizer; logs go to experiments/operators/logs"
+	@echo "make sanitize-gpu  CUDA and Triton kernels under compute-sanitizer; logs go to experiments/operators/logs"
 	@echo "make lint          ruff and mypy"
 	@echo "make format        ruff, which changes files"
 	@echo "make wheel         a wheel with compiled kernels in dist/ (KINDS=cpu,cuda: the GPU's, too)"
@@ -71,6 +71,10 @@ sanitize-gpu:
 		"$(PYTHON)" -m pytest -q -p no:cacheprovider tests/ops/test_cuda_kernels.py -k test_every_kernel_once | \
 		tee experiments/operators/logs/$$tool.log || exit 1; done
 	compute-sanitizer --tool memcheck --error-exitcode 1 "$(PYTHON)" tests/fuzz.py cuda 60
+	set -o pipefail; for tool in memcheck racecheck initcheck; do PACKMAMBA_TEST_GPU=1 PYTORCH_NO_CUDA_MEMORY_CACHING=1 \
+		compute-sanitizer --tool $$tool --error-exitcode 1 "$(PYTHON)" -m pytest -q -p no:cacheprovider tests/nn/test_loss.py \
+		tests/ops/test_ssd_kernels.py -k "kernel_s_loss or (tiles and 64-64-bfloat16) or (poison and bfloat16 and nan)" | \
+		tee experiments/operators/logs/triton-$$tool.log || exit 1; done
 
 lint:
 	@.ci/setup "$(PREFIX)" dev "$(ACTIVE)"
