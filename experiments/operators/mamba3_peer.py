@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from mamba_ssm.modules.mamba3 import Mamba3
-from torch import Tensor, nn
+from torch import Tensor
 
 from experiments import timing
 from experiments.operators.gpu import draw_rows
@@ -27,7 +27,7 @@ CHECKED, WIDTH = 2048, 128
 TOLERANCE = 5e-2  # mamba-ssm approximates sines, and sums angles in chunks
 
 
-def passes(mixer: nn.Module, u: Tensor, **documents: Any) -> list[Tensor]:
+def passes(mixer: Any, u: Tensor, **documents: Any) -> list[Tensor]:
     """Return the output, and the gradients of the input and of in_proj's weight."""
     with torch.autocast("cuda", torch.bfloat16, enabled=u.is_cuda):
         y = mixer(u, **documents)

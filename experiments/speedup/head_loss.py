@@ -40,8 +40,10 @@ def draw(tokens: int, dtype: torch.dtype) -> list[Tensor]:
 def results(form: str, inputs: list[Tensor]) -> list[Tensor]:
     """Return the losses and both gradients."""
     loss._compute_on = lambda *_: FORMS[form]
-    total, losses = loss.linear_cross_entropy(*inputs, torch.ones_like(inputs[2], dtype=torch.bool))
-    return [losses, *torch.autograd.grad(total, inputs[:2])]
+    hidden, weight, targets = inputs
+    has_target = torch.ones_like(targets, dtype=torch.bool)
+    total, losses = loss.linear_cross_entropy(hidden, weight, targets, mask=has_target)
+    return [losses, *torch.autograd.grad(total, [hidden, weight])]
 
 
 def main(path: str, *lengths: str) -> None:
