@@ -248,7 +248,7 @@ class Checkpoint(LightningCheckpoint):
     damaged, as by a disk, where its write was not interrupted.
     """
 
-    def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Stop) -> None:
+    def __init__(self, folder: Path, config: Config, metrics: RunMetrics, stop: Stop | None) -> None:
         self.folder = folder
         self.options = config.trainer
         self.metrics = metrics
@@ -303,7 +303,7 @@ class Checkpoint(LightningCheckpoint):
 
         Ranks ask each other only at logged steps, since that waits for the slowest.
         """
-        signum = self._signum or int(self.stop(self.metrics))
+        signum = self._signum or int(self.stop is not None and self.stop(self.metrics))
         if trainer.world_size == 1:
             return signum
         if trainer.global_step % self.metrics.log_every:

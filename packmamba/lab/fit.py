@@ -50,7 +50,7 @@ from packmamba.training.lit_module import PackedLitModule
 MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
-def fit(config: Config, progress: bool = True, stop: callbacks.Stop = lambda metrics: False) -> dict[str, Any]:
+def fit(config: Config, progress: bool = True, stop: callbacks.Stop | None = None) -> dict[str, Any]:
     """Train and evaluate a run, or resume it; append its record, and return it.
 
     Raises UserError; Stopped, with a checkpoint, on a signal or where ``stop`` is true after a
@@ -127,7 +127,7 @@ def _configure_compiler(deterministic: bool) -> None:
 class _Run:
     """Hold a run's parts: what is read, what trains it, and where its results go."""
 
-    def __init__(self, config: Config, progress: bool, stop: callbacks.Stop) -> None:
+    def __init__(self, config: Config, progress: bool, stop: callbacks.Stop | None) -> None:
         """Check everything that needs no documents; make the trainer."""
         self.begun = time.perf_counter()
         records.provenance()  # of the code that is about to run, whatever changes meanwhile

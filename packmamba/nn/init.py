@@ -20,8 +20,6 @@ from torch import Tensor, nn
 from packmamba.errors import expect
 
 STD = 0.02  # of embeddings and heads (Mamba follows GPT-2)
-# Attributes of a module that hold its hooks.
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 @contextmanager
@@ -162,16 +160,3 @@ class DeltaProjection(nn.Linear):
             bound = self.in_features**-0.5
             nn.init.uniform_(self.weight, -bound, bound)
             dt_bias_(self.bias, *self.dt)
-
-
-def is_plain(projection: nn.Module) -> bool:
-    """Return whether a projection is no more than its weight and bias.
-
-    Then these may be read instead.
-
-    Adapters (PEFT, loralib), quantisation, pruning and accelerate's hooks change the type, ``forward``
-    or hooks.
-    """
-    ours = (nn.Linear, Head, Projection, DeltaProjection)
-    has_hooks = any(getattr(projection, name) for name in HOOKS)
-    return type(projection) in ours and "forward" not in vars(projection) and not has_hooks

@@ -3,7 +3,8 @@
 
 A program reads a token's logits twice: for their maximum and the sum of exponentials, and again,
 from the cache, for the gradient. Written as PyTorch's operators, a chunk is read and written about
-fifteen times, most of them in float32, which takes longer than the three products of the head (experiments/speedup/head-loss.json).
+fifteen times, most of them in float32, which takes longer than the three products of the head
+(times: experiments/speedup/head-loss.json).
 """
 
 import torch

@@ -8,6 +8,7 @@ torch.compile compile again.
 import importlib
 import importlib.util
 import sys
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -92,7 +93,7 @@ def backend_name(backend: str | None, device: torch.device, operator: str = "ssm
     if name not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {name!r}")
     if name == "auto":
-        name = "reference" if device.type == "cpu" and not build.ready("cpu") else device.type
+        name = "reference" if device.type == "cpu" and not ready("cpu") else device.type
     if name in BACKENDS and BACKENDS[name].device not in (None, device.type):
         raise ValueError(f"backend: '{name}' expected tensors on a {BACKENDS[name].device} device, got {device}")
     if name in BACKENDS and (name, operator) not in _implementations and not torch.compiler.is_compiling():
@@ -101,3 +102,15 @@ def backend_name(backend: str | None, device: torch.device, operator: str = "ssm
         names = sorted(other for other, implemented in _implementations if implemented == operator)
         raise ValueError(f"backend: expected one of {', '.join(names)} for {operator}, got '{name}' for {device}")
     return name
+
+
+def ready(kind: str) -> bool:
+    """Return whether kernels of a kind can be loaded; warn that it does not."""
+    if error := build.load_error(kind):
+        warnings.warn(f"the slower reference runs instead of compiled kernels: {error}", stacklevel=2)
+    return error is None
+
+
+# A constant for torch.compile, as by torch.compiler.assume_constant_result, which imports the
+# compiler: seconds.
+ready._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -20,11 +20,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import warnings
-from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -128,7 +125,7 @@ def build(kind: str) -> Path:
 
 
 @functools.cache
-def _load(kind: str) -> KernelError | None:
+def load_error(kind: str) -> KernelError | None:
     """Load the library, once a process; return why that failed, for whoever asks again."""
     try:
         torch.ops.load_library(build(kind))
@@ -144,50 +141,8 @@ def load(kind: str) -> None:
 
     Raises KernelError, at each call.
     """
-    if error := _load(kind):
+    if error := load_error(kind):
         raise error
-
-
-class Kernel:
-    """Hold ``torch.ops.packmamba_<kind>.<name>``, loaded, and call it with its arguments by name.
-
-    Their order is in one place, the schema in kernels/<kind>/bindings.
-
-    Attributes:
-        outputs: names of the arguments that it writes to.
-    """
-
-    def __init__(self, kind: str, name: str) -> None:
-        """Load the library. Raises KernelError."""
-        load(kind)
-        self._operator = getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
-        schema = self._operator._schema.arguments
-        self._in_order = itemgetter(*(argument.name for argument in schema))
-        written = [argument for argument in schema if getattr(argument.alias_info, "is_write", False)]
-        self.outputs = [argument.name for argument in written]
-
-    def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        """Call; KeyError names an argument that is missing.
-
-        In order, because PyTorch's own search by name would take 3 us more.
-        """
-        return self._operator(*self._in_order(arguments))
-
-
-# (kind, name) -> the kernel of a library, loaded, the same at each call. Raises KernelError.
-kernel = functools.cache(Kernel)
-
-
-def ready(kind: str) -> bool:
-    """Return whether ``load`` succeeds; warn that it does not."""
-    if error := _load(kind):
-        warnings.warn(f"the slower reference runs instead of compiled kernels: {error}", stacklevel=2)
-    return error is None
-
-
-# A constant for torch.compile, as by torch.compiler.assume_constant_result, which imports the
-# compiler: seconds.
-ready._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def info() -> list[dict[str, Any]]:

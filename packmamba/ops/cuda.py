@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from packmamba.layout import Schedules, ceil_div
-from packmamba.ops.build import kernel
+from packmamba.ops.custom_op import kernel
 
 # Tokens from a document's token 0 between the places where the tensor-core scan combines states.
 #

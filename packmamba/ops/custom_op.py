@@ -20,6 +20,7 @@ them:
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from operator import itemgetter
 from types import NoneType
 from typing import Any, Generic, NamedTuple, TypeVar, get_type_hints
 
@@ -34,7 +35,7 @@ from packmamba.ops.checks import is_tracing, is_transforming, refuse_transforms
 Arguments = TypeVar("Arguments", bound=tuple)
 # Takes its arguments by name. A dictionary and no
 # keywords, which each function on the way would copy.
-Kernel = Callable[[dict[str, Any]], None]
+Launch = Callable[[dict[str, Any]], None]
 # Results of ``forward`` and ``fake``: outputs, and what is saved for the backward, both named
 # tuples; None where absent.
 Results = tuple[tuple, Any]
@@ -54,12 +55,42 @@ SCHEMA = {
 PLAIN = {Tensor, torch.nn.Parameter, NoneType, str, bool, int, float, tuple, list}
 # Kernels by device type and name. Arguments, outputs
 # among them, are those of kernels/cpu/bindings.cpp.
-KERNELS: dict[str, dict[str, Kernel]] = {"cpu": {}, "cuda": {}}
+KERNELS: dict[str, dict[str, Launch]] = {"cpu": {}, "cuda": {}}
 
 _library = torch.library.Library("packmamba", "FRAGMENT")
 
 
-def declare(name: str, cuda: Kernel) -> None:
+class Kernel:
+    """Hold ``torch.ops.packmamba_<kind>.<name>``, loaded, and call it with its arguments by name.
+
+    Their order is in one place, the schema in kernels/<kind>/bindings.
+
+    Attributes:
+        outputs: names of the arguments that it writes to.
+    """
+
+    def __init__(self, kind: str, name: str) -> None:
+        """Load the library. Raises KernelError."""
+        build.load(kind)
+        self._operator = getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
+        schema = self._operator._schema.arguments
+        self._in_order = itemgetter(*(argument.name for argument in schema))
+        written = [argument for argument in schema if getattr(argument.alias_info, "is_write", False)]
+        self.outputs = [argument.name for argument in written]
+
+    def __call__(self, arguments: Mapping[str, Any]) -> Any:
+        """Call; KeyError names an argument that is missing.
+
+        In order, because PyTorch's own search by name would take 3 us more.
+        """
+        return self._operator(*self._in_order(arguments))
+
+
+# (kind, name) -> the kernel of a library, loaded, the same at each call. Raises KernelError.
+kernel = functools.cache(Kernel)
+
+
+def declare(name: str, cuda: Launch) -> None:
     """Declare a kernel by its name in both libraries.
 
     ``cuda`` launches the GPU's with its schedule.
@@ -74,14 +105,14 @@ def _run_on_cpu(name: str, arguments: dict[str, Any]) -> None:
     Slices of wider tensors (dx, dz, dB and dC of ``mamba_inner``) are written elsewhere first, then
     copied.
     """
-    kernel = build.kernel("cpu", name)
+    of_cpu = kernel("cpu", name)
     slices = []
-    for output in kernel.outputs:
+    for output in of_cpu.outputs:
         tensor = arguments[output]
         if tensor is not None and not tensor.is_contiguous():
             arguments[output] = tensor.new_empty(tensor.shape)
             slices.append((tensor, arguments[output]))
-    kernel(arguments)
+    of_cpu(arguments)
     for tensor, written in slices:
         tensor.copy_(written)
 

@@ -16,8 +16,8 @@ from torchmetrics import Metric
 from packmamba.config import Config, OptimizerConfig, TrainerConfig, need, refusing, resolve, validate
 from packmamba.data.batch import PackedBatch, StepBatch
 from packmamba.nn import MambaLM
-from packmamba.nn.init import is_plain
 from packmamba.nn.loss import linear_cross_entropy
+from packmamba.nn.mixers.mixer import is_plain
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.training.boundary import Boundary, Reset, StatefulBoundary, flatten_states, unflatten_states
 from packmamba.training.cuda_graphs import BatchGraphs

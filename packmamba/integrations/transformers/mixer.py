@@ -20,7 +20,7 @@ from torch import Tensor
 from packmamba import ops
 from packmamba.integrations.transformers.boundaries import Packing
 from packmamba.layout import SequenceLayout
-from packmamba.nn.init import is_plain
+from packmamba.nn.mixers.mixer import is_plain
 from packmamba.ops.checks import accumulation_dtype, check_layout
 from packmamba.ops.inner import InnerArguments
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from packmamba import ops
 from packmamba.layout import ceil_div
-from packmamba.nn.init import DeltaProjection, Projection, is_plain
-from packmamba.nn.mixers.mixer import Mixer, State
+from packmamba.nn.init import DeltaProjection, Projection
+from packmamba.nn.mixers.mixer import Mixer, State, is_plain
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.inner import InnerArguments
 

@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from packmamba import ops
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
-from packmamba.nn.init import Projection, dt_bias_, is_plain, whole_parameters
+from packmamba.nn.init import DeltaProjection, Head, Projection, dt_bias_, whole_parameters
 from packmamba.ops import checks
 
 # States of documents, tensors (S, ...): convolutions first, the recurrence last.
@@ -26,6 +26,8 @@ from packmamba.ops import checks
 # scan's state (S, D, N). Of Mamba-2: (S, H P + 2 G N, W-1) and (S, H, P, N). Of
 # Mamba-3: the last token's k (S, H, N) and v (S, H, P), and (S, H, P, N).
 State = tuple[Tensor, ...]
+# Attributes of a module that hold its hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Mixer(nn.Module):
@@ -232,3 +234,16 @@ def call(function: Any, *arguments: Any, recompute: bool) -> Any:
     if plain or not recompute or not torch.is_grad_enabled():
         return function(*arguments)
     return checkpoint(function, *arguments, use_reentrant=False, preserve_rng_state=False)
+
+
+def is_plain(projection: nn.Module) -> bool:
+    """Return whether a projection is no more than its weight and bias.
+
+    Then these may be read instead.
+
+    Adapters (PEFT, loralib), quantisation, pruning and accelerate's hooks change the type, ``forward``
+    or hooks.
+    """
+    ours = (nn.Linear, Head, Projection, DeltaProjection)
+    has_hooks = any(getattr(projection, name) for name in HOOKS)
+    return type(projection) in ours and "forward" not in vars(projection) and not has_hooks
