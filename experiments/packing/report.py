@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib
@@ -16,7 +15,7 @@ from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.lab.report.html import Kind
 from packmamba.lab.report.statistics import interval
-from packmamba.lab.report.tables import Cell, Column, Table, make_columns, number, word
+from packmamba.lab.report.tables import Cell, Table, make_table
 
 # arXiv 2408.03865. Its data, their lengths and its row length are not known to us.
 PAPER_PADDING = {
@@ -39,49 +38,46 @@ _STYLES: dict[str, dict[str, Any]] = {
 def packing_tables(records: Sequence[Record]) -> list[Table]:
     """Padding and planning time by strategy and row length, greedy's padding by buffer, and the intervals of all these."""
     plans = _plans(records)
-    data, seeds = _data(plans), plans["seed"].nunique()
-    lengths = sorted(plans["row_length"].unique())
-    columns = [Column(f"row length {length}", (f"row_length_{length}",)) for length in lengths]
-    strategy, unknown = make_columns("!strategy | row length unknown = row_length_unknown")
-    shown, nothing = _shown(plans), number(None, "")
-    padding = Table("packing-padding", f"Padding by strategy and row length ({data})", [strategy, *columns, unknown])
-    found = _rows(shown, "label", lengths, lambda v: number(v["padding_fraction"].mean(), "%"))
-    padding.rows = [[*row, nothing] for row in found]
-    padding.rows += [[word(name), *(nothing for _ in lengths), published] for name, published in PAPER_PADDING.items()]
-    padding.notes = [
+    data, seeds = f"({_data(plans)})", plans["seed"].nunique()
+    overlong = ", ".join(sorted(plans["config.overlong"].dropna().unique()))
+    notes = [
         f"Padding is 1 - tokens / slots, mean over {seeds} seed{'s' if seeds != 1 else ''}. "
         "The length distribution is our own choice.",
         "The paper's rows are as published; its data and row length are not known to us.",
+        f"Documents longer than a row: {overlong}; split cuts every document that meets one.",
     ]
-    if overlong := sorted(plans.get("config.overlong", pd.Series(dtype=object)).dropna().unique()):
-        how = ", ".join(overlong)
-        padding.notes.append(f"Documents longer than a row: {how}; split cuts every document that meets one.")
-    planning = Table("packing-planning", f"Planning, seconds per million documents ({data})", [strategy, *columns])
-    planning.rows = _rows(shown, "label", lengths, lambda v: number(v["per_million"].mean(), ".3g"))
-    planning.notes = ["From lengths to rows, on one core; nothing is read or moved."]
-    tables = [padding, planning]
-    greedy = plans[plans["config.strategy"] == "greedy"]
-    if greedy["buffer"].nunique() > 1:
-        table = Table("packing-buffer", f"Padding of greedy by buffer and row length ({data})", columns)
-        table.columns = [Column("buffer (documents)", ("buffer",)), *columns]
-        table.rows = _rows(greedy, "buffer", lengths, lambda v: number(v["padding_fraction"].mean(), "%"))
-        tables.append(table)
-    return [*tables, *_intervals(plans, lengths)] if seeds > 1 else tables
-
-
-def _intervals(plans: pd.DataFrame, lengths: Sequence[int]) -> list[Table]:
-    tables = []
-    for name, what, scale, metric in (
-        ("padding", "Padding, % of the slots", 100, "padding_fraction"),
-        ("planning", "Planning, seconds per million documents", 1, "per_million"),
-    ):
-        of = " | ".join(f"row length {n} = row_length_{n} row_length_{n}_low row_length_{n}_high" for n in lengths)
-        title = f"{what}: means with 95 % intervals over seeds ({_data(plans)})"
-        table = Table(f"packing-{name}-intervals", title, make_columns(f"!strategy | {of}"))
-        table.rows = _rows(plans, "label", lengths, partial(_interval_cell, scale, metric))
-        table.notes = [f"{plans['seed'].nunique()} seeds, Student's t. A seed draws the lengths anew."]
-        tables.append(table)
+    shown, every = (each.set_index(["strategy", "row_length"]) for each in (_shown(plans), plans))
+    paper = [{"strategy": name, "row_length_unknown": published} for name, published in PAPER_PADDING.items()]
+    padding, planning = "Padding by strategy and row length", "Planning, seconds per million documents"
+    on_one_core = "From lengths to rows, on one core; nothing is read or moved."
+    tables = [
+        _table("padding", f"{padding} {data}", shown["padding_fraction"], ":%", *notes, more=paper),
+        _table("planning", f"{planning} {data}", shown["per_million"], ":.3g", on_one_core),
+    ]
+    greedy = plans[plans["config.strategy"] == "greedy"].set_index(["buffer", "row_length"])["padding_fraction"]
+    if greedy.index.get_level_values("buffer").nunique() > 1:
+        tables.append(_table("buffer", f"Padding of greedy by buffer and row length {data}", greedy, ":%"))
+    if seeds > 1:
+        means = "means with 95 % intervals over seeds"
+        note = f"{seeds} seeds, Student's t. A seed draws the lengths anew."
+        slots, times = 100 * every["padding_fraction"], every["per_million"]
+        tables.append(_table("padding-intervals", f"Padding, % of the slots: {means} {data}", slots, "[]", note))
+        tables.append(_table("planning-intervals", f"{planning}: {means} {data}", times, "[]", note))
     return tables
+
+
+def _table(
+    name: str, title: str, values: pd.Series, form: str, *notes: str, more: Sequence[dict[str, Any]] = ()
+) -> Table:
+    """Make a row for each strategy or buffer, with a cell for each row length; ``more``: rows of no known row length."""
+    rows: dict[Any, dict[str, Any]] = {}
+    for (group, length), some in values.groupby(level=[0, 1], sort=False):
+        cell = _interval_cell(some) if form == "[]" else some
+        rows.setdefault(group, {values.index.names[0]: group})[f"row_length_{length}"] = cell
+    columns = ["!strategy" if values.index.names[0] == "strategy" else "buffer (documents) = buffer:d"]
+    columns += [f"row length {n} = row_length_{n}{form}" for n in sorted(values.index.unique("row_length"))]
+    columns += ["row length unknown = row_length_unknown:%"] * bool(more)
+    return make_table(f"packing-{name}", title, " | ".join(columns), [*rows.values(), *more], *notes)
 
 
 def packing_figures(records: Sequence[Record]) -> list[Figure]:
@@ -93,7 +89,7 @@ def packing_figures(records: Sequence[Record]) -> list[Figure]:
 def _by_row_length(plans: pd.DataFrame) -> Figure:
     shown = _shown(plans)
     fig, (left, right) = axes(2)
-    for label, chosen in shown.groupby("label", sort=False):
+    for label, chosen in shown.groupby("strategy", sort=False):
         name = chosen["config.strategy"].iloc[0]
         style = _STYLES.get(name, style_of(name)) | {"linewidth": 1.8, "label": label}
         _line(left, chosen, "row_length", 100 * chosen["padding_fraction"], style)
@@ -141,7 +137,7 @@ def _log_log(ax: Axes, ticks: Sequence[int], label: str) -> None:
 
 
 def _plans(records: Sequence[Record]) -> pd.DataFrame:
-    """Return the latest record of every plan and seed, with columns row_length, buffer, per_million (seconds) and label."""
+    """Return the latest record of every plan and seed: row_length, buffer, per_million (seconds), strategy with its buffer."""
     plans = aggregate.frame(records, "packing")
     plans["row_length"], plans["buffer"] = plans["config.row_length"], plans["config.buffer"]
     plans["per_million"] = 1e6 * plans["planning_seconds"] / plans["num_documents"]
@@ -150,7 +146,7 @@ def _plans(records: Sequence[Record]) -> pd.DataFrame:
     place = plans["config.strategy"].map(order).fillna(len(order))
     plans = plans.assign(place=place).sort_values(["place", "buffer", "seed"], kind="stable")
     label = [f"{s}, buffer {b}" if s == "greedy" else s for s, b in zip(plans["config.strategy"], plans["buffer"])]
-    return plans.assign(label=label)
+    return plans.assign(strategy=label)
 
 
 def _shown(plans: pd.DataFrame) -> pd.DataFrame:
@@ -159,15 +155,9 @@ def _shown(plans: pd.DataFrame) -> pd.DataFrame:
     return plans[default | (plans["config.strategy"] != "greedy")] if default.any() else plans
 
 
-def _rows(plans: pd.DataFrame, by: str, lengths: Sequence[int], cell: Callable[..., Cell]) -> list[list[Cell]]:
-    groups = [(Cell(str(name), (name,)), group) for name, group in plans.groupby(by, sort=False)]
-    return [[name, *(cell(group[group["row_length"] == length]) for length in lengths)] for name, group in groups]
-
-
-def _interval_cell(scale: float, metric: str, group: pd.DataFrame) -> Cell:
-    found = interval(scale * group[metric])
-    if found is None:
-        return Cell("-", (None, None, None))
+def _interval_cell(values: pd.Series) -> Cell:
+    found = interval(values)
+    assert found is not None
     return Cell(f"{found.mean:#.3g} [{found.low:#.3g}, {found.high:#.3g}]", found[:3])
 
 
