@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -33,12 +34,12 @@ from packmamba.lab.records import append_record, make_record, provenance
 from packmamba.layout import round_up
 
 Documents = Sequence[Sequence[int]]
-SIZES = ("documents_per_step", "steps", "warm_up_steps")
+SIZES = ("documents_per_step", "steps", "warm_up_steps", "rounds")
 
 
 @dataclass(frozen=True)
 class Arm:
-    """Hold an arm of the table; sizes of None are the bench's.
+    """Hold an arm of the table; sizes that it does not name are the bench's.
 
     Attributes:
         batches: padded to the batch's longest; the same with all documents sorted by length before; flattened into one row.
@@ -53,15 +54,15 @@ class Arm:
     patched: bool = False
     leaks: bool = False
     multiple_of: int = 1
-    documents_per_step: int | None = None
-    steps: int | None = None
-    warm_up_steps: int | None = None
-    rounds: int | None = None
+    documents_per_step: int = 1
+    steps: int = 1
+    warm_up_steps: int = 0
+    rounds: int = 1
 
-    def arranged(self, documents: Documents, per_step: int, warm_up: int) -> Documents:
-        """In the order in which they are trained on."""
-        first = warm_up * per_step
-        rest = documents[first:]
+    def arranged(self, documents: Documents) -> Documents:
+        """Return the first documents, as many as it takes, in the order in which they are trained on."""
+        first = self.warm_up_steps * self.documents_per_step
+        rest = documents[first : first + self.steps * self.documents_per_step]
         return [*documents[:first], *(sorted(rest, key=len, reverse=True) if self.batches == "grouped" else rest)]
 
     def collate(self, features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
@@ -91,11 +92,16 @@ class Arm:
         return torch.cat([row[:length] for row, length in zip(logits, lengths)])
 
 
+def functions_of(modeling: Any) -> dict[str, Any]:
+    """Return the functions that transformers' module of a model defines."""
+    found = inspect.getmembers(modeling, inspect.isfunction)
+    return {name: function for name, function in found if function.__module__ == modeling.__name__}
+
+
 def check_kernels(modeling: Any) -> None:
     """Raise ConfigError unless transformers' module of a model has found the peers' kernels for training."""
-    for name, function in vars(modeling).items():
-        own = inspect.isfunction(function) and function.__module__ == modeling.__name__
-        if own and not name.endswith("_update"):  # which generates
+    for name, function in functions_of(modeling).items():
+        if not name.endswith("_update"):  # which generates
             if inspect.getclosurevars(function).nonlocals.get("is_new_implementation") is False:
                 raise ConfigError(
                     "arms: kernels=mamba_ssm needs mamba-ssm and causal-conv1d, in which transformers does not find "
@@ -103,20 +109,10 @@ def check_kernels(modeling: Any) -> None:
                 )
 
 
-@contextlib.contextmanager
-def on_torch_alone(modeling: Any) -> Iterator[None]:
-    """transformers' own path without kernels, also where they are installed."""
-    functions = {
-        name: function for name, function in vars(modeling).items()
-        if inspect.isfunction(function) and function.__module__ == modeling.__name__
-    }  # fmt: skip
-    for name, function in functions.items():
-        setattr(modeling, name, inspect.unwrap(function))
-    try:
-        yield
-    finally:
-        for name, function in functions.items():
-            setattr(modeling, name, function)
+def on_torch_alone(modeling: Any) -> Any:
+    """Return the context of transformers' own path without kernels, also where they are installed."""
+    functions = functions_of(modeling).items()
+    return mock.patch.multiple(modeling, **{name: inspect.unwrap(function) for name, function in functions})
 
 
 class Measured:
@@ -155,8 +151,8 @@ class Measured:
                 found.append(arm.per_document(output.logits.float(), lengths).cpu())
         return torch.cat(found), loss
 
-    def train(self, arm: Arm, documents: Documents, per_step: int, warm_up: int) -> Turn:
-        """Trainer on these documents in this order, from the start; timed behind the first ``warm_up`` steps."""
+    def train(self, arm: Arm, documents: Documents) -> Turn:
+        """Trainer on these documents in this order, from the start; timed behind the arm's first ``warm_up_steps``."""
         from transformers import Trainer, TrainerCallback, TrainingArguments
 
         c, device, losses, times = self.config, self.device, list[Tensor](), list[float]()
@@ -166,7 +162,7 @@ class Measured:
                 return SequentialSampler(documents)
 
             def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-                if self.state.global_step == warm_up:
+                if self.state.global_step == arm.warm_up_steps:
                     times.append(now(device))
                 losses.append(super().training_step(*args, **kwargs).detach())  # without a wait
                 return losses[-1]
@@ -180,9 +176,9 @@ class Measured:
         with self.borrowed(arm) as model, tempfile.TemporaryDirectory() as folder:
             peak = PeakMemory(device)
             arguments = TrainingArguments(
-                output_dir=folder, per_device_train_batch_size=per_step, num_train_epochs=1, learning_rate=c.learning_rate,
-                lr_scheduler_type="constant", bf16=c.precision == "bfloat16", report_to=[], save_strategy="no",
-                logging_steps=1000, disable_tqdm=True, use_cpu=device.type == "cpu", seed=c.seed,
+                output_dir=folder, per_device_train_batch_size=arm.documents_per_step, num_train_epochs=1,
+                learning_rate=c.learning_rate, lr_scheduler_type="constant", bf16=c.precision == "bfloat16", report_to=[],
+                save_strategy="no", logging_steps=1000, disable_tqdm=True, use_cpu=device.type == "cpu", seed=c.seed,
                 dataloader_pin_memory=device.type == "cuda",
             )  # fmt: skip
             dataset: Any = [{"input_ids": list(document)} for document in documents]
@@ -270,19 +266,12 @@ def run_trainer(c: TrainerConfig, records_path: Path, progress: bool = True) -> 
 def measure(c: SpeedConfig, model: Any, named: dict[str, Any], records_path: Path, progress: bool) -> None:
     """Append a record for each arm of a model; ``named``: what the records' config says of it."""
     ends = isinstance(c, IntegrationConfig)  # at the first error
-    arms, kind = {name: Arm(**fields) for name, fields in c.arms.items()}, "integration" if ends else "trainer"
+    sizes = {name: getattr(c, name) for name in SIZES}
+    arms = {name: Arm(**{**sizes, **fields}) for name, fields in c.arms.items()}
     provenance()
     measured = Measured(model, c, torch.device("cuda" if torch.cuda.is_available() else "cpu"))
     documents = draw_documents(c.distribution, c.documents_per_step * (c.steps + c.warm_up_steps), c.seed)
-
-    def size(arm: Arm, name: str) -> int:
-        return getattr(c, name) if getattr(arm, name) is None else getattr(arm, name)
-
-    mine = {name: [size(arm, each) for each in SIZES] for name, arm in arms.items()}
-    arranged = {
-        name: arms[name].arranged(documents[: per_step * (steps + warm_up)], per_step, warm_up)
-        for name, (per_step, steps, warm_up) in mine.items()
-    }
+    arranged = {name: arm.arranged(documents) for name, arm in arms.items()}
     errors: dict[str, str] = {}
 
     def attempt(name: str, call: Callable[[], Any]) -> Any:
@@ -296,38 +285,35 @@ def measure(c: SpeedConfig, model: Any, named: dict[str, Any], records_path: Pat
         free_memory()  # not above, where the exception's frames hold it
 
     def turns(name: str) -> Callable[[int], Any]:
-        per_step, _, warm_up = mine[name]
-        return lambda _: attempt(name, lambda: measured.train(arms[name], arranged[name], per_step, warm_up))
+        return lambda _: attempt(name, lambda: measured.train(arms[name], arranged[name]))
 
     gate = Gate(measured, documents, c.margin)
     found = {name: attempt(name, functools.partial(gate, name, arm)) for name, arm in arms.items()}
     begun = time.perf_counter()
     samples: dict[str, list[Turn | None]] = take_turns(
         {name: turns(name) for name in arms}, c.rounds, warm_up=0,
-        at_most={name: arm.rounds for name, arm in arms.items() if arm.rounds is not None},
+        at_most={name: arm.rounds for name, arm in arms.items()},
         bar=named["model"] if progress else None,
     )  # fmt: skip
     wall = time.perf_counter() - begun
     for name, of_arm in samples.items():
-        taken = [turn for turn in of_arm if turn is not None and name not in errors]
+        arm, taken = arms[name], [turn for turn in of_arm if turn is not None and name not in errors]
         if ends and not taken:
             continue
-        per_step, steps, warm_up = mine[name]
-        tokens, slots = _counts(arms[name], arranged[name][warm_up * per_step :], per_step)
+        tokens, slots = _counts(arm, arranged[name][arm.warm_up_steps * arm.documents_per_step :])
         rates = [tokens / turn.seconds for turn in taken]
         speeds: dict[str, Any] = {} if not taken else {
             "real_tokens_per_second": median(rates),
             "real_tokens_per_second_spread": spread(rates),
-            "seconds_per_step": median(turn.seconds / steps for turn in taken),
+            "seconds_per_step": median(turn.seconds / arm.steps for turn in taken),
             "slots_per_second": median(rates) * slots / tokens,
             "first_loss": taken[0].losses[0],
-            "last_loss": float(np.mean(taken[0].losses[-min(10, steps) :])),
+            "last_loss": float(np.mean(taken[0].losses[-min(10, arm.steps) :])),
         }  # fmt: skip
         config = {k: v for k, v in vars(c).items() if k not in ("arms", "bench", "models", "shared", "only")}
-        config |= {**vars(arms[name]), **named, **dict(zip(SIZES, mine[name]))}
-        config |= {"rounds": len(taken), "error": errors.get(name)}
+        config |= {**vars(arm), **named, "rounds": len(taken), "error": errors.get(name)}
         config["transformers"] = importlib.metadata.version("transformers")
-        metrics = speeds | {"padding_fraction": 1 - tokens / slots, "tokens_per_step": tokens / steps}
+        metrics = speeds | {"padding_fraction": 1 - tokens / slots, "tokens_per_step": tokens / arm.steps}
         metrics |= {"peak_memory_bytes": max((turn.peak for turn in taken if turn.peak is not None), default=None)}
         metrics |= found[name] or {}
         curves = {
@@ -335,6 +321,7 @@ def measure(c: SpeedConfig, model: Any, named: dict[str, Any], records_path: Pat
             "turns": [{"turn": turn, "real_tokens_per_second": rate} for turn, rate in enumerate(rates)],
         }
         corpus = f"{c.distribution}: bytes of the standard library"
+        kind = "integration" if ends else "trainer"
         record = make_record(kind, "integration", name, config, c.seed, corpus, metrics, wall, curves)
         append_record(records_path, record)
 
@@ -347,9 +334,9 @@ def draw_documents(distribution: str, count: int, seed: int) -> Documents:
     return [list(itertools.islice(text, length)) for length in lengths]
 
 
-def _counts(arm: Arm, documents: Documents, per_step: int) -> tuple[int, int]:
+def _counts(arm: Arm, documents: Documents) -> tuple[int, int]:
     """(tokens, slots) of all steps."""
-    lengths = [len(document) for document in documents]
+    lengths, per_step = [len(document) for document in documents], arm.documents_per_step
     steps = [lengths[first : first + per_step] for first in range(0, len(lengths), per_step)]
     flat = arm.batches == "flattened"
     rows = [(1, sum(step)) if flat else (len(step), max(step)) for step in steps]
