@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,7 @@ Rows = Sequence[dict[str, Any]]
 Items = Iterator[dict[str, Any]]
 
 
-def listed(make: Callable[[Rows, int], Items]) -> Callable[[Rows, int], list[dict[str, Any]]]:
-    return lambda rows, seed: list(make(rows, seed))
-
-
-def write_lines(path: Path, rows: Rows) -> None:
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
 
@@ -46,7 +42,6 @@ def glosses(rows: Rows) -> list[tuple[dict[str, Any], str, str, str]]:
     return found
 
 
-@listed
 def headwords(rows: Rows, seed: int) -> Items:
     """Ask which of four words of a kind a gloss defines."""
     rng, known = np.random.default_rng([seed, 1]), glosses(rows)
@@ -59,7 +54,6 @@ def headwords(rows: Rows, seed: int) -> Items:
         yield from choose(row["id"], row, which(gloss), head, contexts, gloss, rng)
 
 
-@listed
 def modules(rows: Rows, seed: int) -> Items:
     """Ask which of four modules has an option; options with a description of another module are left out."""
     rng, options, heads = np.random.default_rng([seed, 2]), [], {}
@@ -93,7 +87,6 @@ def choose(
         yield item | {"answer": answer, "contexts": [contexts[one] for one in choices], "continuation": text}
 
 
-@listed
 def last_words(rows: Rows, seed: int) -> Items:
     """Ask for the last word of a definition, after the entry up to it."""
     for row, _, _, gloss in drawn(glosses(rows), np.random.default_rng([seed, 3])):
@@ -103,7 +96,6 @@ def last_words(rows: Rows, seed: int) -> Items:
             yield {"id": row["id"], "group": row["group"], "context": before, "continuation": f" {found[2]}"}
 
 
-@listed
 def pairs(rows: Rows, seed: int) -> Items:
     """Make a question of each entry: its word by its gloss, or its gloss by its word, by a draw."""
     rng = np.random.default_rng([seed, 4])

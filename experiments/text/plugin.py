@@ -34,9 +34,6 @@ from packmamba.nn import MambaLM
 
 # Folders of the held-out splits.
 HELD_OUT = {"validation": "corpus", "test": "sealed"}
-MAKERS: dict[str, Any] = {
-    "pairs": text_items.pairs, "headword": text_items.headwords, "module": text_items.modules, "last_word": text_items.last_words
-}  # fmt: skip
 # Ids of the tokens around a document of bytes.
 BEGIN, END = 256, 257
 # Fewest tokens of a document of the source ``natural_text_long``: eight rows of 512.
@@ -111,7 +108,7 @@ def perplexity_float32(model: MambaLM, context: EvalContext) -> EvalResult:
 def items(path: str, task: str, split: str) -> list[dict[str, Any]]:
     """Read a task's items of a split, or make them from the corpus where that is one file."""
     if Path(path).is_file():
-        return MAKERS[task]([one for one in lines(Path(path)) if one["split"] == split], 0)
+        return list(text_items.MAKERS[task]([one for one in lines(Path(path)) if one["split"] == split], 0))
     folder = {"validation": "items", "train": "items", "test": "sealed"}[split]
     return list(lines(Path(path) / folder / f"{task}.{split}.jsonl"))
 
@@ -151,11 +148,10 @@ class Asked:
     def example(self, seed: int, index: int) -> Example:
         one = self.found()[index]
         question = [BEGIN, *one.get("prompt", one.get("context", "")).encode()]
-        choices = tuple([*text.encode(), *self.end] for text in one.get("choices", ()))
-        right = None if not choices else one["answer"]
-        answer = [*one.get("completion", one.get("continuation", "")).encode(), *self.end]
-        if right is not None:
-            answer = choices[right]
+        # Of four choices, or the completion of a pair, or the continuation of a context.
+        texts = one.get("choices") or [one.get("completion", one.get("continuation", ""))]
+        answers, right = [[*text.encode(), *self.end] for text in texts], one.get("answer")
+        answer, choices = answers[right or 0], tuple(answers) if right is not None else ()
         targets = {len(question) - 1 + i: token for i, token in enumerate(answer)}
         tokens = [*question, *answer[:-1]]
         return make_example(tokens, targets, load=len(question), choices=choices, answer=right)
