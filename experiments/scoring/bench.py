@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
 import statistics
@@ -20,6 +19,7 @@ import torch
 
 from experiments.by_name import Bench
 from experiments.common import PeakMemory
+from experiments.leakcheck.bench import find_kernels
 from experiments.timing import free_memory, median, seconds, spread, take_turns
 from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError, key, load_config
@@ -28,7 +28,6 @@ from packmamba.evaluation import Score, score
 from packmamba.evaluation.generation import generate
 from packmamba.evaluation.packed_forward import log_probabilities
 from packmamba.lab.records import append_record, make_record, provenance
-from packmamba.ops.mamba_ssm import _peer
 from packmamba.training.lit_module import make_model
 
 Request = tuple[list[int], list[int]]
@@ -117,9 +116,7 @@ def harness(model: MambaLM, batch: int, slow: bool) -> Method:
 
 @functools.cache
 def _transformers(model: MambaLM) -> tuple[Any, Any]:
-    with contextlib.suppress(ValueError):  # before transformers' model is imported, which looks for the kernels then
-        _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_fn")
-        _peer("mamba_ssm", "ops.triton.selective_state_update", "selective_state_update")
+    find_kernels()  # before transformers' model is imported, which looks for them then
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     with tempfile.TemporaryDirectory() as folder:
