@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.figures import Figure, axes, finish, legend_below
@@ -27,10 +26,11 @@ def tables(records: Sequence[Record]) -> list[Table]:
     columns = make_columns("!what | !size | !dtype | the paper, A100 = paper | here | here over the paper = ratio")
     table = Table("paper", "The paper's numbers and ours", columns)
 
-    def add(what: str, size: str, dtype: str, here: float, theirs: float | None = None, **more: Any) -> None:
-        shows = {"x": lambda v: number(v, ".2f", "x"), "%": lambda v: number(v, "%"), "n": lambda v: number(v, ",.0f")}
-        show, ratio = shows[more.get("fmt", "x")], None if theirs is None else here / theirs
-        numbers = show(theirs), show(here), number(ratio, ".2f")
+    def add(
+        what: str, size: str, dtype: str, here: float, theirs: float | None = None, form: str = ".2f", unit: str = "x"
+    ) -> None:
+        ratio = None if theirs is None else here / theirs
+        numbers = number(theirs, form, unit), number(here, form, unit), number(ratio, ".2f")
         table.rows.append([*map(word, (what, size, dtype)), *numbers])
 
     parts: dict[tuple, dict[str, Record]] = {}
@@ -43,9 +43,7 @@ def tables(records: Sequence[Record]) -> list[Table]:
             continue
         packed = arms[PACKED]
         arms = {arm: record for arm, record in arms.items() if record["commit"] == packed["commit"]}
-        single = arms.get(SINGLE) or arms.get("single")
-        if single is None:
-            continue
+        single = arms.get(SINGLE) or arms["single"]
         timed = parts.get((size, dtype, "breakdown"), {})
         pair = [timed[arm]["metrics"] for arm in (single["arm"], PACKED) if arm in timed]
         tokens = [record["metrics"]["real_tokens_per_batch"] for record in (single, packed)]
@@ -63,13 +61,13 @@ def tables(records: Sequence[Record]) -> list[Table]:
             if other in arms:
                 rates = [record["metrics"]["real_tokens_per_second"] for record in (packed, arms[other])]
                 add(what, size, dtype, rates[0] / rates[1])
-        add("packed, tokens/s", size, dtype, packed["metrics"]["real_tokens_per_second"], fmt="n")
+        add("packed, tokens/s", size, dtype, packed["metrics"]["real_tokens_per_second"], form=",.0f", unit="")
     if speeds:
         largest = max(speeds, key=lambda name: speeds[name])
         add("largest over the sizes", *largest, speeds[largest], LARGEST)
     for strategy, record in parts.get((None, None, "padding"), {}).items():
         what = {"next_fit": "padding, documents as received", "greedy": "padding, greedy packing"}[strategy]
-        add(what, "", "", record["metrics"]["padding_fraction"], PADDING[strategy], fmt="%")
+        add(what, "", "", record["metrics"]["padding_fraction"], PADDING[strategy], "%", "")
     table.notes = [
         "Forward and backward, medians of rounds in turns; packed: our kernels. float32: products without TF32. Not alike: the "
         "paper's documents, sizes, dtype and software are not known; lengths are our distribution's, rows of 2048 in the "

@@ -11,8 +11,8 @@ from packmamba.lab.report import aggregate
 from packmamba.lab.report.aggregate import Arm, Record, frame
 from packmamba.lab.report.figures import MUTED, Figure, axes, finish, legend_below, style_of
 from packmamba.lab.report.html import Kind
-from packmamba.lab.report.statistics import Estimate, interval
-from packmamba.lab.report.tables import Cell, Table, make_table, number
+from packmamba.lab.report.statistics import interval
+from packmamba.lab.report.tables import Cell, Table, interval_text, make_table
 
 SEED = "#0072B2"
 
@@ -68,25 +68,19 @@ def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
             row = {"evaluated": evaluated, "reads": reads, "reset": base.mean(), "leak": own.mean()}
             row |= {"best": leak[f"contradiction.best{name}_as_trained"].mean() if suffix else 1.0}
             row |= {"intrusions": leak[f"contradiction.intrusions{suffix}"].mean() if name else None}
-            rows.append(row | {"difference": _points_cell(interval(100 * (own - base)))})
+            found = interval(100 * (own - base))
+            rows.append(row | {"difference": found and Cell(interval_text(found[:3], "+.1f"), found[:4])})
     table = make_table(
         "leak",
         "contradiction: packed with leak minus packed with reset, paired over seeds",
         "!evaluated | !reads | packed-reset = reset:% | packed-leak = leak:% | "
-        "minus, points [95% CI] = difference difference_low difference_high pairs | best possible under leak = best:% | "
+        "minus, points [95% CI] = difference[] pairs | best possible under leak = best:% | "
         "leak says the predecessor's value = intrusions:%",
         rows,
         "Points are percentages of right answers; 95 % intervals by Student's t over seeds. Best possible: of a reader who knows "
         "how documents are drawn, and sees where one begins only if it has a begin token.",
     )
     return [table]
-
-
-def _points_cell(found: Estimate | None) -> Cell:
-    if found is None:
-        return number(None, "")
-    text = f"{found.mean:+.1f}" + (f" [{found.low:+.1f}, {found.high:+.1f}]" if found.seeds > 1 else "")
-    return Cell(text, tuple(found[:4]))
 
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
