@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
@@ -30,25 +29,21 @@ REACH = 32  # beyond: from T to this many times T
 GAINS = "long_context.by_group"
 
 
-def _config(run: Any, key: str, absent: Any = None) -> Any:
-    value = run.get(f"config.{key}")
-    return absent if value is None or value is pd.NA else value
-
-
-def name_of(run: Any) -> str:
+def name_of(run: pd.Series) -> str:
     """Name an arm's scheme from its configuration."""
-    if _config(run, "data.strategy") != "concat_split":
+    says = lambda key: run.get(f"config.{key}")
+    if says("data.strategy") != "concat_split":
         return "whole"
-    boundary = _config(run, "trainer.boundary")
+    boundary = says("trainer.boundary")
     # Streams for each row of a step.
-    pool = _config(run, "data.streams") * _config(run, "data.row_length") / _config(run, "data.tokens_per_step")
-    if _config(run, "data.stagger", False) and not _config(run, "data.shuffle_steps"):
-        control = _config(run, "data.max_tokens_per_batch") < _config(run, "data.tokens_per_step")
+    pool = says("data.streams") * says("data.row_length") / says("data.tokens_per_step")
+    if says("data.stagger") and not says("data.shuffle_steps"):
+        control = says("data.max_tokens_per_batch") < says("data.tokens_per_step")
         place = "" if pool >= 32 else f", {pool:g} streams a row" if pool > 1 else ", plain streams"
         return STARTS.get(boundary, boundary) + (", control" if control else "") + place
-    if _config(run, "data.stagger", False):
+    if says("data.stagger"):
         return "shuffled"
-    return "learned" if _config(run, "model.learned_initial_state", False) else LEAKS.get(boundary, boundary)
+    return "learned" if says("model.learned_initial_state") else LEAKS.get(boundary, boundary)
 
 
 @dataclass(frozen=True)
@@ -284,16 +279,17 @@ LEAK = tuple((name, name, "rows") for name in (*list(LEAKS.values())[1:], "learn
 def starts_tables(records: Sequence[Record]) -> list[Table]:
     """Primary outcomes, the ladder, order, leaks, context gain, and the arms; ``records`` are of one corpus."""
     settings = arms_by_setting(records)
+    final = {setting: here for setting, here in settings.items() if not setting.tuning}
     tables = [
-        _primary(settings),
+        _primary(final),
         _contrasts("ladder", "The ladder: what a continuing piece starts from", settings, LADDER),
-        _agreement(settings),
+        _agreement(final),
         _contrasts("order", "Order: pieces in other orders, all from zero unless said", _with_rows(settings), ORDER),
         _leaks(settings),
-        _exploratory(settings),
-        _lengths(settings),
+        _exploratory(final),
+        _lengths(final),
         _gains(settings),
-        _gain_differences(settings),
+        _gain_differences(final),
         _arms(settings),
     ]
     return [table for table in tables if table.rows]
@@ -310,8 +306,6 @@ def _primary(settings: Settings) -> Table:
     """Four tests in each setting, Holm over them."""
     rows = []
     for setting, here in settings.items():
-        if setting.tuning:
-            continue
         every = len(set().union(*(here[name].expected for name in ("zero", "foreign", "own") if name in here)))
         family: dict[tuple[str, str], Comparison] = {}
         sides: dict[str, tuple[Arm, Arm]] = {}
@@ -376,19 +370,19 @@ def _exploratory(settings: Settings) -> Table:
     ordered, rows = _with_rows(settings), []
     for setting, here in settings.items():
         for family, some in ((LADDER, here), (ORDER, ordered.get(setting, {})), (LEAK, here)):
-            for _, what, arm, other in compared({} if setting.tuning else {setting: some}, family):
+            for _, what, arm, other in compared({setting: some}, family):
                 if setting.label() == PRIMARY_SETTING and what in ("coverage", "continuity"):
                     continue
                 for places, span in spans(setting.T).items():
                     both = paired(arm, other, *span)
                     if both and len(both[0]) > 2:
                         by_seed = both[0].sum(axis=1) / both[1].sum()
-                        one = statistics.interval(by_seed)
                         row: dict[str, Any] = {"setting": setting.label(), "what": what, "minus": other.name}
                         row["lost"] = divergence(arm, other).lost(len(both[0]))
                         row |= {"places": places, "difference": contrast(arm, other, *span), "same": _same(arm, other)}
                         row["p_equivalence"] = statistics.p_of_equivalence(by_seed, None, MARGIN)
-                        rows.append(row | {"p": math.nan if one is None else one.p, "leaks": family is LEAK})
+                        row["p"] = (statistics.interval(by_seed) or statistics.NOTHING).p
+                        rows.append(row | {"leaks": family is LEAK})
     _rule_exploratory(rows)
     return make_table(
         "exploratory",
@@ -462,7 +456,7 @@ def _lengths(settings: Settings) -> Table:
     spans_of |= {"from 8192 on": (8192, np.inf)}
     rows = []
     for setting, here in settings.items():
-        if setting.T == MIDDLE or setting.tuning or setting.after:
+        if setting.T == MIDDLE or setting.after:
             continue
         other = settings.get(replace(setting, T=MIDDLE), {})
         both = here.keys() & other.keys()
@@ -487,7 +481,7 @@ def _agreement(settings: Settings) -> Table:
     for setting, what, arm, other in compared(settings, LADDER):
         for places, span in spans(setting.T).items():
             found = paired(arm, other, *span)
-            if found is None or setting.tuning or len(found[1]) < 2:
+            if found is None or len(found[1]) < 2:
                 continue
             differences, targets = found
             packages, mean = differences.mean(axis=0), differences.mean(axis=0).sum() / targets.sum()
@@ -534,7 +528,7 @@ def _gain_differences(settings: Settings) -> Table:
     for setting, here in settings.items():
         for name, arm in here.items():
             other = next((one for one in ("zero", "rows") if one in here and one != name), None)
-            if other is None or setting.tuning:
+            if other is None:
                 continue
             one, base = of_one_start(arm, here[other])
             sums = {k: difference_by_group(one, base, GAINS, "gain", "documents", f"windows == {k}") for k in windows}
