@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -314,7 +313,7 @@ def effects() -> dict[str, dict[tuple[str, ...], float]]:
     return found | {"layout by precision": effect(0, 2), "micro-batch by precision": effect(1, 2)}
 
 
-def combine(arms: Mapping[tuple[str, ...], Arm], weights: Mapping[tuple[str, ...], float]) -> Comparison:
+def combine(arms: Mapping[tuple[str, ...], Arm], weights: Mapping[tuple[str, ...], float], family: str) -> Comparison:
     """Add the runs of a seed with their weights, by group of documents."""
     curves = {run: arms[run].points(IN_FLOAT32) for run in weights if run in arms}
     added, targets = pd.DataFrame(), pd.DataFrame()
@@ -326,11 +325,10 @@ def combine(arms: Mapping[tuple[str, ...], Arm], weights: Mapping[tuple[str, ...
         added = sum(weight * sums[run]["nats"].unstack("group") for run, weight in weights.items())
         added = added.dropna(how="all").dropna(axis=1)
         targets = sums[run]["targets"].unstack("group").reindex(added.index)[added.columns]
-    counts = [0, 0, 0, 0]  # diverged and all runs, of positive and of negative weights
-    for run in curves:
-        side = 0 if weights[run] > 0 else 2
-        counts[side] += len(arms[run].diverged)
-        counts[side + 1] += len(arms[run].runs)
+    counts: list[int] = []  # diverged and all runs, of positive and of negative weights
+    for sign in (1, -1):
+        side = [arms[run] for run in curves if sign * weights[run] > 0]
+        counts += [sum(len(arm.diverged) for arm in side), sum(len(arm.runs) for arm in side)]
     complete = set.intersection(*({*arms[run].runs.index} if run in arms else set() for run in weights))
     margins = {arm.sweep.get("margin") for arm in arms.values()}
     return Comparison(
@@ -338,6 +336,7 @@ def combine(arms: Mapping[tuple[str, ...], Arm], weights: Mapping[tuple[str, ...
         targets.to_numpy(float)[:1].ravel(),
         next(iter(margins), None),
         Divergence(*counts)._replace(seeds=NUMERICS_SEEDS, missing=NUMERICS_SEEDS - len(complete)),
+        family,
     )
 
 
@@ -348,9 +347,8 @@ def numerics(records: Sequence[Record]) -> Table:
         run = (*arm.title.split("-"), arm.says("trainer.precision"))
         if run in effect(0):
             arms[run] = arm
-    compared = {name: combine(arms, weights) for name, weights in effects().items()}
-    for place, name in enumerate(compared):
-        compared[name] = replace(compared[name], family="exploratory" if place > 3 else "primary")
+    families = {name: "primary" if name.startswith("N") else "exploratory" for name in effects()}
+    compared = {name: combine(arms, weights, families[name]) for name, weights in effects().items()}
     rows = []
     for name, ruling in rule(compared).items():
         one, it = compared[name], ruling.estimate
