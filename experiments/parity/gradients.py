@@ -129,17 +129,14 @@ def _compare(c: Config, arms: dict[str, tuple[PackedLitModule, StepBatch]], numb
         raise RuntimeError(
             f"step {number} has other targets in one arm than in another: {targets}; nothing is recorded"
         )
-    kept: tuple[float, list[Tensor]] | None = None
+    references: list[tuple[float, list[Tensor]]] = []  # the first arm's, in each precision
     for precision in c.precisions:
-        own: tuple[float, list[Tensor]] | None = None
         for name, (module, step) in arms.items():
             found = _gradients(module, step, precision)
-            if own is None:
-                own, other = found, kept or found
-            else:
-                other = own
+            if name == next(iter(arms)):
+                references.append(found)
+            other = references[0] if found is references[-1] else references[-1]
             curves[name, precision].append({"step": number, **_apart(found, other)})
-        kept = kept or own
 
 
 def _gradients(module: PackedLitModule, step: StepBatch, precision: str) -> tuple[float, list[Tensor]]:
