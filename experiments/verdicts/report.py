@@ -70,20 +70,15 @@ def either(counts: list[int]) -> str:
 
 def diverging(runs: pd.DataFrame) -> Table:
     """Make a row for each share of one arm's runs that diverge: the verdicts that it gets."""
-    rows = []
-    for run in runs.sort_values(["seeds", "share"]).to_dict("records"):
-        row = {"seeds": run["seeds"], "share": run["share"]}
-        shares = {word: run.get(word, 0.0) for word in WORDS}
-        rows.append(
-            row | {f"verdict_{i}": 0.0 if pd.isna(shares[word]) else shares[word] for i, word in enumerate(WORDS)}
-        )
+    shares = runs.reindex(columns=[*WORDS]).fillna(0.0).set_axis([f"verdict_{i}" for i in range(len(WORDS))], axis=1)
+    rows = runs[["seeds", "share"]].join(shares).sort_values(["seeds", "share"])
     return make_table(
         "diverging",
         "Simulated studies: verdicts of an arm whose runs diverge, beside one whose runs do not",
         " | ".join(
             ["seeds:d", "share of runs = share:%", *(f"{word} = verdict_{i}:%" for i, word in enumerate(WORDS))]
         ),
-        rows,
+        rows.to_dict("records"),
         "The effect of the runs that do not diverge is the margin.",
     )
 
