@@ -14,7 +14,6 @@ from packmamba.lab.report.tables import Cell, Table, make_table, number, ruled
 
 MARGIN = 0.02  # nats an answer, named before the runs
 COMPARED = ("packed-reset", "packed-leak")  # with padded
-SEEDS = 8
 SOLVED = 0.9  # accuracy from which a seed has solved a task: it is learned suddenly, so a mean of seeds says little
 
 
@@ -34,7 +33,13 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     rows = []
     for arm in arms:
         accuracy = arm[f"{task}.accuracy"]
-        row = {"arm": arm.name, "runs": _runs(arm, task), "accuracy": accuracy, "nats": arm[f"{task}.nats"]}
+        seeds = aggregate.seeds_of(arm, arms, f"{task}.nats")
+        row = {
+            "arm": arm.name,
+            "runs": Cell(str(seeds), tuple(seeds)),
+            "accuracy": accuracy,
+            "nats": arm[f"{task}.nats"],
+        }
         row |= {"solved": int((accuracy >= SOLVED).sum()), "chance": arm[f"{task}.chance"].mean(), "lr": _rate(arm)}
         row |= {"verdict": "-", "registered": "-"}
         if ruling := rulings.get(arm.name):
@@ -81,13 +86,6 @@ def _rule(task: str, arms: Sequence[Arm], baseline: Arm) -> dict[str, Ruling]:
                 is_leak=arm.leaks,
             )
     return rule(comparisons, {"named": len({*COMPARED}.difference(comparisons))})
-
-
-def _runs(arm: Arm, task: str) -> Cell:
-    """List the seeds with answers, of those that every arm should have, and the state of the others."""
-    have, diverged = int(arm[f"{task}.nats"].notna().sum()), int(arm["val_loss"].isna().sum())
-    found = aggregate.Seeds(have, diverged, max(SEEDS - have - diverged, 0))
-    return Cell(str(found), tuple(found))
 
 
 # The least and the greatest learning rate of which a task's arms took their best.
