@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from experiments.speedup.report import PAPER
 from packmamba.lab.report.aggregate import Record
 from packmamba.lab.report.figures import Figure, axes, finish, legend_below
 from packmamba.lab.report.html import Kind
 from packmamba.lab.report.tables import Table, make_columns, make_table, number, word
 
 # arXiv 2408.03865, A100. 3.91x, 19.1 %, 0.41 % and 5.05x (the largest ratio over the sizes) as a summary of it reports them.
-PAPER = {"1.4b": 3.06, "2.8b": 2.62}
-LARGEST, KERNELS, PADDING = 5.05, 3.91, {"next_fit": 0.191, "greedy": 0.0041}
+LARGEST, KERNELS = 5.05, 3.91
+PADDING = {"next_fit": ("padding, documents as received", 0.191), "greedy": ("padding, greedy packing", 0.0041)}
 SINGLE, PACKED = "mamba-ssm-single", "packed"
 OTHERS = {
     "mamba-ssm-padded-2048": "packed over padding to 2048, mamba-ssm's layers",
@@ -66,8 +67,8 @@ def tables(records: Sequence[Record]) -> list[Table]:
         largest = max(speeds, key=lambda name: speeds[name])
         add("largest over the sizes", *largest, speeds[largest], LARGEST)
     for strategy, record in parts.get((None, None, "padding"), {}).items():
-        what = {"next_fit": "padding, documents as received", "greedy": "padding, greedy packing"}[strategy]
-        add(what, "", "", record["metrics"]["padding_fraction"], PADDING[strategy], "%", "")
+        what, theirs = PADDING[strategy]
+        add(what, "", "", record["metrics"]["padding_fraction"], theirs, "%", "")
     table.notes = [
         "Forward and backward, medians of rounds in turns; packed: our kernels. float32: products without TF32. Not alike: the "
         "paper's documents, sizes, dtype and software are not known; lengths are our distribution's, rows of 2048 in the "
@@ -86,12 +87,11 @@ def _lengths(records: Sequence[Record]) -> list[Table]:
     """Return microseconds against a sequence's length, batch 1."""
     rows = [record for record in records if record["config"]["part"] == "length"]
     times = " | ".join(f"{title} (us) = {name}:,.0f" for name, title in FAMILIES.items())
-    microseconds = [{name: 1e6 * record["metrics"][f"{name}_seconds"] for name in FAMILIES} for record in rows]
     table = make_table(
         "lengths",
         "One sequence at a time: a block's forward and backward",
         f"!layers | !dtype | tokens:d | {times}",
-        [record["config"] | taken for record, taken in zip(rows, microseconds)],
+        [one["config"] | {name: 1e6 * one["metrics"][f"{name}_seconds"] for name in FAMILIES} for one in rows],
     )
     return [table] if rows else []
 
