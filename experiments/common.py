@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import csv
 import functools
+import io
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,17 @@ def _fields() -> dict[tuple[str, ...], dict[str, object]]:
             plain = {name: text in ("true", "false", "null") or text.isdecimal() for name, text in row.items()}
             found[key] = {name: json.loads(text) if plain[name] else text for name, text in row.items() if text}
     return found
+
+
+def row_of(table: str, where: Mapping[str, Any]) -> dict[str, str]:
+    """Return the first row of a CSV file's text with these values; empty without one."""
+    wanted = {key: str(value) for key, value in where.items()}
+    return next((row for row in csv.DictReader(io.StringIO(table)) if wanted.items() <= row.items()), {})
+
+
+def with_interval(row: Mapping[str, str], column: str) -> list[float]:
+    """Return a number of a table's row, with its interval if it has one; [] without a number."""
+    return [float(row[name]) for name in (column, f"{column}_low", f"{column}_high") if row.get(name)]
 
 
 def without_speeds(kind: Kind, *more: Callable[..., list[Table]]) -> Kind:

@@ -2,7 +2,7 @@
 
 pages.yaml says for each page which tables stand between ``<!-- table: name -->`` and ``<!-- end -->``. A table has ``head``
 (titles), ``cells`` (what is read from a row) and ``rows``: labels, then a mapping of ``from`` (a CSV file), ``cells`` if the
-table's do not fit, ``over`` (the row of a denominator) and values that choose the row. ``*`` stands for each item of
+table's do not fit, and values that choose the row. ``*`` stands for each item of
 ``across``, of whose last one ``tail`` is read, and ``*2`` for what stands behind its ``|``. A cell is ``column:format`` or
 ``column±spread:format``, with its interval where there are columns ``_low`` and ``_high``; ``column:word`` is that column's
 text, and a cell without a colon its own.
@@ -11,44 +11,30 @@ Instead ``copy`` is a committed Markdown table as it is, and ``image`` (with ``a
 
 from __future__ import annotations
 
-import csv
 import re
 from pathlib import Path
 from typing import Any
 
 from omegaconf import OmegaConf
 
+from experiments.common import name_bars, row_of, with_interval
 from packmamba.lab.report.tables import interval_text, number
 
 FOLDER = Path(__file__).parent
 ROOT = FOLDER.parent
 BLOCK = re.compile(r"(<!-- table: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
-OWN = ("from", "cells", "over", "margin")
+OWN = ("from", "cells", "margin")
 
 
-def row_of(path: Path, where: dict[str, Any]) -> dict[str, str] | None:
-    """Return the first row of a CSV file with these values."""
-    with path.open(encoding="utf-8", newline="") as file:
-        wanted = {key: str(value) for key, value in where.items()}
-        return next((row for row in csv.DictReader(file) if wanted.items() <= row.items()), None)
-
-
-def source_row(folder: Path, source: dict[str, Any]) -> dict[str, str] | None:
-    """Return the row that a source names, or None without it or its file."""
-    path = folder / source["from"]
-    return row_of(path, {key: value for key, value in source.items() if key not in OWN}) if path.is_file() else None
+def source_row(folder: Path, source: dict[str, Any]) -> dict[str, str]:
+    """Return the row that a source names, empty without it or its file."""
+    path, where = folder / source["from"], {key: value for key, value in source.items() if key not in OWN}
+    return row_of(path.read_text(encoding="utf-8"), where) if path.is_file() else {}
 
 
 def numbers(folder: Path, source: dict[str, Any], column: str) -> list[float]:
     """Return a number of the row that a source names, with its interval if it has one; [] without such a row."""
-    path, row = folder / source["from"], source_row(folder, source)
-    if row is None:
-        return []
-    values = [float(row[name]) for name in (column, f"{column}_low", f"{column}_high") if row.get(name)]
-    if values and "over" in source:
-        other = row_of(path, source["over"] | ({"run": row["run"]} if "run" in row else {}))  # times of one run
-        return [values[0] / float(other[column])] if other else []
-    return values
+    return with_interval(source_row(folder, source), column)
 
 
 def cell(folder: Path, source: dict[str, Any], spec: str) -> str:
@@ -57,7 +43,7 @@ def cell(folder: Path, source: dict[str, Any], spec: str) -> str:
     if not colon:
         return spec
     if form == "word":
-        return (source_row(folder, source) or {}).get(columns, "")
+        return source_row(folder, source).get(columns, "")
     column, *spread = columns.split("±")
     form, _, unit = form.partition(" ")
     values = [value * (100 if unit == "%" else 1) for value in numbers(folder, source, column)]
@@ -116,7 +102,6 @@ def draw(name: str, spec: dict[str, Any]) -> None:
 
     A row of a label alone is a heading. ``margin``: of all rows, or in a source of its own row.
     """
-    from experiments.common import name_bars
     from packmamba.lab.report.figures import MUTED, axes, finish, house_style
 
     rows = spec["rows"]
@@ -144,7 +129,6 @@ def draw(name: str, spec: dict[str, Any]) -> None:
             ax.set_xticks(spec["ticks"], spec["ticks"])
         else:
             ax.locator_params(axis="x", nbins=6)
-        (FOLDER / "figures").mkdir(exist_ok=True)
         (FOLDER / "figures" / f"{name}.png").write_bytes(finish(fig, name, "").png)
 
 

@@ -7,9 +7,7 @@ whose machine is not there is left out, so that a laptop reproduces what it can.
 
 from __future__ import annotations
 
-import csv
 import importlib.util
-import io
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -19,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 
 from experiments.by_name import DONE, experiments, find, finished, kinds_of, load_bench, module, run_bench
+from experiments.common import row_of, with_interval
 from packmamba.config import ConfigError, need, suggest
 from packmamba.config.load import read_yaml
 from packmamba.files import write_whole
@@ -64,8 +63,7 @@ def reproduce(what: str, overrides: Sequence[str] = ()) -> None:
     folder = find(question)
     declared = module(question, "reproduce")
     known = [Path(step.file).stem for step in getattr(declared, "STEPS", ())]
-    if options.get("scale", "full") not in ("full", "small"):
-        raise ConfigError(f"scale: expected full or small, got {options['scale']}")
+    need(options.get("scale", "full") in ("full", "small"), "scale", "full or small", options.get("scale"))
     if declared is None or name not in ("", *known):
         raise ConfigError(f"expected a step of {question}, got '{name}'{suggest(name, known)}")
     small = options.get("scale") == "small"
@@ -154,13 +152,8 @@ def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, s
 
 def number_of(headline: Headline, tables: Mapping[str, str]) -> list[float]:
     """Return a headline's number, with its interval if it has one, of CSV files by name; [] without it."""
-    columns = [headline.column, f"{headline.column}_low", f"{headline.column}_high"]
-    wanted = {key: str(value) for key, value in headline.row.items()}
-    for name in (headline.table, headline.alone):
-        for row in csv.DictReader(io.StringIO(tables.get(f"{name}.csv", ""))):
-            if wanted.items() <= row.items():
-                return [float(row[column]) for column in columns if row.get(column)]
-    return []
+    rows = (row_of(tables.get(f"{name}.csv", ""), headline.row) for name in (headline.table, headline.alone))
+    return with_interval(next(filter(None, rows), {}), headline.column)
 
 
 def _shown(number: list[float]) -> str:
