@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from packmamba.config import import_plugins, resolve, suggest
+from packmamba.config import import_plugins, need, resolve, suggest
 from packmamba.config.load import read_layers
 from packmamba.errors import ConfigError
 from packmamba.lab.records import check_writable
@@ -78,14 +78,11 @@ def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
     layers = read_layers(path, overrides, "bench")
     taken: dict[str, Any] = {}  # keys that are not the bench's
     for layer, _ in layers:
-        for key in ("bench", "output", "plugins"):
-            if key in layer:
-                taken[key] = layer.pop(key)
+        taken |= {key: layer.pop(key) for key in ("bench", "output", "plugins") if key in layer}
     import_plugins(taken.get("plugins", ()))
     question, _, name = str(taken["bench"]).rpartition("/")
     known = getattr(module(question or path.resolve().parent.name, "bench"), "BENCHES", {})
-    if name not in known:
-        raise ConfigError(f"bench: expected one of {', '.join(known)}, got '{name}' in {path}")
+    need(name in known, "bench", f"one of {', '.join(known)}", f"'{name}' in {path}")
     output = Path(taken.get("output") or f"runs/{name}")
     return known[name]._replace(config=resolve(known[name].config, layers), name=name, output=output)
 

@@ -27,7 +27,7 @@ import yaml
 from experiments.corpus import build as code
 from experiments.corpus.minhash import clusters, signature
 from experiments.corpus.text_items import write_items, write_lines
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.corpus import Corpus
 from packmamba.data.packing import plan_rows
 from packmamba.data.sources.packages import content_hash
@@ -312,8 +312,7 @@ def unpack(packages: Path, folder: Path) -> dict[str, dict[str, Any]]:
             digest = hashlib.sha256(path.read_bytes()).hexdigest()
             file = {"file": path.name, "sha256": digest, "licence": READERS[name][0], "root": root}
             found[name] = {"package": package, "version": version.replace("%3a", ":"), **file}
-    if not found:
-        raise ConfigError(f"packages: expected .deb or .whl files of {', '.join(READERS)} in '{packages}'")
+    need(found, "packages", f".deb or .whl files of {', '.join(READERS)}", f"none in '{packages}'")
     return found
 
 

@@ -126,8 +126,7 @@ def _over(patched: Record | None, record: Record, extremes: bool = False) -> Cel
 
 
 def _rates(record: Record) -> list[float]:
-    turns = record["curves"].get("turns") or [record["metrics"]]
-    return [turn["real_tokens_per_second"] for turn in turns if "real_tokens_per_second" in turn]
+    return [turn["real_tokens_per_second"] for turn in record["curves"]["turns"]]
 
 
 def _place(record: Record) -> list[Any]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from experiments.by_name import Bench
-from packmamba.config import ConfigError, key, suggest
+from packmamba.config import ConfigError, key, need, suggest
 from packmamba.integrations.transformers import patch
 from packmamba.isolation import LeakCheckResult, leakcheck
 from packmamba.isolation.adapters import CheckedModel
@@ -116,8 +116,8 @@ def make_configuration(name: str, of: dict[str, Any], shared: dict[str, Any]) ->
         raise ConfigError(f"models.{name}: transformers has no such model type{suggest(name, CONFIG_MAPPING)}")
     made = CONFIG_MAPPING[name]
     known, own = {field.name for field in dataclasses.fields(made)}, of.get("config") or {}
-    if unknown := own.keys() - known:
-        raise ConfigError(f"models.{name}.config: expected keys of {made.__name__}, got {', '.join(unknown)}")
+    unknown = ", ".join(own.keys() - known)
+    need(not unknown, f"models.{name}.config", f"keys of {made.__name__}", unknown)
     return made(**{k: v for k, v in shared.items() if k in known} | own)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from packmamba.config import Config as Run
-from packmamba.config import ConfigError, key, load_config
+from packmamba.config import ConfigError, key, load_config, need
 from packmamba.data.batch import StepBatch
 from packmamba.lab.fit import check_accelerator, check_run, configured_runtime
 from packmamba.lab.records import append_record, make_record, provenance
@@ -85,8 +85,8 @@ def _measure(c: Config, runs: dict[str, Run], begun: float, progress: bool) -> I
     datas = {name: PackedDataModule.from_config(config, progress) for name, config in runs.items()}
     for data in datas.values():
         data.setup()
-    if len({data.corpora.corpus_hash for data in datas.values()}) > 1:
-        raise ConfigError("arms: expected the same documents in every arm, got several corpora")
+    hashes = {data.corpora.corpus_hash for data in datas.values()}
+    need(len(hashes) == 1, "arms", "the same documents in every arm", f"{len(hashes)} corpora")
     torch.manual_seed(runs[first].seed)
     modules: dict[tuple[str, str], PackedLitModule] = {}  # their weights are the first arm's
     kinds = {name: (config.ops.backend, config.trainer.boundary) for name, config in runs.items()}

@@ -22,7 +22,7 @@ from experiments.common import PeakMemory
 from experiments.leakcheck.bench import find_kernels
 from experiments.timing import free_memory, median, seconds, spread, take_turns
 from packmamba import MambaLM, SequenceLayout
-from packmamba.config import ConfigError, key, load_config
+from packmamba.config import key, load_config, need
 from packmamba.data.tokenizer import write_tokenizer
 from packmamba.evaluation import Score, score
 from packmamba.evaluation.generation import generate
@@ -184,8 +184,7 @@ def _methods(c: ScoringConfig, model: MambaLM) -> dict[str, Method]:
             made[name] = (make | {"hf": partial(harness, model)})[arm["method"]](**fields)
         except (ImportError, ValueError) as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
-    if not made:
-        raise ConfigError("arms: expected at least one that runs here, got none")
+    need(made, "arms", "at least one that runs here", "none")
     return made
 
 
@@ -207,15 +206,14 @@ def _measure_scores(
         if not difference <= c.margin * MOST_DIFFERENCE[c.dtype]:
             raise RuntimeError(f"{name}, {arm}: scores differ by {difference:.2g} nats a token from the first arm's")
 
-    def arm_of(method: Method) -> Callable[[int], float]:
-        return lambda turn: seconds(lambda: method(requests), device)
-
+    turns = {
+        arm: lambda _, method=method: seconds(partial(method, requests), device) for arm, method in methods.items()
+    }
     slow = {arm: c.slow_rounds for arm in methods if c.arms[arm].get("slow")}
     begun = time.perf_counter()
     samples = take_turns(
-        {arm: arm_of(method) for arm, method in methods.items()}, c.rounds, warm_up=0, gate=gate, at_most=slow,
-        bar=f"scoring, {name}" if progress else None,
-    )  # fmt: skip
+        turns, c.rounds, warm_up=0, gate=gate, at_most=slow, bar=f"scoring, {name}" if progress else None
+    )
     wall = time.perf_counter() - begun
     for arm, taken in samples.items():
         config = {"workload": name, **vars(workload), **c.arms[arm], **_settings(c)}

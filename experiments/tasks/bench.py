@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from experiments.by_name import Bench
 from packmamba import MambaLM
-from packmamba.config import ConfigError, DataConfig, key
+from packmamba.config import DataConfig, key, need
 from packmamba.data.tasks import TASKS
 from packmamba.evaluation.load import load_model, read_config
 from packmamba.evaluation.registry import EvalContext, default_max_slots, evaluate
@@ -60,8 +60,7 @@ def run(config: AnswersConfig, records_path: Path, progress: bool = True) -> Non
 
 def _runs_of(arm: str, folder: Path) -> list[Path]:
     found = [path.parent for path in sorted(folder.glob("*/config.json")) if read_config(path.parent).name == arm]
-    if not found:
-        raise ConfigError(f"questions.{arm}: expected trained runs of this arm in {folder}, found none")
+    need(found, f"questions.{arm}", f"trained runs of this arm in {folder}", "none")
     return found
 
 

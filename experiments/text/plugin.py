@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from experiments.corpus import text_items
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import DataConfig, need
 from packmamba.data.sources import SOURCES
 from packmamba.data.sources.source import Document, Source, hash_files
 from packmamba.data.tasks import TASKS
@@ -41,8 +41,7 @@ LONG = 4096
 
 
 def lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.is_file():
-        raise ConfigError(f"data.path: expected the corpus that experiments/corpus/text.py builds, got no {path}")
+    need(path.is_file(), "data.path", "the corpus that experiments/corpus/text.py builds", f"no {path}")
     with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         yield from map(json.loads, file)
 
@@ -53,8 +52,7 @@ def open_natural_text(data: DataConfig, least: int = 0) -> Source:
     Documents of fewer than ``least`` bytes, begin and end tokens counted, are left out.
     """
     held_out, path = data.subset or "validation", Path(data.path or "")
-    if held_out not in HELD_OUT:
-        raise ConfigError(f"data.subset: expected one of {', '.join(HELD_OUT)}, got '{held_out}'")
+    need(held_out in HELD_OUT, "data.subset", f"one of {', '.join(HELD_OUT)}", f"'{held_out}'")
     files = [path] if path.is_file() else [path / "corpus/train.jsonl", path / HELD_OUT[held_out] / f"{held_out}.jsonl"]
 
     def read() -> Iterator[Document]:
