@@ -47,10 +47,8 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
     columns = " | ".join(f"!{collators.get(one, one.replace('+', ' + '))} = {one}" for one in arguments)
     rows: dict[str, dict[str, Any]] = {}
     for r in records:
-        row = rows.setdefault(
-            r["arm"], {"model": r["arm"], "family": r["config"]["family"], **dict.fromkeys(arguments, "-")}
-        )
-        row[r["config"]["boundaries"]] = verdict(r)
+        row = rows.setdefault(r["arm"], dict.fromkeys(arguments, "-"))
+        row |= {"model": r["arm"], "family": r["config"]["family"], r["config"]["boundaries"]: verdict(r)}
     matrix = make_table(
         f"audit{ending}",
         f"Do packed documents leak? Tiny models with random weights; {where}",
@@ -91,14 +89,13 @@ def _tables(device: str, records: Sequence[Record]) -> list[Table]:
     return [matrix, counts, full]
 
 
+WORDS = {None: "-", 0: "no", 1: "yes"}
 FLAGS = ("isolated_forward", "isolated_backward", "same_as_alone", "ignored", "padding_left", "padding_right")
 
 
 def _findings(record: Record) -> dict[str, Any]:
     m, config = record["metrics"], record["config"]
-    row: dict[str, Any] = {
-        name: Cell("-" if m[name] is None else "yes" if m[name] else "no", (m[name],)) for name in FLAGS
-    }
+    row: dict[str, Any] = {name: Cell(WORDS[m[name]], (m[name],)) for name in FLAGS}
     row |= {"model": record["arm"], "argument": config["boundaries"], "raises": config["error"] or "no"}
     reach = Cell(f"{m['reach']}{' (all)' if m['endless'] else ''}" if m["reach"] else "-", (m["reach"] or None,))
     return row | {"largest": m["largest"] or None, "reach": reach, "module": config["module"] or "-"}

@@ -105,10 +105,8 @@ def verdicts(study: Study, rng: np.random.Generator) -> list[str]:
         differences = (losses[arm] - losses[-1] + effect)[both]
         counts = Divergence(int(lost[arm].sum()), study.seeds, int(lost[-1].sum()), study.seeds)
         margin = MARGIN if study.effect else None
-        if study.groups > 1:
-            family[arm] = Comparison(differences * weights, weights, margin, counts)
-        else:
-            family[arm] = Comparison(differences[:, 0], None, margin, counts)
+        sums = (differences * weights, weights) if study.groups > 1 else (differences[:, 0], None)
+        family[arm] = Comparison(*sums, margin, counts)
     return [ruling.claim for ruling in rule(family).values()]
 
 

@@ -20,9 +20,8 @@ WORDS = ("different (diverges)", "different, of survivors", "open, of survivors"
 def tables(records: Sequence[Record]) -> list[Table]:
     """Tabulate rates of false verdicts, and the verdicts where one arm diverges."""
     runs = frame(records, "verdicts")
-    keys = ("seeds", "effect", "contrasts", "shown", "tails", "diverging", "groups", "share")
-    runs = runs.rename(columns={f"config.{key}": key for key in keys})
-    runs = runs.drop_duplicates(list(keys), keep="last")
+    fields = [column for column in runs if column.startswith("config.")]  # of a Study
+    runs = runs.drop_duplicates(fields, keep="last").rename(columns=lambda column: column.removeprefix("config."))
     return [rates(runs[runs["share"] == 0]), diverging(runs[runs["share"] > 0])]
 
 
@@ -44,9 +43,8 @@ def rates(runs: pd.DataFrame) -> Table:
     return make_table(
         "rates",
         "Simulated studies: share of families with at least one false verdict",
-        " | ".join(
-            ["!intervals over = intervals", "!contrasts = family", "!tails", "!diverged runs = diverging", *claims]
-        ),
+        "!intervals over = intervals | !contrasts = family | !tails | !diverged runs = diverging | "
+        + " | ".join(claims),
         rows,
         f"Of {either(over_seeds)} studies a cell over seeds, of {either(over_groups)} over seeds and groups; the larger number "
         "where the smaller shows more than 4 %. In brackets the share's 95 % interval by the number of studies (Clopper and "
@@ -75,9 +73,7 @@ def diverging(runs: pd.DataFrame) -> Table:
     return make_table(
         "diverging",
         "Simulated studies: verdicts of an arm whose runs diverge, beside one whose runs do not",
-        " | ".join(
-            ["seeds:d", "share of runs = share:%", *(f"{word} = verdict_{i}:%" for i, word in enumerate(WORDS))]
-        ),
+        "seeds:d | share of runs = share:% | " + " | ".join(f"{word} = verdict_{i}:%" for i, word in enumerate(WORDS)),
         rows.to_dict("records"),
         "The effect of the runs that do not diverge is the margin.",
     )
