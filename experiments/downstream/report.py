@@ -24,8 +24,6 @@ def task_of(records: Sequence[Record]) -> str:
 def answers_tables(records: Sequence[Record]) -> list[Table]:
     """``records`` are of one task."""
     task, arms = task_of(records), aggregate.training_arms(records)
-    if not any(arm[f"{task}.nats"].notna().any() for arm in arms):
-        return []
     baseline = next((arm for arm in arms if arm.name == "padded"), None)
     rulings = {} if baseline is None else _rule(task, arms, baseline)
     # No loss is below zero, so a rate beyond the end of the grid lowers an arm's by all of it at most.

@@ -19,11 +19,8 @@ class _Fields:
 
     @classmethod
     def of(cls: type[Self], record: Mapping[str, Any]) -> Self:
-        """A record's arm. Raises ValueError where its configuration lacks a field."""
-        config, names = record["config"], [entry.name for entry in fields(cls) if entry.compare]
-        if missing := [name for name in names if name not in config]:
-            raise ValueError(f"config of the record of {record['arm']} lacks {', '.join(missing)}")
-        arm = cls(**{name: config[name] for name in names})
+        """Return a record's arm. Raises KeyError where its configuration lacks a field."""
+        arm = cls(**{entry.name: record["config"][entry.name] for entry in fields(cls) if entry.compare})
         return next((known for known in (*GPU_ARMS.values(), *CPU_ARMS.values()) if known == arm), arm)
 
     def __str__(self) -> str:

@@ -16,6 +16,7 @@ from tqdm import tqdm
 from packmamba.config import Config as Run
 from packmamba.config import ConfigError, key, load_config, need
 from packmamba.data.batch import StepBatch
+from packmamba.errors import expect
 from packmamba.lab.fit import check_accelerator, check_run, configured_runtime
 from packmamba.lab.records import append_record, make_record, provenance
 from packmamba.lab.run_id import recorded_config
@@ -125,10 +126,7 @@ def against(c: Config, runs: Iterable[str], arm: str, precision: str) -> str:
 
 def _compare(c: Config, arms: dict[str, tuple[PackedLitModule, StepBatch]], number: int, curves: Any) -> None:
     targets = {name: step.num_targets for name, (_, step) in arms.items()}
-    if len(set(targets.values())) > 1:
-        raise RuntimeError(
-            f"step {number} has other targets in one arm than in another: {targets}; nothing is recorded"
-        )
+    expect(len(set(targets.values())) == 1, f"step {number}", "as many targets in every arm", targets, RuntimeError)
     references: list[tuple[float, list[Tensor]]] = []  # the first arm's, in each precision
     for precision in c.precisions:
         for name, (module, step) in arms.items():

@@ -77,8 +77,6 @@ WEIGHTS = {
 def parity_tables(records: Sequence[Record], others: Sequence[Sequence[Record]] = ()) -> list[Table]:
     """``records`` are of one corpus, ``others`` those of the other distributions."""
     arms = aggregate.training_arms(records)
-    if not any(arm[LOSS].notna().any() for arm in arms):
-        return []
     found = [_parity(records, arms, others), _places(records, arms)]
     by_name = {arm.name: arm for arm in arms}
     if {"packed-reset", "packed-control"} <= by_name.keys():
