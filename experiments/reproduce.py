@@ -86,8 +86,7 @@ def reproduce(what: str, overrides: Sequence[str] = ()) -> None:
         run()
         done.append(title)
         write_whole(output / DONE, json.dumps(done, indent=1).encode())
-    if len(done) == 1:
-        raise ConfigError(f"{what}: expected a machine with what one of the steps above needs")
+    need(len(done) > 1, what, "a machine with what one of the steps above needs", "this one")
     records = with_items(output, read_records(output))
     sections = build_sections(records, kinds=kinds_of(folder, records))
     table = comparison(declared.HEADLINES, folder, files_of_tables(tables_of(sections)), small)

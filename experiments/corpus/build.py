@@ -19,7 +19,7 @@ import numpy as np
 from tqdm import tqdm
 
 from experiments.corpus.minhash import FUNCTIONS, clusters, signature
-from packmamba.config import ConfigError, DataConfig
+from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.corpus import Corpus
 from packmamba.data.sources.packages import UNITS, content_hash, functions_of, read_manifest
 from packmamba.data.sources.source import share_of
@@ -138,8 +138,7 @@ def validation_packages(sizes: Mapping[str, int], fraction: float, seed: int) ->
     for name in sorted(filled, key=lambda name: share_of(name.lower().encode(), seed)):
         if sum(filled[one] for one in chosen) < wanted and filled[name] <= limit:
             chosen.append(name)
-    if len(chosen) == len(filled):
-        raise ConfigError(f"validation_fraction: {fraction} leaves no package to train on; lower it, or name more")
+    need(len(chosen) < len(filled), "validation_fraction", "one that leaves a package to train on", fraction)
     return chosen
 
 
@@ -220,8 +219,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     card, committed = describe(data), path.with_name("card.json")
     if options.manifest is not None and committed.is_file():
         for unit, one in json.loads(committed.read_text())["units"].items():
-            if one["corpus_hash"] != card["units"][unit]["corpus_hash"]:
-                raise ConfigError(f"manifest: the corpus of {unit} has another hash here than in {committed}")
+            same = one["corpus_hash"] == card["units"][unit]["corpus_hash"]
+            need(same, "manifest", f"the corpus of {unit} that is in {committed}", "another hash")
     if options.tokenizer_size is not None:
         files = load_corpora(replace(data, unit="files")).train
         train_tokenizer(files, options.tokenizer_size, options.output / "tokenizer.json")

@@ -104,9 +104,8 @@ def _append(
     c: Config, path: Path, part: str, arm: str, config: dict[str, Any], metrics: dict[str, float], began: float
 ) -> None:
     corpus, taken = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]})", time.perf_counter() - began
-    append_record(
-        path, make_record("paper", c.experiment, arm, {"part": part, **config}, c.seed, corpus, metrics, taken)
-    )
+    record = make_record("paper", c.experiment, arm, {"part": part, **config}, c.seed, corpus, metrics, taken)
+    append_record(path, record)
 
 
 BENCHES = {"paper": Bench(Config, run)}

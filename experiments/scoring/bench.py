@@ -211,9 +211,8 @@ def _measure_scores(
     }
     slow = {arm: c.slow_rounds for arm in methods if c.arms[arm].get("slow")}
     begun = time.perf_counter()
-    samples = take_turns(
-        turns, c.rounds, warm_up=0, gate=gate, at_most=slow, bar=f"scoring, {name}" if progress else None
-    )
+    bar = f"scoring, {name}" if progress else None
+    samples = take_turns(turns, c.rounds, warm_up=0, gate=gate, at_most=slow, bar=bar)
     wall = time.perf_counter() - begun
     for arm, taken in samples.items():
         config = {"workload": name, **vars(workload), **c.arms[arm], **_settings(c)}

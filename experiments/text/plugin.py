@@ -77,11 +77,10 @@ def beyond(model: MambaLM, context: EvalContext) -> EvalResult:
     own: dict[int, DocumentState] = {}
     read_to_the_end(model, [texts.documents[i][:after] for i in which], context.max_slots, own)
     order = np.random.default_rng(0).permutation(len(which))
-    foreign = dict(zip(order.tolist(), np.roll(order, 1).tolist()))
     starts: dict[str, Any] = {
         "": own,
         "_zero": dict.fromkeys(own),
-        "_foreign": {i: own[other] for i, other in foreign.items()},
+        "_foreign": {i: own[other] for i, other in zip(order.tolist(), np.roll(order, 1).tolist())},
     }
     columns: dict[str, Any] = {"targets": [len(tail) - 1 for tail in tails], "start": [after] * len(tails)}
     for suffix, states in starts.items():
@@ -119,10 +118,8 @@ def choose(task: str, model: MambaLM, context: EvalContext) -> EvalResult:
     scores = iter(score(model, requests, context.max_slots))
     found = []
     for one in known:
-        values = [next(scores).log_likelihood for _ in one["contexts"]]
-        found.append(
-            {"index": one["id"], "group": one["group"], "answer": one["answer"], "choice": int(np.argmax(values))}
-        )
+        likeliest = int(np.argmax([next(scores).log_likelihood for _ in one["contexts"]]))
+        found.append({"index": one["id"], "group": one["group"], "answer": one["answer"], "choice": likeliest})
     right = float(np.mean([one["choice"] == one["answer"] for one in found]))
     metrics = {"choice_accuracy": right, "chance": 0.25, "examples": float(len(found))}
     return EvalResult(metrics, {}, found, f"{task} of {load_corpora(context.data).corpus_hash}")
