@@ -54,16 +54,14 @@ def cell(folder: Path, source: dict[str, Any], spec: str) -> str:
     return shown + (unit if unit == "x" else f" {unit}" * bool(unit))
 
 
-def sources(table: dict[str, Any], row: list[Any]) -> list[dict[str, Any]]:
+def sources(table: dict[str, Any], row: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the source of each cell's row: one for all cells, or one for each item of ``across``."""
-    source = {"from": table.get("from"), **row[-1]}
-    found = []
-    for item in table.get("across", ["*"]):
-        first, _, second = str(item).partition("|")
-        found.append(
-            {k: v.replace("*2", second).replace("*", first) if isinstance(v, str) else v for k, v in source.items()}
-        )
-    return found
+    source = {"from": table.get("from"), **row}
+    items = [str(item).partition("|") for item in table.get("across", ["*"])]
+    return [
+        {k: v.replace("*2", second).replace("*", first) if isinstance(v, str) else v for k, v in source.items()}
+        for first, _, second in items
+    ]
 
 
 def table_text(folder: Path, table: dict[str, Any]) -> str:
@@ -78,12 +76,9 @@ def table_text(folder: Path, table: dict[str, Any]) -> str:
     labels = len(table["rows"][0]) - 1
     lines = [table["head"], ["---"] * labels + ["---:"] * (len(table["head"]) - labels)]
     for *words, last in table["rows"]:
-        made = [
-            cell(folder, source, spec)
-            for source in sources(table, [last])
-            for spec in last.get("cells", table.get("cells"))
-        ]
-        made += [cell(folder, sources(table, [last])[-1], spec) for spec in table.get("tail", ())]
+        found = sources(table, last)
+        made = [cell(folder, source, spec) for source in found for spec in last.get("cells", table.get("cells"))]
+        made += [cell(folder, found[-1], spec) for spec in table.get("tail", ())]
         if "" in made and ("across" not in table or not any(made)):
             raise ValueError(f"{' '.join(words)}: no such number in {last.get('from', table.get('from'))}")
         lines.append([*words, *made])
