@@ -101,6 +101,4 @@ def _findings(record: Record) -> dict[str, Any]:
     return row | {"largest": m["largest"] or None, "reach": reach, "module": config["module"] or "-"}
 
 
-KINDS = {
-    "audit": Kind(lambda records: [table for device, own in latest(records).items() for table in _tables(device, own)])
-}
+KINDS = {"audit": Kind(lambda records: [table for one in latest(records).items() for table in _tables(*one)])}

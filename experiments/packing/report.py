@@ -166,13 +166,13 @@ def _data(plans: pd.DataFrame) -> str:
     return f"{first['config.distribution']}, {first['config.num_documents']:,} documents"
 
 
+def _label(records: Sequence[Record]) -> str:
+    return "{distribution}-{num_documents}".format(**records[0]["config"])
+
+
 def _bars(plans: pd.DataFrame) -> str:
     return "; bars are 95 % intervals over seeds" if plans["seed"].nunique() > 1 else ""
 
 
 # config: strategy, row_length, buffer (null where it has no meaning), distribution, num_documents.
-KINDS = {
-    "packing": Kind(
-        packing_tables, packing_figures, lambda records: "{distribution}-{num_documents}".format(**records[0]["config"])
-    )
-}
+KINDS = {"packing": Kind(packing_tables, packing_figures, _label)}
