@@ -71,19 +71,15 @@ class Arm:
             from transformers import DataCollatorWithFlattening
 
             batch = DataCollatorWithFlattening()(features)
-            missing = -batch["input_ids"].shape[1] % self.multiple_of
-            fill = {"input_ids": 0, "labels": -100, "position_ids": 0}  # as TRL's padding-free collator
-            return {name: torch.nn.functional.pad(batch[name], (0, missing), value=fill[name]) for name in batch}
-        rows = [torch.tensor(feature["input_ids"]) for feature in features]
-        pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
-        tokens, mask = pad(rows), pad([torch.ones_like(row) for row in rows])
-        labels = tokens.masked_fill(mask == 0, -100)
-        labels[:, 0] = -100
-        batch = {"input_ids": (tokens, 0), "attention_mask": (mask, 0), "labels": (labels, -100)}
-        missing = -tokens.shape[1] % self.multiple_of
-        return {
-            name: torch.nn.functional.pad(values, (0, missing), value=fill) for name, (values, fill) in batch.items()
-        }
+        else:
+            rows = [torch.tensor(feature["input_ids"]) for feature in features]
+            pad = functools.partial(torch.nn.utils.rnn.pad_sequence, batch_first=True)
+            batch = {"input_ids": pad(rows), "attention_mask": pad([torch.ones_like(row) for row in rows])}
+            batch["labels"] = batch["input_ids"].masked_fill(batch["attention_mask"] == 0, -100)
+            batch["labels"][:, 0] = -100
+        missing = -batch["input_ids"].shape[1] % self.multiple_of
+        fill = {"labels": -100}  # others 0, as TRL's padding-free collator
+        return {name: torch.nn.functional.pad(batch[name], (0, missing), value=fill.get(name, 0)) for name in batch}
 
     def per_document(self, logits: Tensor, lengths: Sequence[int]) -> Tensor:
         """The logits (tokens, vocab) of a batch's documents, one behind the other."""

@@ -56,10 +56,6 @@ class Workload:
         return [(context, ids(self.continuation)) for context in contexts for _ in range(self.continuations)]
 
 
-def packed(model: MambaLM, max_slots: int) -> Method:
-    return lambda requests: score(model, requests, max_slots)
-
-
 def padded(model: MambaLM, batch: int) -> Method:
     """Batch as lm-evaluation-harness does: longest first, each padded to its longest; logits of continuations alone."""
 
@@ -177,11 +173,12 @@ def run(c: ScoringConfig, records_path: Path, progress: bool = True) -> None:
 
 def _methods(c: ScoringConfig, model: MambaLM) -> dict[str, Method]:
     made: dict[str, Method] = {}
+    makers: dict[str, Any] = {"padded": partial(padded, model), "hf": partial(harness, model)}
+    makers["packed"] = lambda: partial(score, model, max_slots=c.max_slots)
     for name, arm in c.arms.items():
         fields = {key: value for key, value in arm.items() if key != "method"}
         try:
-            make = {"packed": partial(packed, model, c.max_slots), "padded": partial(padded, model)}
-            made[name] = (make | {"hf": partial(harness, model)})[arm["method"]](**fields)
+            made[name] = makers[arm["method"]](**fields)
         except (ImportError, ValueError) as error:
             print(f"{name} is left out: {error}", file=sys.stderr)
     need(made, "arms", "at least one that runs here", "none")
