@@ -105,7 +105,7 @@ def verdicts(study: Study, rng: np.random.Generator) -> list[str]:
         differences = (losses[arm] - losses[-1] + effect)[both]
         counts = Divergence(int(lost[arm].sum()), study.seeds, int(lost[-1].sum()), study.seeds)
         margin = MARGIN if study.effect else None
-        sums = (differences * weights, weights) if study.groups > 1 else (differences[:, 0], None)
+        sums: tuple[Any, Any] = (differences * weights, weights) if study.groups > 1 else (differences[:, 0], None)
         family[arm] = Comparison(*sums, margin, counts)
     return [ruling.claim for ruling in rule(family).values()]
 
