@@ -134,7 +134,9 @@ class FileTokenizer(Tokenizer):
                 named = f", such as {', '.join(special[:5])}" if special else ""
                 raise ConfigError(f"data.{key}: expected null or a token of {path}{named}, got '{token}'")
         self.begin_id, self.end_id = (None if t is None else vocabulary[t] for t in (begin_token, end_token))
-        self.fingerprint = f"{hashlib.sha256(content).hexdigest()} {begin_token!r} {end_token!r}"
+        # Of a run's folder ``write_template`` changes the template, which nothing here reads.
+        lasting = json.dumps(json.loads(content) | {"post_processor": None}).encode()
+        self.fingerprint = f"{hashlib.sha256(lasting).hexdigest()} {begin_token!r} {end_token!r}"
 
     def encode_batch(self, texts: Sequence[Any]) -> list[np.ndarray]:
         """Return the ids of each text, without the file's template."""

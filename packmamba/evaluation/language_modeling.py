@@ -111,7 +111,7 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     labels = [{"document": n} | ({} if groups is None else {"group": int(groups[n])}) for n in numbers]
     documents = [corpus.document(number) for number in numbers]
     # The first option of each is a length; long_context needs two windows.
-    needed = max(1, next(iter(options.values()), 1) * (2 if name == "long_context" else 1))
+    needed = max(2, next(iter(options.values()), 1) * (2 if name == "long_context" else 1))
     longest = max(map(len, documents), default=0)
     need(longest >= needed, name, f"a {split} document of at least {needed} tokens", f"at most {longest}")
     return Validation(corpus, labels, documents, options)
@@ -135,8 +135,12 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
         losses = {suffix: [each[kept] for each, kept in zip(some, answered)] for suffix, some in losses.items()}
     targets = [len(some) for some in losses[""]]
     decode = context.tokenizer.decode if context.tokenizer else lambda _: ""
-    # Bytes of the texts: bits per byte compare models of different tokenizers.
-    sizes = [len(decode(document).encode("utf-8", "replace")) for document in documents]
+    size_of = lambda ids: len(decode(ids).encode("utf-8", "replace"))
+    # Bytes of the texts: bits per byte compare models of different tokenizers. Nothing predicts a
+    # document's first token, which has no bytes if it is a begin token.
+    sizes = [size_of(document) for document in documents]
+    if not texts.corpus.has_answers:
+        sizes = [size - size_of(document[:1]) for size, document in zip(sizes, documents)]
     # Octaves of positions: [1, 2), [2, 4), ...
     edges = [2**i for i in range(max(targets).bit_length() + 1)]
     columns: dict[str, Any] = {"targets": targets, "bytes": sizes}
@@ -145,7 +149,7 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
         columns["octaves" + suffix] = by_position(edges, some)[0]
     items = texts.items(range(len(targets)), **columns)
     nats, total = sum(columns["nats"]), sum(targets)
-    bits_per_byte = nats / math.log(2) / sum(sizes) if all(sizes) else float("nan")
+    bits_per_byte = nats / math.log(2) / sum(sizes) if any(sizes) else float("nan")
     metrics = {"loss": nats / total, "bits_per_byte": bits_per_byte, "targets": total, "documents": len(items)}
     if boundary.as_trained:
         metrics["loss_as_trained"] = sum(columns["nats_as_trained"]) / total

@@ -20,7 +20,7 @@ from packmamba.nn import MambaLM
 
 @register_model("packmamba")
 class PackMambaLM(TemplateLM):
-    """Score and generate packed: results depend on neither the order nor the batch of requests.
+    """Score and generate packed: scores and greedy texts depend on neither the order nor the batch of requests.
 
     Args:
         pretrained: a checkpoint's folder, or a MambaLM.
@@ -39,6 +39,8 @@ class PackMambaLM(TemplateLM):
         **others: Any,
     ) -> None:
         super().__init__()
+        unknown = sorted(others.keys() - {"batch_size", "max_batch_size"})  # which the harness gives
+        expect(not unknown, "model_args", "pretrained, tokenizer, max_slots, device or dtype", unknown)
         if not isinstance(pretrained, MambaLM):
             tokenizer = pretrained if tokenizer is None else tokenizer
             pretrained = MambaLM.from_pretrained(pretrained)
@@ -92,8 +94,9 @@ class PackMambaLM(TemplateLM):
         return answers
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
-        """Score whole texts after the begin token, uncut."""
-        keyless = [(None, [self.prefix_token_id], self.tok_encode(request.args[0])) for request in requests]
+        """Score whole texts after one begin token, uncut."""
+        texts = [self.tok_encode(request.args[0], add_special_tokens=False) for request in requests]
+        keyless = [(None, [self.prefix_token_id], tokens) for tokens in texts]
         values = [value for value, _ in self._loglikelihood_tokens(keyless)]
         for request, value in zip(requests, values):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, value)

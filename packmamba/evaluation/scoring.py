@@ -33,7 +33,7 @@ def score(
 ) -> list[Score]:
     """Score continuations given their contexts, in order.
 
-    A score's bits do not depend on other requests.
+    A score's bits do not depend on other requests; of Mamba-3 they do on those of the same context.
 
     Args:
         requests: pairs (context, continuation) of token ids.

@@ -33,7 +33,7 @@ try:
     from packmamba.config.load import PACKAGE, keys_of, load, load_config, newest_run, read_layers, shown
     from packmamba.data.sources import read_texts, reads_text
     from packmamba.data.token_store import load_corpora
-    from packmamba.data.tokenizer import TOKENIZER, train_tokenizer, write_template
+    from packmamba.data.tokenizer import TEMPLATE, TOKENIZER, train_tokenizer
     from packmamba.evaluation import generate as continue_tokens
     from packmamba.evaluation import language_modeling
     from packmamba.evaluation.load import load_model, read_config, usable_device
@@ -59,7 +59,7 @@ class LoadConfig:
     """Declare the keys of commands that load a model."""
 
     device: str = key("auto", DEVICE)
-    dtype: Optional[str] = key(None, "dtype of the weights; null for the checkpoint's.", choices=DTYPES)
+    dtype: Optional[str] = key(None, "dtype of the weights; null for float32.", choices=DTYPES)
 
 
 @dataclasses.dataclass
@@ -288,13 +288,15 @@ def generate(words: list[str]) -> None:
     ids = begin + tokenizer.encode(prompt).tolist()
     sampling = {name: value for name, value in vars(config).items() if name not in ("device", "dtype")}
     limits: Any = {"stop_token": tokenizer.end_id, "max_slots": max(2048, len(ids))}
-    (new,) = continue_tokens(model.model, [ids], **sampling, **limits)
+    with refusing(ValueError):
+        (new,) = continue_tokens(model.model, [ids], **sampling, **limits)
     print(prompt + tokenizer.decode(new))
 
 
 def export(words: list[str]) -> None:
     """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or FOLDER."""
-    (folder, *target), _ = split(words, f"{RUN}, and a new folder", 1, 2)
+    (folder, *target), keys = split(words, f"{RUN}, and a new folder", 1, 2)
+    need(not keys, "export", "no keys", " ".join(keys))
     path = Path(target[0]) if target else Path(folder, "huggingface")
     records.check_writable(path, str(path), new=True)
     model = load_model(folder, "cpu")
@@ -314,9 +316,12 @@ def _export(model: Any, path: Path) -> None:
     with refusing(ValueError):
         model.model.save_pretrained(path, format="huggingface")
     if model.tokenizer is not None:
-        write_tokenizer_of(model.config.data, path)
         if model.trained:
-            write_template(path, model.config.data.begin_token, model.tokenizer.begin_id)
+            write_tokenizer_of(model.config.data, path)
+        else:
+            # The checkpoint's own, which say what begins and ends texts.
+            for file in [*model.folder.glob("*token*"), *model.folder.glob(TEMPLATE)]:
+                shutil.copy(file, path)
         # Without eos_token_id, transformers takes 0.
         ids = {"bos_token_id": model.tokenizer.begin_id, "eos_token_id": model.tokenizer.end_id}
         published = json.loads((path / "config.json").read_text())

@@ -35,13 +35,14 @@ from packmamba.config import CONFIGURATION, Config, DataConfig, TrainerConfig, i
 from packmamba.data.sources import reads_text
 from packmamba.data.sources.records import find_chat_template
 from packmamba.data.token_store import evaluation_documents
-from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, write_tokenizer
-from packmamba.errors import UserError, extra, refusing
+from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, write_template, write_tokenizer
+from packmamba.errors import UserError, expect, extra, refusing
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
 from packmamba.files import space_for
 from packmamba.lab import callbacks, records, run_id
 from packmamba.nn import MambaLM
+from packmamba.nn.mixers import MIXERS
 from packmamba.nn.pretrained import load_weights, read_pretrained, write_pretrained
 from packmamba.ops.backends import backend_name
 from packmamba.training.datamodule import PackedDataModule
@@ -301,9 +302,10 @@ class _Run:
 
 
 def write_tokenizer_of(data: DataConfig, folder: Path) -> None:
-    """Write the tokenizer of documents, with their chat template, into a model's folder."""
+    """Write the tokenizer of documents into a model's folder; in transformers it begins texts as training does."""
     template, _ = find_chat_template(data.tokenizer, data.chat_template)
     write_tokenizer(folder, data.tokenizer, data.begin_token, data.end_token, template)
+    write_template(folder, data.begin_token, load_tokenizer(data).begin_id)
 
 
 def check_run(config: Config, vocab_size: int | None = None) -> None:
@@ -419,7 +421,12 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
     source = str(config.trainer.init_from)
     path = Path(source) if Path(source).is_dir() else _run_of_sweep(source, config.seed)
     with refusing(ValueError, FileNotFoundError, KeyError, prefix="trainer.init_from: "):
-        load_weights(model, read_pretrained(path)[1], path, "this run's keys of model")
+        arguments, weights = read_pretrained(path)
+        load_weights(model, weights, path, "this run's keys of model")
+        # What no weight's shape shows.
+        for name in getattr(MIXERS[config.model.mixer], "EXPLICIT", {}).keys() & arguments.keys():
+            theirs, ours = f"'{arguments[name]}'", f"'{model.config[name]}'"
+            expect(ours == theirs, f"mixer_options.{name}", f"{theirs}, as of {path}", ours)
 
 
 def warn_of_another_tokenizer(config: Config) -> None:

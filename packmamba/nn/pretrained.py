@@ -4,8 +4,8 @@ A folder holds config.json and weights, in one file or in shards. Names of weigh
 state-spaces', to which Hugging Face's differ in one letter (``embeddings``); the configurations
 differ in every key, so each format is translated to and from ``MambaLM``'s arguments here
 (``STATE_SPACES``, ``HUGGING_FACE``) and by the mixer (``HUGGING_FACE``). What a format or a mixer
-cannot hold is refused before anything is written, and unknown keys before weights are read: a
-checkpoint never loads as another model.
+cannot hold is refused before anything is written, and a mixer's unknown keys before weights are
+read: a checkpoint never loads as another model.
 """
 
 import inspect
@@ -148,6 +148,9 @@ def write_pretrained(
     if format == "state_spaces":
         with replacing(folder / "pytorch_model.bin") as temporary, open(temporary, "wb") as file:
             torch.save(weights, file)
+        # Read first, they would hide what was written.
+        for other in folder.glob("model*.safetensors*"):
+            other.unlink()
     else:
         weights = {
             name.replace("backbone.embedding.", "backbone.embeddings."): tensor.contiguous()
@@ -248,7 +251,9 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
             return _read_file(folder / name)
         index = folder / f"{name}.index.json"
         if index.is_file():
-            shards = set(read_json(index)["weight_map"].values())
+            places = read_json(index)
+            expect("weight_map" in places, str(index), "weight_map", sorted(places))
+            shards = set(places["weight_map"].values())
             return {
                 weight: tensor for shard in sorted(shards) for weight, tensor in _read_file(folder / shard).items()
             }

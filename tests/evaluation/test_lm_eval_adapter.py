@@ -16,6 +16,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from lm_eval.api.instance import Instance  # noqa: E402
 
 from packmamba import MambaLM  # noqa: E402
+from packmamba.data.tokenizer import write_template, write_tokenizer  # noqa: E402
 from packmamba.evaluation.lm_eval_adapter import PackMambaLM  # noqa: E402
 from packmamba.lab import cli  # noqa: E402
 from packmamba.lab.records import read_records  # noqa: E402
@@ -124,6 +125,20 @@ def test_errors_name_the_argument(tmp_path):
         PackMambaLM(model)
     with pytest.raises(ValueError, match="tokenizer"):
         PackMambaLM(model, tokenizer=str(tmp_path))
+    with pytest.raises(ValueError, match="model_args: .*dtpye"):
+        PackMambaLM(model, dtpye="float64")
+
+
+def test_rolling_scores_begin_once(tmp_path, monkeypatch):
+    """The tokenizer of a run's folder adds a begin token by itself."""
+    write_tokenizer(tmp_path, "bytes", "<s>", "</s>")
+    write_template(tmp_path, "<s>", 256)
+    adapter = PackMambaLM(MambaLM(vocab_size=258, d_model=8, n_layer=1), str(tmp_path))
+    assert adapter.tok_encode("ab") == [256, 97, 98]
+    asked = []
+    monkeypatch.setattr(adapter, "_loglikelihood_tokens", lambda keyless: asked.extend(keyless) or [(0.0, True)])
+    adapter.loglikelihood_rolling([Instance("loglikelihood_rolling", {}, ("ab",), 0)])
+    assert asked == [(None, [256], [97, 98])]
 
 
 def test_the_command_line_names_filters_and_refuses_groups(checkpoint, tasks, monkeypatch, tmp_path, capsys):

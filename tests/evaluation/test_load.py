@@ -24,13 +24,15 @@ SAME = ["tasks=[parity,perplexity]", "examples=12", "options.parity.length=6", "
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    keys = ("data.begin_token=<s>", "data.end_token=</s>", "trainer.max_steps=3", "trainer.validate_every=3", *ASKED)
-    config = tiny_config(tmp_path_factory.mktemp("run"), *keys)
+def run(tmp_path_factory, request):
+    begin = getattr(request, "param", "<s>")
+    keys = ("data.end_token=</s>", "trainer.max_steps=3", "trainer.validate_every=3", *ASKED)
+    config = tiny_config(tmp_path_factory.mktemp("run"), f"data.begin_token={begin}", *keys)
     fit(config, progress=False)
     return run_folder(config)
 
 
+@pytest.mark.parametrize("run", ["<s>", "null"], indirect=True)
 def test_eval_repeats_the_numbers_of_the_record(run, tmp_path, monkeypatch):
     command = ["eval", str(run), *SAME, f"output={tmp_path}"]
     assert cli.main(command) == 0
@@ -44,6 +46,7 @@ def test_eval_repeats_the_numbers_of_the_record(run, tmp_path, monkeypatch):
     metrics = records["perplexity"]["metrics"]
     assert metrics["loss"] == pytest.approx(training["metrics"]["val_loss"], abs=1e-5)
     items = [json.loads(line) for line in (run / "evaluation" / "items" / "perplexity.jsonl").read_text().splitlines()]
+    # All bytes but the first one, which nothing predicts, where no begin token stands before it.
     assert [item["bytes"] for item in items] == [item["targets"] - 1 for item in items]
     per_byte = metrics["loss"] / np.log(2) * metrics["targets"] / sum(item["bytes"] for item in items)
     assert metrics["bits_per_byte"] == pytest.approx(per_byte)

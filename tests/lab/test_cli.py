@@ -111,6 +111,12 @@ def test_generate_and_export(trained, tmp_path, capsys):
     assert cli.main(["export", run, str(tmp_path / "exported")]) == 0
     assert {"config.json", "tokenizer.json", "generation_config.json"} <= set(os.listdir(tmp_path / "exported"))
     assert cli.main(["export", run]) == 0 and (trained["single"] / "huggingface/config.json").is_file()
+    assert cli.main(["export", str(tmp_path / "exported"), str(tmp_path / "again")]) == 0
+    folders = trained["single"], tmp_path / "exported", tmp_path / "again"
+    for file, part in (("tokenizer.json", '"TemplateProcessing"'), ("tokenizer_config.json", '"bos_token"')):
+        kept = [(folder / file).read_text() for folder in folders]
+        assert part in kept[0] and kept[0] == kept[1] == kept[2]
+    assert cli.main(["generate", run, "a", "top_p=0.5"]) == 2
 
 
 def test_leakcheck(trained, tmp_path, capsys):
@@ -226,6 +232,7 @@ def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
         ("generate", folder, "a"): f"{folder}: expected a model of text",
         ("generate", f"{folder}/nowhere", "a"): "nowhere: ",
         ("export", folder, folder): f"{folder}: expected a new or empty folder",
+        ("export", folder, "dtype=float64"): "export: expected no keys",
         ("export", f"{folder}/nowhere"): "nowhere: ",
         ("leakcheck", folder, "lenghts=[3]"): "unknown key 'lenghts'",
         ("leakcheck", f"{folder}/nowhere"): "nowhere: ",

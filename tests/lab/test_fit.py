@@ -1,5 +1,6 @@
 """One run: its record, files and checks; the weights that it starts from; the settings of its process."""
 
+import functools
 import itertools
 from types import SimpleNamespace
 
@@ -8,9 +9,9 @@ import pytest
 import torch
 
 from packmamba import MambaLM
-from packmamba.config import ConfigError
+from packmamba.config import ConfigError, load_config
 from packmamba.lab.callbacks import checkpoints
-from packmamba.lab.fit import fit
+from packmamba.lab.fit import fit, load_initial_weights
 from packmamba.lab.records import read_records
 from packmamba.lab.run_id import RunLock, recorded_config, run_folder
 from packmamba.ops import BACKENDS
@@ -110,6 +111,16 @@ def test_weights_that_cannot_be_are_refused(tmp_path, source):
     with pytest.raises(ConfigError, match=r"trainer\.init_from") as refused:
         fit(config, progress=False)
     assert "\n" not in str(refused.value) and not run_folder(config).exists()
+
+
+def test_weights_of_another_decay_are_refused(tmp_path):
+    """Both decays have weights of the same names and shapes."""
+    make = functools.partial(MambaLM, 9, 16, 1, mixer="mamba3", d_state=8, headdim=8)
+    make(decay="softplus").save_pretrained(tmp_path)
+    config = load_config(None, ["model.mixer=mamba3", f"trainer.init_from={tmp_path}"])
+    load_initial_weights(make(decay="softplus"), config)
+    with pytest.raises(ConfigError, match=r"trainer\.init_from: mixer_options\.decay: expected 'softplus'"):
+        load_initial_weights(make(), config)
 
 
 def test_what_is_overridden_of_lightning_exists(tmp_path, monkeypatch):

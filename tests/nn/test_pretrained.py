@@ -209,6 +209,9 @@ def test_transformers_loads_what_is_saved_in_its_format(tmp_path, tied, dtype):
     assert theirs.dtype == dtype
     ours = MambaLM.from_pretrained(tmp_path)
     assert all(torch.equal(a, b) for a, b in zip(ours.state_dict().values(), model.state_dict().values()))
+    # In the other format, over these files.
+    MambaLM(vocab_size=50, d_model=8, n_layer=1).save_pretrained(tmp_path)
+    assert MambaLM.from_pretrained(tmp_path).config["d_model"] == 8
     tokens = torch.randint(50, (2, 30))
     with torch.no_grad():
         expected = theirs.float()(tokens).logits
