@@ -25,6 +25,7 @@ variants:
 """
 
 import bisect
+import warnings
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -172,14 +173,20 @@ class StepSchedule:
     def _check_row_length(self) -> None:
         data = self.data
         # Of a streamed corpus, whose longest document is not known, the configuration is checked.
-        if data.row_length is None or data.overlong != "error" or self.corpus.is_streamed:
+        if data.row_length is None or data.overlong == "split" or self.corpus.is_streamed:
             return
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or LONGEST)
         fits = longest <= data.row_length or STRATEGIES[data.strategy].splits_documents
         remedy = "set data.overlong=split"
         if self.corpus.has_answers:
             # Split, an answer would be trained without its prompt.
-            remedy = "raise it, or set data.overlong=truncate"
+            remedy = "raise it, or set data.overlong=truncate, which cuts answers"
+            cut = int((self.corpus.lengths > data.row_length).sum())
+            if data.overlong == "truncate" and cut:
+                lost = f"{cut} of {self.corpus.num_documents} documents lose the end of their answers"
+                warnings.warn(f"data.overlong: {lost}", stacklevel=2)
+        if data.overlong == "truncate":
+            return
         got = f"{data.row_length}; {remedy}"
         need(fits, "data.row_length", f"at least {longest}, the longest document", got)
 

@@ -23,7 +23,7 @@ import torch
 from lightning import Callback, Trainer
 from lightning.fabric.utilities.throughput import _CUDA_FLOPS, get_available_flops
 from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
-from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks import TQDMProgressBar, WeightAveraging
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 from torch import Tensor
@@ -419,13 +419,20 @@ class Evaluations(Saved, Callback):
         every = self.config.trainer.evaluate_every
         if every is None or step % every or step == trainer.max_steps:
             return
+        # Averages of weights stand in for the weights, as they do in validation.
+        given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
+        averages = [callback for callback in given if isinstance(callback, WeightAveraging)]
         with self.metrics.paused():
+            for callback in averages:
+                callback.on_validation_epoch_start(trainer, module)
             if trainer.is_global_zero:
                 is_text = reads_text(self.config.data)
                 tokenizer = load_tokenizer(self.config.data) if is_text else None
                 with eager():  # else each of its shapes would be compiled first
                     self.evaluate(trainer, module.model.eval(), tokenizer)
                 module.model.train()
+            for callback in averages:
+                callback.on_validation_epoch_end(trainer, module)
             trainer.strategy.barrier()
 
     def evaluate(self, trainer: Trainer, model: MambaLM, tokenizer: Tokenizer | None) -> dict[str, EvalResult]:

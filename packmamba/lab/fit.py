@@ -151,10 +151,10 @@ class _Run:
         self.evaluations = callbacks.Evaluations(config, self.metrics)
         self.leakcheck = callbacks.LeakCheck(config, self.metrics)
         self.checkpoint = callbacks.Checkpoint(self.saved, config, self.metrics, stop)
-        ours: list[Any] = [self.metrics, self.evaluations, self.leakcheck, self.checkpoint]
+        ours: list[Any] = [self.metrics, self.leakcheck, self.checkpoint]
         if options.samples:
             ours.append(callbacks.Samples(config, self.folder / "samples.jsonl"))
-        self.trainer = make_trainer(config, ours, progress, self.reached)
+        self.trainer = make_trainer(config, [*ours, self.evaluations], progress, self.reached)
 
     def record(self) -> dict[str, Any]:
         """Return the run's record, which it trains for unless there is one."""
@@ -335,7 +335,7 @@ UNWANTED_WARNINGS = ("many workers", "litlogger", "LeafSpec", "`srun`", "GPU ava
 
 
 def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: int) -> lightning.Trainer:
-    """Make the Trainer of a run, with our callbacks before the configured ones.
+    """Make the Trainer of a run, with our callbacks before the configured ones, but for the last.
 
     Raises ConfigError where Lightning or the operators' backend refuses the configuration.
     """
@@ -360,7 +360,8 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
             num_sanity_val_steps=0,
             log_every_n_steps=min(options.log_every, options.max_steps),
             logger=[make_logger(spec, folder, resumed_step) for spec in options.loggers],
-            callbacks=[*ours, *configured, *bar],
+            # Evaluations, the last of ours, read weights that a callback averages after the step.
+            callbacks=[*ours[:-1], *configured, ours[-1], *bar],
             enable_progress_bar=progress,
             enable_model_summary=False,
             plugins=[callbacks.CheckpointFile()],
@@ -394,6 +395,7 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     It gets those of ``defaults`` that it takes.
     """
     described: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
+    need("class_path" in described, key, "a class path, or {class_path: ..., init_args: {...}}", described)
     path = described["class_path"]
     prefix = f"{key}: expected a class path, got {path}: "
     with refusing(ImportError, AttributeError, TypeError, ValueError, prefix=prefix):

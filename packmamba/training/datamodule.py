@@ -118,7 +118,9 @@ class PackedDataModule(lightning.LightningDataModule):
             self.context = ContextParallel(init_device_mesh(device, (self.ranks, sharing)).get_group(mesh_dim=1))
         self.steps = StepDataset(self.schedule(self.ranks), self.rank)
         if stage in (None, "fit"):
-            self.steps.schedule.step(0)  # a strategy that overfills rows is refused here
+            first = self.steps[0]  # a strategy that overfills rows is refused here
+            got = f"none in the first step of rows of {self.config.row_length}; raise it"
+            need(first.num_targets, "data.row_length", "rows with targets", got)
         self.evaluations = self._evaluations(self.corpora.validation)
 
     def schedule(self, world_size: int = 1) -> StepSchedule:
@@ -154,10 +156,11 @@ class PackedDataModule(lightning.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return self._loader(DataLoader, self.steps, StepSampler(lambda: 0, len(self.steps)))
-        epoch = len(self.steps)
         if trainer.max_steps > 0 and trainer.max_epochs in (-1, None):
             # A module with automatic optimisation may accumulate several StepBatches into one step.
             epoch = trainer.max_steps * trainer.accumulate_grad_batches
+        else:
+            epoch = len(self.steps)  # plans every window, and waits for a streamed corpus
         # StepBatches are numbered from 0 over all epochs. Those that were trained on are counted,
         # and not optimizer steps, of which a module may take any number in one. A function, since
         # one loader serves all epochs.

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from packmamba.config import OptimizerConfig, extra
+from packmamba.config import OptimizerConfig, extra, refusing
 from packmamba.nn import MambaLM
 
 
@@ -93,7 +93,8 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw, "muon": muon,
 
 def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     """Make the configured optimizer, which clips gradients when it steps."""
-    optimizer = OPTIMIZERS[config.name](model, config, fused, **config.options)
+    with refusing(TypeError, ValueError, prefix="optimizer.options: "):
+        optimizer = OPTIMIZERS[config.name](model, config, fused, **config.options)
     if (limit := config.grad_clip) is not None:  # after a loss scale is removed
         optimizer.register_step_pre_hook(lambda optimizer, *_: clip(optimizer, limit))
     return optimizer

@@ -178,6 +178,10 @@ def open_huggingface(data: DataConfig) -> Source:
     name = str(data.path)
     path = Path(name)
     if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
+        has_splits = (path / "dataset_dict.json").is_file()
+        expected = "train for a data set of one split"
+        need(has_splits or data.split == "train", "data.split", expected, f"'{data.split}'")
+        need(data.subset is None, "data.subset", "null for a data set on disk", f"'{data.subset}'")
         version = hash_files(path, list_files(path, ("",)))
         load: Any = functools.partial(extra("datasets").load_from_disk, name)
     else:
@@ -188,8 +192,10 @@ def open_huggingface(data: DataConfig) -> Source:
         load = functools.partial(extra("datasets").load_dataset, builder.repo_id or name, data.subset, **options)
 
     def rows() -> Iterator[Any]:
-        loaded = load()
-        table = loaded[data.split] if isinstance(loaded, dict) else loaded
+        table = load()
+        if isinstance(table, dict):
+            need(data.split in table, "data.split", f"one of {', '.join(table)}", f"'{data.split}'")
+            table = table[data.split]
         columns = _columns(table.column_names or [*next(iter(table))], data)
         for batch in table.select_columns(columns).with_format("arrow").iter(ROWS):
             yield from batch.to_pylist()
