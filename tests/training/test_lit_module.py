@@ -8,7 +8,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.callbacks import EarlyStopping, LambdaCallback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from packmamba import MambaLM, SequenceLayout
@@ -19,6 +19,7 @@ from packmamba.training.lit_module import LossByPosition
 from packmamba.training.optimizer import SCHEDULES, learning_rate
 from processes import run_ranks
 from runs import data_of
+from written import write_texts
 
 SHAPE = {"d_model": 8, "n_layer": 2, "d_state": 4}
 
@@ -27,10 +28,9 @@ def data_module(folder, **keys):
     """A hundred short text files, most shorter than a row of 64 and some as long as several steps."""
     texts = folder / "texts"
     if not texts.is_dir():
-        texts.mkdir(parents=True)
         rng = np.random.default_rng(0)
-        for i, n in enumerate(rng.lognormal(3.5, 1, 100).astype(int) + 1):
-            (texts / f"{i}.txt").write_text("".join(rng.choice(list("abcdefgh "), n)) + ".")
+        lengths = rng.lognormal(3.5, 1, 100).astype(int) + 1
+        write_texts(texts, ["".join(rng.choice(list("abcdefgh "), n)) + "." for n in lengths])
     sizes = {"row_length": np.int64(64), "tokens_per_step": 256, "max_tokens_per_batch": 128}
     sizes["validation_fraction"] = 0.2
     where = {"source": "text", "path": str(texts), "cache_dir": str(folder / "cache"), "overlong": "split"}
@@ -73,8 +73,7 @@ def tokens_of(step):
 
 
 def train(folder, devices):
-    """Train in a user's own Trainer; return what a rank sees, and its weights."""
-    torch.set_num_threads(1)
+    """Train in a user's own Trainer; write what a rank sees, and its weights."""
     data = data_module(folder)
     module, seen = lit_module(data), Seen()
     strategy = "ddp" if devices > 1 else "auto"
@@ -88,12 +87,7 @@ def train(folder, devices):
         "validation": result["val/loss"],
         "targets": int(module.alone.counts.sum()),
     }
-    (folder / f"{trainer.global_rank}.json").write_text(json.dumps(found))
-    return found
-
-
-def train_in_a_rank(folder):
-    train(folder, devices=2)
+    (folder / f"{trainer.global_rank} of {devices}.json").write_text(json.dumps(found))
 
 
 def refuse_strategies(folder):
@@ -112,9 +106,10 @@ def test_strategies_that_would_not_share_the_weights_are_refused(tmp_path):
 
 def test_two_ranks_train_as_one_under_lightnings_default_sampler(tmp_path):
     """On 2e9bfb9 the ranks of a user's Trainer trained on different steps, and validated half the documents each."""
-    alone = train(tmp_path, 1)
-    run_ranks(2, train_in_a_rank, tmp_path, output=tmp_path / "output.txt")
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2))
+    train(tmp_path, 1)
+    run_ranks(2, train, tmp_path, 2, output=tmp_path / "output.txt")
+    of_ranks = [tmp_path / f"{name}.json" for name in ("0 of 1", "0 of 2", "1 of 2")]
+    alone, first, second = (json.loads(path.read_text()) for path in of_ranks)
     for (targets, every), (a, of_a), (b, of_b) in zip(*(one["steps"] for one in (alone, first, second)), strict=True):
         assert targets == every == a == b == of_a + of_b and of_a and of_b
     one, two = torch.tensor(alone["weights"]), torch.tensor(first["weights"])
@@ -323,7 +318,7 @@ def test_every_step_is_read_once_whatever_an_optimizer_step_is(tmp_path, last):
             trainer.save_checkpoint(tmp_path / "after-4.ckpt")
 
     data, seen, resumed = data_module(tmp_path), Seen(), Seen()
-    saving = lightning.pytorch.callbacks.LambdaCallback(on_train_batch_end=save)
+    saving = LambdaCallback(on_train_batch_end=save)
     trainer_of(tmp_path, callbacks=[seen, saving], **last).fit(ByHand(), data)
     wanted = [tokens_of(data.steps[i]) for i in range(8 if "max_steps" in last else 2 * len(data.steps))]
     assert [tokens_of(step) for step in seen.steps] == wanted
@@ -413,20 +408,14 @@ SCHEMES = {
 }
 
 
-class Gradients(lightning.Callback):
-    def __init__(self):
-        self.steps = []
-
-    def on_before_optimizer_step(self, trainer, module, optimizer):
-        self.steps.append(torch.cat([p.grad.flatten().clone() for p in module.model.parameters()]))
-
-
-def gradients(folder, boundary="reset", steps=3, **keys):
-    data, found = data_module(folder, **keys), Gradients()
+def gradients(folder, boundary="reset", **keys):
+    """Train three steps; return the gradient of each."""
+    data, found = data_module(folder, **keys), []
     module = lit_module(data, boundary=boundary, grad_clip=None)
-    limits = {"max_steps": steps, "limit_val_batches": 0}
-    trainer_of(folder, precision="64-true", callbacks=[found], **limits).fit(module, data)
-    return found.steps
+    keep = lambda *_: found.append(torch.cat([p.grad.flatten() for p in module.model.parameters()]))
+    callbacks = [LambdaCallback(on_before_optimizer_step=keep)]
+    trainer_of(folder, precision="64-true", callbacks=callbacks, max_steps=3, limit_val_batches=0).fit(module, data)
+    return found
 
 
 @pytest.fixture(scope="module")
