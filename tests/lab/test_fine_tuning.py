@@ -18,7 +18,7 @@ from packmamba.lab.records import read_records
 from packmamba.lab.run_id import run_folder
 from packmamba.training import PackedDataModule, PackedLitModule
 from processes import ROOT
-from runs import final_state, gradients_of_ranks, losses_of, stop_at, write_config
+from runs import assert_same_training, gradients_of_ranks, stop_at, write_config
 from written import write_rows
 
 PAIRS = [{"prompt": f"{i} squared? ", "completion": str(i * i)} for i in range(30)]
@@ -113,9 +113,8 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
     expected = fit(whole, progress=False)
     stop_at(stopped, step=3)
     record = fit(stopped, progress=False)
-    assert losses_of(record) == losses_of(expected)
+    assert_same_training(stopped, whole, record, expected)
     assert record["metrics"]["started_from_checksum"] == expected["metrics"]["started_from_checksum"]
-    torch.testing.assert_close(final_state(stopped)["state_dict"], final_state(whole)["state_dict"], rtol=0, atol=0)
     saved = load_config(write_config(tmp_path / "again.yaml", stopped))
     assert fit(saved, progress=False) == record, "its written configuration is the same run"
 

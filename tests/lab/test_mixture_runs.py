@@ -8,7 +8,7 @@ import torch
 from packmamba.lab.fit import fit
 from packmamba.lab.run_id import run_folder
 from packmamba.training import PackedDataModule, PackedLitModule
-from runs import final_state, gradients_of_ranks, losses_of, stop_at, tiny_config
+from runs import assert_same_training, gradients_of_ranks, stop_at, tiny_config
 from written import write_lines, write_small_shards
 
 LETTERS = {"a": "ab", "b": "cdefgh"}
@@ -52,9 +52,7 @@ def test_a_stopped_run_ends_as_one_that_was_not(tmp_path, monkeypatch, streamed)
     stopped = configure(tmp_path, streamed=streamed)
     expected = fit(whole, progress=False)
     stop_at(stopped, step=3)
-    assert losses_of(fit(stopped, progress=False)) == losses_of(expected)
-    states = [final_state(config)["state_dict"] for config in (stopped, whole)]
-    torch.testing.assert_close(*states, rtol=0, atol=0)
+    assert_same_training(stopped, whole, fit(stopped, progress=False), expected)
     assert run_folder(stopped) != run_folder(whole)
 
 
