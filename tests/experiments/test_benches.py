@@ -23,6 +23,7 @@ from experiments.speedup import bench as speedup
 from experiments.speedup.model import (
     TOLERANCES,
     Arm,
+    Breakdown,
     Config,
     Model,
     exclusive,
@@ -54,6 +55,12 @@ def tables(question, records):
     return {table.name: table for section in sections for table in section.tables}
 
 
+def records_of(bench, config, folder):
+    """Run a bench; return its records."""
+    bench(config, folder / "records.jsonl", progress=False)
+    return read_records(folder)
+
+
 CPU = {"tokens": 96, "shortest": 3, "longest": 30, "channels": 24, "states": 4, "conv_tokens": 64, "conv_channels": 40}
 CPU |= {"threads": 1, "rounds": 3, "slow_rounds": 2}
 
@@ -62,8 +69,7 @@ def test_operators_on_a_cpu(tmp_path, monkeypatch):
     names = ("multiply_adds", "exponentials", "copy_bytes", "copy_to_new_bytes")
     rates = {f"{name}_per_second": 1e15 for name in names}  # no arm is faster, whatever else runs here
     monkeypatch.setattr(cpu, "machine_rates", lambda: rates)
-    cpu.run(configured(cpu.Config, CPU), tmp_path / "records.jsonl", progress=False)
-    records = read_records(tmp_path)
+    records = records_of(cpu.run, configured(cpu.Config, CPU), tmp_path)
     expected = [*itertools.product(("scan", "conv"), CPU_ARMS)]
     assert [(record["config"]["operator"], record["arm"]) for record in records] == expected
     for record in records:
@@ -134,8 +140,7 @@ def test_operators_on_a_gpu(tmp_path):
     here = ("packmamba", "packmamba-ssd", "torch")
     ours = [name for name, arm in GPU_ARMS.items() if arm.implementation in here and not arm.per_token]
     values = {"shapes": ["256,128,40", "300,64,short"], "arms": ours, "layouts": 2, "rounds": 2, "slow_rounds": 1}
-    gpu.run(configured(gpu.Config, values), tmp_path / "records.jsonl", False)
-    records = read_records(tmp_path)
+    records = records_of(gpu.run, configured(gpu.Config, values), tmp_path)
     assert sorted(record["arm"] for record in records) == sorted(2 * ours)
     for record in records:
         assert GPU_ARMS[record["arm"]].fields().items() <= record["config"].items()
@@ -144,8 +149,7 @@ def test_operators_on_a_gpu(tmp_path):
 
 def test_packing(tmp_path):
     grid = {"num_documents": 50, "row_lengths": [1024, 2048], "buffers": [8, 16], "seeds": [4], "rounds": 2}
-    packing.run(configured(packing.Config, grid), tmp_path / "records.jsonl", progress=False)
-    records = read_records(tmp_path)
+    records = records_of(packing.run, configured(packing.Config, grid), tmp_path)
     assert len(records) == 2 * (len(STRATEGIES) - 1 + 2)
     lengths = draw_lengths("documents-2k", 50, 4)
     for record in records:
@@ -183,8 +187,7 @@ PACKED = ("packed-512-next_fit", "packed-512-best_fit_decreasing")
 
 
 def test_whole_models(tmp_path):
-    speedup.run(configured(Config, TINY), tmp_path / "records.jsonl", progress=False)
-    records = read_records(tmp_path)
+    records = records_of(speedup.run, configured(Config, TINY), tmp_path)
     by_kind = {}
     for record in records:
         by_kind.setdefault((record["kind"], record["config"]["part"]), []).append(record)
@@ -211,8 +214,7 @@ def test_sorted_batches_beside_packed_rows(tmp_path):
     names = ("padded-sorted", "padded-sorted-8", "packed-512-best_fit_decreasing")
     arms = {name: ARMS[name.removesuffix("-8")] | {"parts": [BARE, BREAKDOWN]} for name in names}
     arms["padded-sorted-8"]["multiple_of"] = 8
-    speedup.run_sorted(configured(Config, TINY | {"arms": arms}), tmp_path / "records.jsonl", progress=False)
-    records = read_records(tmp_path)
+    records = records_of(speedup.run_sorted, configured(Config, TINY | {"arms": arms}), tmp_path)
     assert {record["kind"] for record in records} == {"sorted"}
     odd = {r["arm"]: r["metrics"]["odd_fraction_of_all"] for r in records if r["config"]["part"] == BARE}
     assert odd["padded-sorted"] > 0 == odd["padded-sorted-8"]
@@ -224,8 +226,7 @@ def test_sorted_batches_beside_packed_rows(tmp_path):
 def test_cards_and_mixers_stand_side_by_side(tmp_path):
     arms = {name: ARMS[name] for name in ("single", "single-8", "packed-512-next_fit")}
     own = {"arms": arms, "rounds": 1, "parts": [BARE], "overrides": MAMBA2}
-    speedup.run(configured(Config, TINY | own), tmp_path / "records.jsonl", progress=False)
-    records = read_records(tmp_path)
+    records = records_of(speedup.run, configured(Config, TINY | own), tmp_path)
     assert {(r["config"]["mixer"], r["config"]["d_state"]) for r in records} == {("mamba2", 4)}
     of_cards = []
     for name, factor in (("NVIDIA H200", 1), ("NVIDIA H100 80GB HBM3", 2)):
@@ -275,8 +276,7 @@ def test_mamba_ssm_s_mamba2_is_told_where_documents_lie(tmp_path, monkeypatch):
     theirs = {"layers": "mamba-ssm", "parts": [BARE]}
     arms = {name: ARMS[name] | theirs for name in ("single-8", "padded-sorted", *PACKED)}
     values = TINY | {"arms": arms, "rounds": 1, "parts": [BARE], "overrides": MAMBA2}
-    speedup.run(configured(Config, values), tmp_path / "records.jsonl", progress=False)
-    assert [record["arm"] for record in read_records(tmp_path)] == list(arms)
+    assert [r["arm"] for r in records_of(speedup.run, configured(Config, values), tmp_path)] == list(arms)
     monkeypatch.setattr(PeerMamba2, "forward", lambda self, hidden, seq_idx=None: PackedMamba2.forward(self, hidden))
     with pytest.raises(RuntimeError, match="packed-512-next_fit: losses are off"):
         speedup.run(configured(Config, values), tmp_path / "again.jsonl", progress=False)
@@ -339,8 +339,7 @@ SCORING = [
 
 
 def test_scoring(tmp_path):
-    scoring.run(load_bench("scoring", SCORING).config, tmp_path / "records.jsonl", progress=False)
-    records = read_records(tmp_path)
+    records = records_of(scoring.run, load_bench("scoring", SCORING).config, tmp_path)
     scores = [record for record in records if record["kind"] == "scoring"]
     assert [record["arm"] for record in scores] == ["packed", "padded-8"] * 2
     assert all(record["metrics"]["mean_difference"] < 1e-5 for record in scores)
@@ -367,10 +366,10 @@ def test_gradients_of_packed_and_padded_along_a_run(tmp_path, monkeypatch):
 
 def test_tasks_of_untrained_models(tmp_path):
     keys = ["questions=[]", "untrained=[mqar,next_line]", "examples=10", "seeds=[0]"]
-    tasks.run(load_bench("tasks/answers", keys).config, tmp_path / "records.jsonl", progress=False)
-    found = {record["arm"]: record["metrics"] for record in read_records(tmp_path)}
+    records = records_of(tasks.run, load_bench("tasks/answers", keys).config, tmp_path)
+    found = {record["arm"]: record["metrics"] for record in records}
     assert found.keys() == {"mqar", "next_line"} and all(0 <= m["accuracy"] <= 1 for m in found.values())
-    assert len(tables("tasks", read_records(tmp_path))["untrained"].rows) == 2
+    assert len(tables("tasks", records)["untrained"].rows) == 2
 
 
 def test_hugging_face_s_trainer(tmp_path, monkeypatch):
@@ -389,8 +388,7 @@ def test_hugging_face_s_trainer(tmp_path, monkeypatch):
     keys += ["documents_per_step=3", "steps=2", "warm_up_steps=1", "precision=float32"]
     config = load_bench("integration", keys).config
     config.arms = arms
-    integration.run(config, tmp_path / "records.jsonl", progress=False)
-    found = {record["arm"]: record["metrics"] for record in read_records(tmp_path)}
+    found = {record["arm"]: record["metrics"] for record in records_of(integration.run, config, tmp_path)}
     assert list(found) == list(arms)
     for arm in ("patched", "patched-8", "padded-8"):
         assert found[arm]["last_loss"] == pytest.approx(found["padded"]["last_loss"], rel=1e-5), "the same steps"
@@ -420,8 +418,7 @@ def test_hugging_face_s_trainer_of_other_models(tmp_path):
     sizes += ["mamba_chunk_size=16", "vocab_size=256", "intermediate_size=32", "mamba_d_state=4"]
     keys += [f"shared.{size}" for size in sizes]
     config = load_bench("integration/trainer", [*keys, "models.bamba.config={attn_layer_indices: [1]}"]).config
-    integration.run_trainer(config, tmp_path / "records.jsonl", progress=False)
-    records = read_records(tmp_path)
+    records = records_of(integration.run_trainer, config, tmp_path)
     found = {record["arm"]: record for record in records}
     assert list(found) == ["padded", "grouped", "packed", "slow-path"]
     assert "needs mamba-ssm" in found["padded"]["config"]["error"] and not found["packed"]["config"]["error"]
@@ -435,15 +432,12 @@ def test_audit_of_transformers(tmp_path):
     pytest.importorskip("transformers")
     from experiments.leakcheck import bench as audit
 
-    config = load_bench("leakcheck", ["only=[mamba]"]).config
-    audit.run(config, tmp_path / "records.jsonl", progress=False)
-    leaks = {(r["arm"], r["config"]["boundaries"]): r["metrics"]["leaks"] for r in read_records(tmp_path)}
+    records = records_of(audit.run, load_bench("leakcheck", ["only=[mamba]"]).config, tmp_path)
+    leaks = {(r["arm"], r["config"]["boundaries"]): r["metrics"]["leaks"] for r in records}
     assert leaks["mamba", "position_ids"] == 1 and leaks["mamba, patched", "position_ids"] == 0
 
 
 def test_a_breakdown_has_no_more_idle_time_than_the_unprofiled_call(tmp_path):
-    from experiments.speedup.model import Breakdown
-
     model = Model(configured(Config, TINY), "130m", torch.device("cpu"), tmp_path / "records.jsonl", False)
     families = {family: 0.0 for family in FAMILIES if family != "idle"} | {"scan": 12.0}
     for profiled_idle, timed in ((3.0, 20.0), (9.0, 18.0), (3.0, 11.0)):
