@@ -10,7 +10,7 @@ from packmamba.data.batch import make_batch
 from packmamba.data.schedule import StepSchedule
 from packmamba.data.sources import parts_of
 from packmamba.data.token_store import load_corpora
-from written import write_lines, write_rows
+from written import refused, write_lines, write_rows
 
 SIZES = {"short": (300, 5), "long": (40, 200), "few": (8, 30)}
 
@@ -144,6 +144,5 @@ def test_from_the_command_line():
 
 
 def test_a_source_that_cannot_be_read_is_named(sources):
-    data = mixed(sources, {"short": 1, "missing": 1})
-    with pytest.raises(ConfigError, match=r"^data.sources\[1\]: data.path: .*missing.jsonl"):
-        load_corpora(data, progress=False)
+    error = refused(mixed(sources, {"short": 1, "missing": 1}))
+    assert error.startswith("data.sources[1]: data.path: ") and "missing.jsonl" in error

@@ -14,6 +14,7 @@ from experiments.corpus.minhash import clusters, signature
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources.packages import read_manifest
 from packmamba.data.token_store import load_corpora
+from written import refused
 
 pytestmark = pytest.mark.slow
 
@@ -149,17 +150,12 @@ def test_functions_stand_once_and_a_mixture_has_some_files_whole(site):
 def test_other_files_are_refused_by_name(site):
     data = corpus_of(site)
     (site / "gamma" / "a.py").write_text("changed = True\n")
-    with pytest.raises(ConfigError, match=r"data.path: .*gamma/a.py of gamma 1.0"):
-        load_corpora(data, progress=False)
+    assert re.search(r"^data.path: .*gamma/a.py of gamma 1.0", refused(data))
     (site / "alpha" / "broken.py").unlink()
-    with pytest.raises(ConfigError, match="data.path: .*alpha/broken.py of alpha 1.0"):
-        load_corpora(data, progress=False)
+    assert re.search(r"^data.path: .*alpha/broken.py of alpha 1.0", refused(data))
     data.validation_fraction = 0.2
-    with pytest.raises(ConfigError, match="data.validation_fraction"):
-        load_corpora(data, progress=False)
-    data = DataConfig(source="packages", path=__file__)
-    with pytest.raises(ConfigError, match="data.path: .*manifest"):
-        load_corpora(data, progress=False)
+    assert "data.validation_fraction" in refused(data)
+    assert re.search("^data.path: .*manifest", refused(DataConfig(source="packages", path=__file__)))
 
 
 def test_the_command_makes_a_corpus_and_checks_it(site):
