@@ -32,22 +32,19 @@ def batch_of(lengths=LENGTHS):
     return layout, tokens, weights * (layout.documents >= 0)[..., None]
 
 
-def join(backend="gloo"):
+def share_rows(backend, function, *arguments):
+    """Call a function with the context of ranks that share rows, in one rank's process."""
     torch.distributed.init_process_group(backend)
     context = ContextParallel()
     if backend == "nccl":
         torch.cuda.set_device(context.rank)
-    return context
-
-
-def leave():
+    function(context, *arguments)
     torch.distributed.barrier()  # the first rank has the others' addresses
     torch.distributed.destroy_process_group()
 
 
-def compare(mixer, device="cpu"):
-    """Compare a model on this rank's columns with the whole model, in one rank's process: on a GPU in float32."""
-    context = join("gloo" if device == "cpu" else "nccl")
+def compare(context, mixer, device):
+    """Compare a model on this rank's columns with the whole model: on a GPU in float32."""
     dtype, tolerance = (torch.float64, 1e-10) if device == "cpu" else (torch.float32, 1e-4)
     of_scan_and_conv = [(LENGTHS, LENGTHS), (SHORT, SHORT)]
     if mixer in ("mamba1", "mamba2"):
@@ -70,25 +67,23 @@ def compare(mixer, device="cpu"):
         for parameter, one in zip(shared.parameters(), whole.parameters()):
             torch.distributed.all_reduce(parameter.grad)
             torch.testing.assert_close(parameter.grad, one.grad, rtol=10 * tolerance, atol=tolerance)
-    leave()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("mixer", OPTIONS)
 def test_ranks_that_share_rows_compute_what_one_does(tmp_path, ranks, mixer):
-    run_ranks(ranks, compare, mixer, output=tmp_path / "output.txt")
+    run_ranks(ranks, share_rows, "gloo", compare, mixer, "cpu", output=tmp_path / "output.txt")
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("mixer", OPTIONS)
 def test_gpus_that_share_rows_compute_what_one_does(tmp_path, mixer):
-    run_ranks(2, compare, mixer, "cuda", output=tmp_path / "output.txt")
+    run_ranks(2, share_rows, "nccl", compare, mixer, "cuda", output=tmp_path / "output.txt")
 
 
-def take_share():
+def take_share(context):
     """Compare a batch's share on this rank with slices of the batch."""
-    context = join()
     layout, tokens, weights = batch_of()
     batch = PackedBatch(tokens, tokens + 1, weights[..., 0] > 0, layout, source=torch.arange(layout.num_documents))
     share = batch.shard(context)
@@ -100,16 +95,14 @@ def take_share():
     is_token = share.layout.documents >= 0
     of_slots = share.source[share.layout.documents]
     assert torch.equal(of_slots[is_token], layout.documents[:, columns][is_token].long())
-    leave()
 
 
 def test_a_batch_is_split_by_columns(tmp_path):
-    run_ranks(3, take_share, output=tmp_path / "output.txt")
+    run_ranks(3, share_rows, "gloo", take_share, output=tmp_path / "output.txt")
 
 
-def poison():
+def poison(context):
     """Compare the bits of all documents but one, with numbers and with NaN in that one's."""
-    context = join()
     layout, _, _ = batch_of()
     local = context.shard(layout)
     hidden = torch.randn(*layout.shape, 16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -128,15 +121,13 @@ def poison():
                 y[is_other].sum().backward()
                 seen += [y[is_other], poisoned.grad[is_other]]
             assert torch.equal(seen[0], seen[2]) and torch.equal(seen[1], seen[3]), (mixer, document)
-    leave()
 
 
 def test_no_bit_of_another_document_crosses_ranks(tmp_path):
-    run_ranks(4, poison, output=tmp_path / "output.txt")
+    run_ranks(4, share_rows, "gloo", poison, output=tmp_path / "output.txt")
 
 
-def refuse():
-    context = join()
+def refuse(context):
     layout, tokens, _ = batch_of()
     local = context.shard(layout)
     model = model_of("mamba2")
@@ -163,8 +154,7 @@ def refuse():
     (gradient,) = torch.autograd.grad(y.square().sum(), hidden, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         gradient.sum().backward()
-    leave()
 
 
 def test_what_ranks_cannot_share_is_refused(tmp_path):
-    run_ranks(2, refuse, output=tmp_path / "output.txt")
+    run_ranks(2, share_rows, "gloo", refuse, output=tmp_path / "output.txt")
