@@ -191,7 +191,10 @@ def test_rows_and_columns_without_text_are_refused(tmp_path, datasets):
         assert ":2: " in refused(of(tmp_path / name, source))
         for key in ("txt", "id"):
             assert key in refused(of(tmp_path / name, source, text_key=key))
-    assert "tset" in refused(of(tmp_path / "saved", "huggingface", split="tset"))
+    assert "data.split: expected one of train" in refused(of(tmp_path / "saved", "huggingface", split="tset"))
+    made.save_to_disk(tmp_path / "one")
+    assert "data.split: expected train" in refused(of(tmp_path / "one", "huggingface", split="train[:10%]"))
+    assert "data.subset" in refused(of(tmp_path / "one", "huggingface", subset="any"))
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):

@@ -15,6 +15,8 @@ from packmamba.data import streaming
 from packmamba.data.encoding import open_documents
 from packmamba.data.schedule import StepSchedule
 from packmamba.data.token_store import load_corpora
+from packmamba.lab.fit import fit
+from runs import tiny_config
 from written import TEXTS, of, refused, write_lines, write_small_shards
 
 
@@ -46,6 +48,11 @@ def test_shards_hold_every_training_document_once_in_order(data, monkeypatch):
     assert held_out and held_out == documents_of(whole.validation)[: len(held_out)]
     tokens = [part.num_tokens for part in corpora.train.parts]
     assert len(tokens) > 3 and 2 * tokens[0] < tokens[2], "later shards are larger"
+
+
+def test_given_steps_do_not_wait_for_the_last_shard(tmp_path, monkeypatch):
+    monkeypatch.setattr(streaming.StreamedCorpus, "wait", lambda corpus: pytest.fail("waits"))
+    assert fit(tiny_config(tmp_path, "data.streaming=true"), progress=False)["metrics"]["steps"] == 6
 
 
 @pytest.mark.parametrize("batching", ["matched", "stream"])

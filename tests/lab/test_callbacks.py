@@ -36,10 +36,13 @@ def test_lightning_s_averages_of_weights_are_validated_and_saved_after_a_resume_
 
     monkeypatch.setattr(WeightAveraging, "on_train_batch_end", keep)
     plain = fit(tiny_config(tmp_path), progress=False)
-    config = tiny_config(tmp_path)
+    config = tiny_config(tmp_path, "evaluations=[perplexity]", "trainer.evaluate_every=3")
     config.trainer.callbacks = [AVERAGES[kind]]
     stop_at(config, step=4)
     record = fit(config, progress=False)
+    evaluated = {point["step"]: point["perplexity.loss"] for point in record["curves"]["evaluations"]}
+    validated = {point["step"]: point["loss"] for point in record["curves"]["validation"]}
+    assert evaluated == pytest.approx(validated, rel=1e-5)
     assert len(steps) == 6 and record["curves"]["train"][-1]["loss"] == plain["curves"]["train"][-1]["loss"]
     weights = [0.4 * 0.6 ** (5 - i) if i else 0.6**5 for i in range(6)] if kind == "exponential" else [1 / 6] * 6
     expected = [sum(w * each for w, each in zip(weights, parameters)) for parameters in zip(*steps)]

@@ -106,6 +106,15 @@ def test_packed_rows_of_ranks_give_the_gradient_of_pairs_alone(tmp_path, mixer):
         torch.testing.assert_close(packed, gradients, rtol=1e-9, atol=1e-12)
 
 
+def test_answers_that_rows_cut_are_counted_or_refused(tmp_path):
+    """Prompts have 9 or 10 tokens; answers, their end among them, 2 to 4."""
+    write_checkpoint(tmp_path / "checkpoint")
+    with pytest.warns(UserWarning, match="documents lose the end of their answers"):
+        fit(configure(tmp_path, "data.overlong=truncate", "data.row_length=11"), progress=False)
+    with pytest.raises(ConfigError, match="data.row_length: expected rows with targets"):
+        fit(configure(tmp_path, "data.overlong=truncate", "data.row_length=8"), progress=False)
+
+
 def test_a_stopped_run_ends_as_one_that_was_not(tmp_path):
     write_checkpoint(tmp_path / "checkpoint")
     whole = configure(tmp_path, f"runs_dir={tmp_path}/whole")

@@ -60,6 +60,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
         ("trainer.callbacks", "[lightning.pytorch.callbacks.EMAWeightAveraging]", ["trainer.strategy=fsdp2"]),
         ("evaluation_options.parity", "{unknown: 6}", ["evaluations=[parity]"]),
         ("model.vocab_size", "9", []),
+        ("trainer.callbacks", "[{class: missing}]", []),
         ("ops.backend", "missing", []),
         ("data.chat_template", "chatlm", ["data.source=text"]),
     ],
