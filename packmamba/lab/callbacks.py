@@ -30,6 +30,7 @@ from torch import Tensor
 
 from packmamba.config import Config, TrainerConfig
 from packmamba.data.batch import StepBatch
+from packmamba.data.corpus import Documents
 from packmamba.data.sources import reads_text
 from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import Tokenizer, load_tokenizer
@@ -480,11 +481,9 @@ class Samples(Callback):
         corpus = trainer.datamodule.corpora.validation  # type: ignore[attr-defined]
         tokenizer = load_tokenizer(self.config.data)
         chosen = evaluation_documents(corpus, self.config.data)[: self.config.trainer.samples]
-        documents = [corpus.document(number).tolist() for number in chosen]
-        # Half of a short document: its end token would end the prompt.
-        prompts = [document[: min(self.PROMPT_TOKENS, (len(document) + 1) // 2)] for document in documents]
+        prompts = [self.prompt(corpus, number) for number in chosen.tolist()]
         with eager():
-            limits: Any = {"stop_token": tokenizer.end_id, "max_slots": len(prompts) * self.PROMPT_TOKENS}
+            limits: Any = {"stop_token": tokenizer.end_id, "max_slots": sum(map(len, prompts))}
             continuations = generate(module.model, prompts, self.NEW_TOKENS, **limits)
         step = trainer.global_step
         samples = []
@@ -498,6 +497,15 @@ class Samples(Callback):
         write_whole(self.path, "".join(f"{line}\n" for line in lines).encode())
         for each in trainer.loggers:
             self.log_texts(each, samples, step)
+
+    def prompt(self, corpus: Documents, number: int) -> list[int]:
+        """Return a document's tokens up to its first answer, or its first ones where all are trained on."""
+        tokens, targets = corpus.read(number, start=0, length=int(corpus.lengths[number]), ends=True)
+        # Half of a short document: its end token would end the prompt.
+        length = min(self.PROMPT_TOKENS, (len(tokens) + 1) // 2)
+        if corpus.has_answers:
+            length = 1 + int((targets >= 0).argmax())
+        return tokens[:length].tolist()
 
     def log_texts(self, logger: Any, samples: list[dict[str, Any]], step: int) -> None:
         """Write samples to a logger that takes texts."""

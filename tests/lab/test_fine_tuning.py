@@ -109,8 +109,11 @@ def test_packed_rows_of_ranks_give_the_gradient_of_pairs_alone(tmp_path, mixer):
 def test_answers_that_rows_cut_are_counted_or_refused(tmp_path):
     """Prompts have 9 or 10 tokens; answers, their end among them, 2 to 4."""
     write_checkpoint(tmp_path / "checkpoint")
+    config = configure(tmp_path, "data.overlong=truncate", "data.row_length=11", "trainer.samples=2")
     with pytest.warns(UserWarning, match="documents lose the end of their answers"):
-        fit(configure(tmp_path, "data.overlong=truncate", "data.row_length=11"), progress=False)
+        fit(config, progress=False)
+    samples = (run_folder(config) / "samples.jsonl").read_text().splitlines()
+    assert samples and {json.loads(line)["prompt"] for line in samples} <= {pair["prompt"] for pair in PAIRS}
     with pytest.raises(ConfigError, match="data.row_length: expected rows with targets"):
         fit(configure(tmp_path, "data.overlong=truncate", "data.row_length=8"), progress=False)
 
