@@ -3,7 +3,7 @@
 import functools
 import platform
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from packmamba.config import DataConfig, need, refusing
 from packmamba.data.lengths import draw_lengths
 from packmamba.data.sources.packages import functions_of
 from packmamba.data.sources.source import SEED, Document, Source, hash_files, list_files
-from packmamba.data.sources.splits import held_out_counts, split_names
+from packmamba.data.sources.splits import held_out_counts, split_by_name
 
 SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__"}
 LIBRARY = Path(sysconfig.get_path("stdlib"))
@@ -37,17 +37,9 @@ def standard_library() -> tuple[tuple[str, str], ...]:
 def open_stdlib(data: DataConfig) -> Source:
     """Open the functions of Python's standard library, held out by file."""
     files = library_files()
-    validation, test = split_names(files, data)
-
-    def documents(names: Iterable[str]) -> Iterator[Document]:
-        for name in names:
-            for text in functions_of((LIBRARY / name).read_bytes()) or ():
-                yield Document(name in validation, text)
-
     fingerprint = [platform.python_version(), str(LIBRARY), hash_files(LIBRARY, files)]
-    read = lambda: documents(name for name in files if name not in test)
-    read_test = lambda: documents(sorted(test))
-    return Source(fingerprint, read, read_test=read_test if data.test_fraction else None)
+    texts = lambda name: functions_of((LIBRARY / name).read_bytes()) or ()
+    return split_by_name(fingerprint, files, files, texts, data)
 
 
 def open_synthetic(data: DataConfig) -> Source:

@@ -6,7 +6,7 @@ import io
 import itertools
 import json
 import struct
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import numpy as np
 from packmamba.config import ConfigError, DataConfig, extra, need, refusing
 from packmamba.data.sources.records import PROMPT_KEYS, find_chat_template, of_one_kind, read_documents
 from packmamba.data.sources.source import Document, File, Source, find_files, hash_facts, hash_files, list_files
-from packmamba.data.sources.splits import least_length, refuse_splits, split_by_content, split_names
+from packmamba.data.sources.splits import least_length, refuse_splits, split_by_content, split_by_name
 
 JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 ROWS = 256  # of parquet and data sets, in memory at a time
@@ -29,28 +29,22 @@ def open_text(data: DataConfig) -> Source:
     filled = [name for name, file in files.items() if file.size != 0]
     got = f"{len(files)} empty in '{data.path}', the first {next(iter(files.values())).place}; name files with text"
     need(filled, "data.path", "a file with text", got)
-    validation, test = frozenset[str](), frozenset[str]()
-    if len(filled) > 1:
-        validation, test = split_names(filled, data)
-    else:
+    if len(filled) == 1:
         place, size, *_ = files[filled[0]]
         least = least_length(data)
         expected = f"several files, or one of at least {least} bytes to cut"
         need(size is None or size >= least, "data.validation_fraction", expected, f"{size} in {place}; add files")
 
-    def documents(names: Iterable[str]) -> Iterator[Document]:
-        for name in names:
-            place = files[name].place
-            prefix = f"data.path: expected UTF-8, got {place} ("
-            with refusing(UnicodeDecodeError, prefix=prefix, suffix="); move it"), files[name].open() as file:
-                text = file.read().decode("utf-8-sig")
-            null = text.find("\0")  # git and grep call such a file binary
-            need(null < 0, "data.path", "text", f"{place} (a NUL character at {null}); move it")
-            yield Document(name in validation, text)
+    def texts(name: str) -> Iterator[str]:
+        place = files[name].place
+        prefix = f"data.path: expected UTF-8, got {place} ("
+        with refusing(UnicodeDecodeError, prefix=prefix, suffix="); move it"), files[name].open() as file:
+            text = file.read().decode("utf-8-sig")
+        null = text.find("\0")  # git and grep call such a file binary
+        need(null < 0, "data.path", "text", f"{place} (a NUL character at {null}); move it")
+        yield text
 
-    read = lambda: documents(name for name in files if name not in test)
-    read_test = lambda: documents(sorted(test))
-    return Source([root, hash_facts(files)], read, read_test=read_test if data.test_fraction else None)
+    return split_by_name([root, hash_facts(files)], files, filled, texts, data)
 
 
 def open_jsonl(data: DataConfig) -> Source:
@@ -202,8 +196,7 @@ def open_huggingface(data: DataConfig) -> Source:
 
     read = split_by_content(lambda: of_one_kind(read_documents(name, data, rows())), data.validation_fraction)
     place = str(path.resolve()) if path.exists() else name
-    fingerprint = [place, data.subset, data.split, data.text_key, "error", version, *_kind(data)]
-    return Source(fingerprint, read)
+    return Source([place, data.subset, data.split, data.text_key, "error", version, *_kind(data)], read)
 
 
 @functools.lru_cache

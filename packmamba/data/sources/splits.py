@@ -22,6 +22,7 @@ from packmamba.data.sources.source import Document, Source, share_of
 from packmamba.data.tokenizer import TokenIds
 
 Read = Callable[[], Iterator[Document]]
+Texts = Callable[[str], Iterable[str]]  # of a file, by its name
 ABOVE_ALL_SHARES = 2.0
 MIN_PART = 2  # characters or ids: the least that has a next token to predict
 MAX_HELD_OUT_PART = 1 << 16  # characters or ids: a document is validated in one forward pass
@@ -34,11 +35,26 @@ def refuse_splits(data: DataConfig) -> None:
             raise ConfigError(f"data.{name}: expected none, since {data.path} decides the splits")
 
 
-def split_names(names: list[str], data: DataConfig) -> tuple[frozenset[str], frozenset[str]]:
-    """Rank names by a hash: return the first, for validation, and the last, for test."""
-    ranked = sorted(names, key=lambda name: share_of(os.fsencode(name)))
-    validation, test = held_out_counts(len(ranked), data)
-    return frozenset(ranked[:validation]), frozenset(ranked[len(ranked) - test :])
+def split_by_name(
+    fingerprint: list[Any], files: Iterable[str], filled: list[str], texts: Texts, data: DataConfig
+) -> Source:
+    """Open files, each with its ``texts``; the lowest hashes of their names are validation, the highest test.
+
+    Only ``filled`` ones, which have a text, are counted and held out. A single one is neither: its
+    document is cut instead.
+    """
+    ranked = sorted(filled, key=lambda name: share_of(os.fsencode(name)))
+    validation, test = held_out_counts(len(ranked), data) if len(ranked) > 1 else (0, 0)
+    held_out = frozenset(ranked[:validation])
+    tested = frozenset(ranked[len(ranked) - test :])
+
+    def documents(names: Iterable[str]) -> Iterator[Document]:
+        for name in names:
+            yield from (Document(name in held_out, text) for text in texts(name))
+
+    read = lambda: documents(name for name in files if name not in tested)
+    read_test = lambda: documents(sorted(tested))
+    return Source(fingerprint, read, read_test=read_test if data.test_fraction else None)
 
 
 def held_out_counts(available: int, data: DataConfig) -> tuple[int, int]:
@@ -108,8 +124,7 @@ def _without_equals(read: Read, others: Read, split: str, use: str) -> Read:
             else:
                 yield document
         if left_out:
-            told = f"Documents that equal a {split} document are not {use}: {left_out}."
-            warnings.warn(told, stacklevel=1)
+            warnings.warn(f"Documents that equal a {split} document are not {use}: {left_out}.", stacklevel=1)
 
     return read_rest
 
