@@ -65,8 +65,7 @@ class PackedBatch:
         return replace(self, **columns, layout=layout, source=source)
 
     def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
-        kinds = Tensor | SequenceLayout
-        movable = {name: part for name, part in vars(self).items() if isinstance(part, kinds)}
+        movable = {name: part for name, part in vars(self).items() if isinstance(part, Tensor | SequenceLayout)}
         return replace(self, **{name: move(part) for name, part in movable.items()})
 
 
@@ -135,8 +134,7 @@ def _count_targets(corpus: Documents, pieces: Pieces) -> int:
     if not corpus.has_answers:
         return pieces.num_targets
     # Answers are sparse and known only to the corpus: read the targets.
-    targets = (corpus.read(*place)[1] for place in pieces.places())
-    return sum(int((of_piece >= 0).sum()) for of_piece in targets)
+    return sum(int((corpus.read(*place)[1] >= 0).sum()) for place in pieces.places())
 
 
 def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) -> PackedBatch:

@@ -31,12 +31,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from packmamba.errors import expect
-from packmamba.layout import ceil_div, round_up
+from packmamba.layout import MAX_SLOTS, ceil_div, round_up
 
 Integers = NDArray[np.int64]
 
-# Maximum tokens of a document and slots of a row: positions are int32 in the operators.
-LONGEST = 2**31 - 1
 OVERLONG = ("error", "truncate", "split")
 
 
@@ -293,9 +291,9 @@ def _check_arguments(row_length: int | None, strategy: str, overlong: str, buffe
     expect(overlong in OVERLONG, "overlong", f"one of {', '.join(OVERLONG)}", repr(overlong))
     chosen = STRATEGIES[strategy]
     # Without a row length each row is its document's, as long as the operators' positions reach.
-    limit: Any = LONGEST if row_length is None and not chosen.needs_row_length else row_length
+    limit: Any = MAX_SLOTS if row_length is None and not chosen.needs_row_length else row_length
     for name, value in {"row_length": limit, "buffer": buffer, "streams": streams}.items():
-        is_size = hasattr(value, "__index__") and 1 <= value <= LONGEST
+        is_size = hasattr(value, "__index__") and 1 <= value <= MAX_SLOTS
         expect(is_size, name, "an integer from 1 to 2**31 - 1", repr(value))
     expected = f"1 with strategy '{strategy}', which splits no documents"
     expect(streams == 1 or chosen.splits_documents, "streams", expected, streams)
@@ -307,7 +305,7 @@ def _check_lengths(lengths: Any) -> Integers:
     are_integers = lengths.ndim == 1 and (lengths.dtype.kind in "iu" or not len(lengths))
     got = f"shape {lengths.shape} of {lengths.dtype}"
     expect(are_integers, "lengths", "(documents,) integers", got, TypeError)
-    wrong = np.flatnonzero((lengths < 1) | (lengths > LONGEST))
+    wrong = np.flatnonzero((lengths < 1) | (lengths > MAX_SLOTS))
     if len(wrong):
         got = f"{lengths[wrong[0]]} for document {wrong[0]}"
         raise ValueError(f"lengths: expected 1 to 2**31 - 1 tokens, got {got}")
@@ -439,7 +437,7 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
 
 
 def _best_fit_decreasing(lengths: Integers, row_length: int, _: int) -> Integers:
-    return _decreasing(lengths, row_length, buffer=LONGEST)
+    return _decreasing(lengths, row_length, buffer=MAX_SLOTS)
 
 
 def _spfhp(lengths: Integers, row_length: int, _: int) -> Integers:
@@ -448,7 +446,7 @@ def _spfhp(lengths: Integers, row_length: int, _: int) -> Integers:
     That is worst fit decreasing. Equal documents share a new
     row here, where the paper's histogram opens one for each.
     """
-    return _decreasing(lengths, row_length, buffer=LONGEST, emptiest=True)
+    return _decreasing(lengths, row_length, buffer=MAX_SLOTS, emptiest=True)
 
 
 def _by_length(lengths: Integers, *_: int) -> Integers:

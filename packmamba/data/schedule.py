@@ -33,8 +33,8 @@ import numpy as np
 
 from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.corpus import Documents
-from packmamba.data.packing import LONGEST, STRATEGIES, Integers, Pieces, RowPlan, join, plan_pieces
-from packmamba.layout import ceil_div
+from packmamba.data.packing import STRATEGIES, Integers, Pieces, RowPlan, join, plan_pieces
+from packmamba.layout import MAX_SLOTS, ceil_div
 
 # Documents that are shuffled together; their permutation is held in memory.
 WINDOW_DOCUMENTS = 1_000_000
@@ -175,7 +175,7 @@ class StepSchedule:
         # Of a streamed corpus, whose longest document is not known, the configuration is checked.
         if data.row_length is None or data.overlong == "split" or self.corpus.is_streamed:
             return
-        longest = min(int(self.corpus.lengths.max()), data.cut_documents or LONGEST)
+        longest = min(int(self.corpus.lengths.max()), data.cut_documents or MAX_SLOTS)
         fits = longest <= data.row_length or STRATEGIES[data.strategy].splits_documents
         remedy = "set data.overlong=split"
         if self.corpus.has_answers:

@@ -186,8 +186,7 @@ def main() -> None:
             with space_for(folder):
                 # Another process may have written meanwhile.
                 if not Path(folder, COMPLETE).exists():
-                    opened = open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS])
-                    write_shards(Path(folder), data, opened)
+                    write_shards(Path(folder), data, open_documents(data, shards=[FIRST_TOKENS, DOUBLINGS]))
         except Exception as error:
             reason = error if isinstance(error, UserError) else f"data.streaming: {type(error).__name__}: {error}"
             write_whole(Path(folder, ERROR), str(reason).encode())

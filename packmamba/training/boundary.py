@@ -162,8 +162,7 @@ class StatefulBoundary(Boundary):
     def load_state_dict(self, state_dict: dict[str, Any], device: torch.device) -> None:
         """Restore them on a device, so that a resumed run continues the same documents."""
         for name in self.SAVED:
-            moved = tree_map_only(Tensor, lambda part: part.to(device), state_dict[name])
-            setattr(self, name, moved)
+            setattr(self, name, tree_map_only(Tensor, lambda part: part.to(device), state_dict[name]))
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
         """Return a state for each row (B, ...), detached."""

@@ -265,8 +265,7 @@ class PackedLitModule(lightning.LightningModule):
             incoming = scheme.incoming(self.model, batch) if has_states else []
             edges = {"first": i == 0, "last": i + 1 == len(step.batches)}
             num_targets = max(step.num_targets, 1)
-            results = self._graphs(batch, num_targets, *flatten_states(incoming), **edges)
-            total, _, *final = results
+            total, _, *final = self._graphs(batch, num_targets, *flatten_states(incoming), **edges)
             # A graph's results lie at fixed addresses, which the next replay overwrites.
             losses.append(total.clone())
             if has_states:
