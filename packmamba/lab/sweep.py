@@ -7,7 +7,6 @@ checked whole before the first run. A run is identified by its configuration, so
 command skips what has a record and resumes the rest; nothing else remembers where a sweep stands.
 """
 
-import copy
 import itertools
 import re
 from collections import Counter
@@ -103,11 +102,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
 
     first = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
     last = [(parse_override(override), f"'{override}'") for override in of_runs]
-    overridden = {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last}
-    _check_places(sweep, overridden)
-    # Copies, since resolving changes layers.
-    layers = [copy.deepcopy([*first, (_layer(keys), str(path)), *last]) for keys in _runs(sweep)]
-    configs = [resolve(Config, each) for each in layers]
+    _check_places(sweep, {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last})
+    configs = [resolve(Config, [*first, (_layer(keys), str(path)), *last]) for keys in _runs(sweep)]
     for config in {repr(replace(config, seed=0)): config for config in configs}.values():
         check_run(config)  # a check takes a moment, and a seed decides none
         devices = config.trainer.devices * config.trainer.num_nodes
@@ -214,13 +210,11 @@ class _Progress:
         """Raise Unfinished unless all runs are done."""
         done = self.states["done"]
         if failed := self.states["failed"]:
-            counts = f"{failed} of {total} runs failed, {done} are done"
-            raise Unfinished(f"{counts}; the same command tries again")
+            raise Unfinished(f"{failed} of {total} runs failed, {done} are done; the same command tries again")
         if done < total:
             locked = self.states["locked"]
             elsewhere = f", other processes train {locked}" if locked else ""
-            counts = f"{done} of {total} runs are done{elsewhere}"
-            raise Unfinished(f"{counts}; the same command resumes", status=3)
+            raise Unfinished(f"{done} of {total} runs are done{elsewhere}; the same command resumes", status=3)
 
 
 def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) -> None:
