@@ -49,9 +49,7 @@ def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
 
     Columns are the record's keys, ``config.<key>``, ``curves.<name>``, and metrics as floats.
     """
-    rows = []
-    for record in of_kind(records, kind):
-        rows.append({**record, **flatten({key: record[key] for key in ("config", "curves")})})
+    rows = [record | flatten({key: record[key] for key in ("config", "curves")}) for record in of_kind(records, kind)]
     # Apart, since a column of None and numbers would hold objects, which have no mean.
     metrics = pd.DataFrame([row.pop("metrics") for row in rows], dtype=float)
     others = pd.DataFrame(rows, dtype=object)
@@ -279,8 +277,7 @@ def _baseline(arm: Arm, arms: Arms) -> Arm:
 
 def versus(arms: Arms) -> str:
     """Name the baselines of arms, for a column's title."""
-    baselines = {arm.baseline for arm in arms}
-    names = {arm.label if arm.sweep.get("apart") else arm.title for arm in baselines}
+    names = {each.label if each.sweep.get("apart") else each.title for each in (arm.baseline for arm in arms)}
     return " or ".join(sorted(names))
 
 
@@ -460,8 +457,7 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
 
 def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
     """Sum an item file's value and weight by group of documents, else by document, else by item."""
-    lines = path.read_text(encoding="utf-8").splitlines()
-    items = pd.DataFrame([json.loads(line) for line in lines])
+    items = pd.DataFrame(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     if "choice" in items:
         items = items.assign(choices=1, correct=items["choice"] == items["answer"])
     # Items of one document are not independent, nor are documents of one package.

@@ -197,8 +197,7 @@ def of_finite_runs(points: pd.DataFrame, value: str) -> pd.DataFrame:
 
     A sum would skip that point.
     """
-    lacking = points.loc[points[value].isna(), "seed"]
-    return points[~points["seed"].isin(lacking)]
+    return points[~points["seed"].isin(points.loc[points[value].isna(), "seed"])]
 
 
 def p_of_equivalence(differences: Any, weights: Any, margin: float, draws: int = DRAWS) -> float:

@@ -384,14 +384,13 @@ def _evaluation(name: str, metrics: Sequence[str], arms: Arms) -> Table:
     evaluated = [arm for arm in arms if arm[main].notna().any()]
     first, *others = (_metric_column(metric, evaluated) for metric in metrics)
     minus = _difference_column(f"minus {aggregate.versus(evaluated)}")
-    rows = []
-    groups = {1}
+    rows: list[Row] = []
     for arm in evaluated:
-        found = aggregate.difference(arm, main)
-        groups.add(found.groups if found else 1)
-        row = {"arm": arm.label, "seeds": _seeds_cell(arm, evaluated, main), "difference": found}
+        row: Row = {"arm": arm.label, "seeds": _seeds_cell(arm, evaluated, main)}
+        row["difference"] = aggregate.difference(arm, main)
         rows.append(row | _metric_values(arm, [first, *others], f"{name}."))
-    notes = [f"Intervals are over seeds and {max(groups)} groups of documents."] * (max(groups) > 1)
+    groups = max((row["difference"].groups for row in rows if row["difference"]), default=1)
+    notes = [f"Intervals are over seeds and {groups} groups of documents."] * (groups > 1)
     columns = [*make_columns("!arm | seeds"), first, minus, *others]
     return make_table(f"evaluation-{name}", f"Evaluation by arm: {name}", columns, rows, *notes)
 
@@ -403,8 +402,7 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
         # Contrasts that Holm's adjustment counts together.
         family = sum(other.primary == contrast.primary for other in contrasts)
         diverged = Cell(_diverged(contrast) or "-", contrast.comparison.divergence[:4])
-        kind = "primary" if contrast.primary else "exploratory"
-        row: Row = {"contrast": contrast.name, "primary": kind}
+        row: Row = {"contrast": contrast.name, "primary": contrast.comparison.family}
         row |= {"seeds": found.seeds, "groups": found.groups if found.groups > 1 else None}
         row |= {"diverged": diverged, "seeds_needed": _seeds_needed(contrast, family)}
         rows.append(ruled(contrast.ruling) | row | {"verdict": contrast.verdict})
@@ -584,8 +582,7 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
 
 def evaluation_label(records: Records) -> str:
     """Return the only evaluation's name, and a hash of its documents."""
-    evaluated = aggregate.of_kind(records, "evaluation")
-    names = {record["config"]["evaluation"]["name"] for record in evaluated}
+    names = {record["config"]["evaluation"]["name"] for record in aggregate.of_kind(records, "evaluation")}
     name = names.pop() if len(names) == 1 else "documents"
     # Tells evaluations on different documents apart.
     return f"{name}-{zlib.crc32(records[0]['corpus_hash'].encode()) & 0xFFFF:04x}"
