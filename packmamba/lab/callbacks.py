@@ -427,8 +427,7 @@ class Evaluations(Saved, Callback):
             for callback in averages:
                 callback.on_validation_epoch_start(trainer, module)
             if trainer.is_global_zero:
-                is_text = reads_text(self.config.data)
-                tokenizer = load_tokenizer(self.config.data) if is_text else None
+                tokenizer = load_tokenizer(self.config.data) if reads_text(self.config.data) else None
                 with eager():  # else each of its shapes would be compiled first
                     self.evaluate(trainer, module.model.eval(), tokenizer)
                 module.model.train()
@@ -488,8 +487,7 @@ class Samples(Callback):
         step = trainer.global_step
         samples = []
         for prompt, new in zip(prompts, continuations):
-            texts = {"prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(new)}
-            samples.append({"step": step, **texts})
+            samples.append({"step": step, "prompt": tokenizer.decode(prompt), "continuation": tokenizer.decode(new)})
         # A run that was killed after a validation does it again.
         lines = self.path.read_text().splitlines() if self.path.exists() else []
         lines = [line for line in lines if json.loads(line)["step"] < step]

@@ -165,10 +165,9 @@ class _Run:
                 need(same, "data", "this run's documents", self._got_others)
                 self._check_start(found)
                 if self.progress:
-                    note = ""
                     # A run with more steps shares the folder.
-                    if self.reached > self.config.trainer.max_steps:
-                        note = f"; its weights are of step {self.reached}"
+                    has_more = self.reached > self.config.trainer.max_steps
+                    note = f"; its weights are of step {self.reached}" if has_more else ""
                     print(f"already done, nothing is trained: {self.folder}{note}")
                 return found
             module = self._prepare()
@@ -206,8 +205,7 @@ class _Run:
                 load_initial_weights(module.model, self.config)
             self.metrics.started_from = weights_checksum(module.model)
         if self.trainer.is_global_zero:
-            text = OmegaConf.to_yaml(to_dict(self.config))
-            records.write_whole(self.folder / CONFIGURATION, text.encode())
+            records.write_whole(self.folder / CONFIGURATION, OmegaConf.to_yaml(to_dict(self.config)).encode())
             if not self.reached:
                 for logger in self.trainer.loggers:
                     logger.log_hyperparams(run_id.recorded_config(self.config))
@@ -296,9 +294,8 @@ class _Run:
             records.write_items(items / f"{name}.jsonl", result.items)
             for curve, points in result.curves.items():
                 record["curves"][f"{name}.{curve}"] = points
-        for name, value in self.evaluations.points[-1].items():
-            if "." in name:  # <evaluation>.<metric>
-                record["metrics"][name] = value
+        # Beside the step these are <evaluation>.<metric>.
+        record["metrics"] |= {name: value for name, value in self.evaluations.points[-1].items() if "." in name}
 
 
 def write_tokenizer_of(data: DataConfig, folder: Path) -> None:
@@ -410,8 +407,8 @@ def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
     if spec == "csv":
         return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
     if spec == "tensorboard":
-        purged = resumed_step or None  # what was logged after the checkpoint
-        return TensorBoardLogger(folder, spec, "", default_hp_metric=False, purge_step=purged)
+        # What was logged after the checkpoint is purged.
+        return TensorBoardLogger(folder, spec, "", default_hp_metric=False, purge_step=resumed_step or None)
     if spec == "wandb":
         project = folder.parent.name or "packmamba"
         return WandbLogger(folder.name, folder, id=folder.name, project=project)
