@@ -244,10 +244,9 @@ class StepDataset(Dataset):
     def __getitem__(self, step: int) -> StepBatch:
         schedule = self.schedule
         plan = schedule.step(step)
-        batches = []
         # Micro-batch i belongs to rank i modulo the number of ranks.
-        for rows in plan.micro_batches[self.rank :: schedule.world_size]:
-            batches.append(make_batch(plan.corpus, plan.rows, rows, turn=schedule.turn(rows)))
+        own = plan.micro_batches[self.rank :: schedule.world_size]
+        batches = [make_batch(plan.corpus, plan.rows, rows, turn=schedule.turn(rows)) for rows in own]
         counts = count_step(plan.corpus, plan.rows, plan.micro_batches)
         return StepBatch(**vars(counts), batches=batches)
 
