@@ -56,7 +56,7 @@ def throughput(arm, rate, run="one", corpus="corpus-a"):
 def packing(strategy, row_length, padding, seconds=0.5, buffer=None, seed=0):
     config = {"strategy": strategy, "row_length": row_length, "buffer": buffer, "distribution": "documents-2k"}
     metrics = {"padding_fraction": padding, "planning_seconds": seconds, "num_rows": 10, "num_documents": 2000}
-    config["num_documents"] = 2000
+    config |= {"num_documents": 2000, "overlong": "error"}
     return make_record("packing", "packing", strategy, config, seed, "documents-2k-2000", metrics, 1.0)
 
 

@@ -140,14 +140,12 @@ class Pieces:
         cut_at = np.where(number <= count, fraction * self.length, 0).astype(np.int64)
         tails = replace(self, start=self.start + cut_at, length=self.length - cut_at)
         # A cut at 0 leaves the piece whole, without a first part.
-        heads = replace(self, length=cut_at).take(np.flatnonzero(cut_at))
-        return join([tails, heads])
+        return join([tails, replace(self, length=cut_at).take(np.flatnonzero(cut_at))])
 
 
 def join(several: list[Pieces]) -> Pieces:
     """Concatenate pieces."""
-    columns = zip(*(vars(pieces).values() for pieces in several))
-    return Pieces(*map(np.concatenate, columns))
+    return Pieces(*map(np.concatenate, zip(*(vars(pieces).values() for pieces in several))))
 
 
 @dataclass(frozen=True, eq=False)
@@ -339,8 +337,7 @@ def _fit_to_rows(pieces: Pieces, limit: int, overlong: str) -> tuple[Pieces, Int
 def _enumerate(counts: Integers) -> tuple[Integers, Integers]:
     """Number the members of groups: sizes [2, 1] to groups [0, 0, 1] and places [0, 1, 0]."""
     group = np.repeat(np.arange(len(counts)), counts)
-    first = np.cumsum(counts) - counts
-    return group, np.arange(len(group)) - first[group]
+    return group, np.arange(len(group)) - (np.cumsum(counts) - counts)[group]
 
 
 def _concat_split(lengths: Integers, row_length: int, streams: int) -> tuple[Integers, Integers, Integers, Integers]:

@@ -176,19 +176,16 @@ class StepSchedule:
         if data.row_length is None or data.overlong == "split" or self.corpus.is_streamed:
             return
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or MAX_SLOTS)
-        fits = longest <= data.row_length or STRATEGIES[data.strategy].splits_documents
+        cuts = STRATEGIES[data.strategy].splits_documents or data.overlong == "truncate"
         remedy = "set data.overlong=split"
         if self.corpus.has_answers:
             # Split, an answer would be trained without its prompt.
             remedy = "raise it, or set data.overlong=truncate, which cuts answers"
             cut = int((self.corpus.lengths > data.row_length).sum())
             if data.overlong == "truncate" and cut:
-                lost = f"{cut} of {self.corpus.num_documents} documents lose the end of their answers"
-                warnings.warn(f"data.overlong: {lost}", stacklevel=2)
-        if data.overlong == "truncate":
-            return
+                warnings.warn(f"data.overlong: {cut} documents lose the end of their answers", stacklevel=2)
         got = f"{data.row_length}; {remedy}"
-        need(fits, "data.row_length", f"at least {longest}, the longest document", got)
+        need(longest <= data.row_length or cuts, "data.row_length", f"at least {longest}, the longest document", got)
 
     def step(self, step: int) -> StepPlan:
         """Plan optimizer step ``step``, counted from 0 over all epochs."""

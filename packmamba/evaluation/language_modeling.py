@@ -138,9 +138,8 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     size_of = lambda ids: len(decode(ids).encode("utf-8", "replace"))
     # Bytes of the texts: bits per byte compare models of different tokenizers. Nothing predicts a
     # document's first token, which has no bytes if it is a begin token.
-    sizes = [size_of(document) for document in documents]
-    if not texts.corpus.has_answers:
-        sizes = [size - size_of(document[:1]) for size, document in zip(sizes, documents)]
+    unpredicted = 0 if texts.corpus.has_answers else 1
+    sizes = [size_of(document) - size_of(document[:unpredicted]) for document in documents]
     # Octaves of positions: [1, 2), [2, 4), ...
     edges = [2**i for i in range(max(targets).bit_length() + 1)]
     columns: dict[str, Any] = {"targets": targets, "bytes": sizes}
@@ -178,8 +177,7 @@ def positions(model: MambaLM, context: EvalContext) -> EvalResult:
     window, most = texts.options["window"], texts.options["most"]
     # A sixteenth to a half of a window, then whole windows in powers of two, from token 1.
     fractions = [window >> i for i in range(1, 5)]
-    multiples = [window << i for i in range(most.bit_length())]
-    edges = sorted({1, *fractions, *multiples} - {0})
+    edges = sorted({1, *fractions, *(window << i for i in range(most.bit_length()))} - {0})
     losses = token_losses(model, [document[: edges[-1]] for document in texts.documents], context.max_slots)
     sums, points = by_position(edges, losses)
     items = texts.items(range(len(losses)), targets=list(map(len, losses)), sums=sums)

@@ -421,8 +421,7 @@ class Evaluations(Saved, Callback):
         if every is None or step % every or step == trainer.max_steps:
             return
         # Averages of weights stand in for the weights, as they do in validation.
-        given: list[Any] = trainer.callbacks  # type: ignore[attr-defined]
-        averages = [callback for callback in given if isinstance(callback, WeightAveraging)]
+        averages = [each for each in trainer.callbacks if isinstance(each, WeightAveraging)]  # type: ignore[attr-defined]
         with self.metrics.paused():
             for callback in averages:
                 callback.on_validation_epoch_start(trainer, module)

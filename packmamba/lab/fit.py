@@ -424,8 +424,9 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
         load_weights(model, weights, path, "this run's keys of model")
         # What no weight's shape shows.
         for name in getattr(MIXERS[config.model.mixer], "EXPLICIT", {}).keys() & arguments.keys():
-            theirs, ours = f"'{arguments[name]}'", f"'{model.config[name]}'"
-            expect(ours == theirs, f"mixer_options.{name}", f"{theirs}, as of {path}", ours)
+            expect(
+                model.config[name] == arguments[name], name, f"{arguments[name]}, as of {path}", model.config[name]
+            )
 
 
 def warn_of_another_tokenizer(config: Config) -> None:

@@ -119,8 +119,7 @@ class PackedDataModule(lightning.LightningDataModule):
         self.steps = StepDataset(self.schedule(self.ranks), self.rank)
         if stage in (None, "fit"):
             first = self.steps[0]  # a strategy that overfills rows is refused here
-            got = f"none in the first step of rows of {self.config.row_length}; raise it"
-            need(first.num_targets, "data.row_length", "rows with targets", got)
+            need(first.num_targets, "data.row_length", "rows with targets", "none in the first step; raise it")
         self.evaluations = self._evaluations(self.corpora.validation)
 
     def schedule(self, world_size: int = 1) -> StepSchedule:
@@ -156,11 +155,10 @@ class PackedDataModule(lightning.LightningDataModule):
         trainer = self.trainer
         if trainer is None:
             return self._loader(DataLoader, self.steps, StepSampler(lambda: 0, len(self.steps)))
-        if trainer.max_steps > 0 and trainer.max_epochs in (-1, None):
-            # A module with automatic optimisation may accumulate several StepBatches into one step.
-            epoch = trainer.max_steps * trainer.accumulate_grad_batches
-        else:
-            epoch = len(self.steps)  # plans every window, and waits for a streamed corpus
+        has_steps = trainer.max_steps > 0 and trainer.max_epochs in (-1, None)
+        # A module with automatic optimisation may accumulate several StepBatches into one step. All
+        # documents are counted only if asked for: that waits for a streamed corpus.
+        epoch = trainer.max_steps * trainer.accumulate_grad_batches if has_steps else len(self.steps)
         # StepBatches are numbered from 0 over all epochs. Those that were trained on are counted,
         # and not optimizer steps, of which a module may take any number in one. A function, since
         # one loader serves all epochs.

@@ -19,8 +19,7 @@ SIZES = {"short": (300, 5), "long": (40, 200), "few": (8, 30)}
 def sources(tmp_path):
     """Three files of JSON lines: documents of one letter each, by source, numbered."""
     for letter, (name, (count, length)) in zip("abc", SIZES.items()):
-        texts = [f"{letter * length}{i}" for i in range(count)]
-        write_lines(tmp_path / f"{name}.jsonl", texts)
+        write_lines(tmp_path / f"{name}.jsonl", [f"{letter * length}{i}" for i in range(count)])
     return tmp_path
 
 
@@ -67,8 +66,7 @@ def test_every_step_has_the_mixture(sources, batching, keys):
     tokens = np.zeros(2)
     for step in range(12):
         plan = schedule.step(step)
-        rows = np.concatenate(plan.micro_batches)
-        batch = make_batch(corpus, plan.rows, rows)
+        batch = make_batch(corpus, plan.rows, np.concatenate(plan.micro_batches))
         tokens += np.bincount(batch.source, weights=batch.layout.lengths, minlength=2)
         letter = batch.tokens.flatten()[batch.layout.starts.long() + batch.layout.lengths.long() // 2]
         for part, name in enumerate("ab"):

@@ -57,8 +57,7 @@ def test_all_tokens_may_be_trained_on(tmp_path):
     corpora = open_corpora(write_rows(tmp_path / "a.jsonl", PAIRS), loss_on="all")
     assert corpora.train.targets is None
     texts = [{"text": pair["prompt"] + pair["completion"]} for pair in PAIRS]
-    plain = open_corpora(write_rows(tmp_path / "b.jsonl", texts))
-    assert corpora.corpus_hash == plain.corpus_hash
+    assert corpora.corpus_hash == open_corpora(write_rows(tmp_path / "b.jsonl", texts)).corpus_hash
 
 
 def test_a_batch_has_the_answers_alone(tmp_path):

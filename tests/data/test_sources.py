@@ -217,8 +217,7 @@ def test_megatron_s_documents_come_as_they_are(tmp_path_factory, documents, kind
 
 
 def test_megatron_s_files_that_do_not_fit_are_refused(tmp_path):
-    documents = [[1, 2, 3], [4, 5], [6]]
-    prefix = write_megatron(tmp_path / "corpus", documents)
+    prefix = write_megatron(tmp_path / "corpus", [[1, 2, 3], [4, 5], [6]])
     index = prefix.with_suffix(".idx")
     data = of(prefix, "megatron", cache_dir=str(tmp_path / "c"))
     whole = index.read_bytes()

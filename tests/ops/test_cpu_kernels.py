@@ -30,8 +30,7 @@ def test_auto_runs_the_compiled_kernels(operator, monkeypatch):
     real = dict(custom_op.KERNELS["cpu"])
     counting = {name: lambda a, name=name: (called.append(name), real[name](a)) for name in real}
     monkeypatch.setitem(custom_op.KERNELS, "cpu", counting)
-    case = random_case(operator, AWKWARD["splits"], torch.float32)
-    case.run("auto")
+    random_case(operator, AWKWARD["splits"], torch.float32).run("auto")
     prefix = operator.removesuffix("_pack")
     assert called == [f"{prefix}_forward", f"{prefix}_backward"]
 

@@ -173,8 +173,7 @@ def open_huggingface(data: DataConfig) -> Source:
     path = Path(name)
     if any((path / file).is_file() for file in ("state.json", "dataset_dict.json")):
         has_splits = (path / "dataset_dict.json").is_file()
-        expected = "train for a data set of one split"
-        need(has_splits or data.split == "train", "data.split", expected, f"'{data.split}'")
+        need(has_splits or data.split == "train", "data.split", "train, since it has no splits", f"'{data.split}'")
         need(data.subset is None, "data.subset", "null for a data set on disk", f"'{data.subset}'")
         version = hash_files(path, list_files(path, ("",)))
         load: Any = functools.partial(extra("datasets").load_from_disk, name)

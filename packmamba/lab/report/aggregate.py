@@ -205,8 +205,7 @@ def timed_arms(records: Records) -> list[Arm]:
 def arms_with_speeds(records: Records) -> list[Arm]:
     """Return trained arms, with speeds of the latest timing that holds most of them."""
     arms = training_arms(records)
-    names = {arm.name for arm in arms}
-    timed = [each for each in timed_arms(records) if each.name in names]
+    timed = [each for each in timed_arms(records) if each.name in {arm.name for arm in arms}]
     arms_of = Counter(each.timing for each in timed)
     # Of equal counts the first, which is the latest.
     timing = max(arms_of, key=arms_of.__getitem__, default=None)

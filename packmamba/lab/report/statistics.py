@@ -405,8 +405,7 @@ def verdict(found: Estimate | None, margin: float | None, p_difference: float = 
     within = margin is not None and -margin < found.low and found.high < margin
     if within and p_same <= ALPHA:
         return "equivalent"
-    shown = found.low > 0 or found.high < 0
-    return "different" if shown and p_difference <= ALPHA else "open"
+    return "different" if (found.low > 0 or found.high < 0) and p_difference <= ALPHA else "open"
 
 
 def margin_from_pilot(harm: Estimate) -> float:

@@ -152,8 +152,7 @@ def number(value: Any, form: str, unit: str = "") -> Cell:
     """Format a number, such as ``,.0f``, or as one of ``SPECIAL``; a dash for none."""
     if pd.isna(value):
         return Cell("-", (value,))
-    text = SPECIAL[form](value) if form in SPECIAL else f"{value:{form}}"
-    return Cell(text + unit, (value,))
+    return Cell((SPECIAL[form](value) if form in SPECIAL else f"{value:{form}}") + unit, (value,))
 
 
 def _percent(fraction: float) -> str:
@@ -465,8 +464,7 @@ def _finding(contrast: Contrast, metric: str) -> Finding:
     ruling = contrast.verdict
     evidence = title(metric)
     if found.seeds:
-        unit = " nats" if "loss" in metric else ""
-        evidence += f" {interval_text(found[:3], unit=unit)}"
+        evidence += f" {interval_text(found[:3], unit=' nats' if 'loss' in metric else '')}"
     evidence += f", {found.seeds} seed{'s' * (found.seeds != 1)}"
     # The first that applies: diverged runs, too few seeds, no margin.
     if diverged:

@@ -76,8 +76,7 @@ class PackedMamba2(HeadMixer):
     ) -> None:
         sizes = {"d_model": d_model, "d_state": d_state, "expand": expand, "headdim": headdim, "ngroups": ngroups}
         flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
-        dt_range = (dt_min, dt_max, dt_init_floor)
-        super().__init__(sizes, flags, dt_range, backend, d_conv)
+        super().__init__(sizes, flags, (dt_min, dt_max, dt_init_floor), backend, d_conv)
         self.d_conv = d_conv
         low, high = map(float, dt_limit)
         self.dt_limit = None if (low, high) == (0.0, math.inf) else (low, high)

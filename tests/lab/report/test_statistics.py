@@ -199,8 +199,7 @@ FEW = [0.001, -0.001, 0.0005, 0.0]
     ],
 )
 def test_lost_runs_make_no_verdict_easier(divergence, ruling):
-    comparison = Comparison(FEW, margin=MARGIN, divergence=divergence)
-    assert rule({"one": comparison})["one"].claim == ruling
+    assert rule({"one": Comparison(FEW, margin=MARGIN, divergence=divergence)})["one"].claim == ruling
     shifted = Comparison(np.add(FEW, 1.0), margin=MARGIN, divergence=divergence)
     expected = ruling if "diverges" in ruling else re.sub("open|equivalent", "different", ruling)
     assert rule({"one": shifted})["one"].claim == expected
@@ -321,8 +320,7 @@ def test_only_where_a_leak_is_caught_equivalence_is_bare(boundary):
     for expected, made in cases.items():
         assert verdicts_of(made)["packed-reset - padded"] == expected
     assert verdicts_of(helps)["packed-reset - padded"] == "equivalent, leak not caught", "it does no harm"
-    broken = with_losses("packed-leak", [None] * 5)
-    ruling = verdicts_of(broken)["packed-reset - padded"]
+    ruling = verdicts_of(with_losses("packed-leak", [None] * 5))["packed-reset - padded"]
     assert ruling == "equivalent, leak caught by divergence alone", "no small difference is shown to be seen"
     worse = [loss + 0.05 + seed / 1000 for seed, loss in enumerate(losses)]
     survivors = with_losses("packed-leak", [*worse[:4], None])
