@@ -91,7 +91,10 @@ class Mamba(PackedMamba):
         return self._advance(hidden_states, states[0].zero_(), states[1], fresh=True)
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Step one token a row, (B, 1, d_model); update states (B, D, W) and (B, D, N) in place; return output and states."""
+        """Step one token a row, (B, 1, d_model); update states (B, D, W) and (B, D, N) in place.
+
+        Return output and states.
+        """
         expect(hidden_states.shape[1] == 1, "hidden_states", "one token a row", hidden_states.shape[1])
         return self._advance(hidden_states, conv_state, ssm_state), conv_state, ssm_state
 

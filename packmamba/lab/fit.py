@@ -299,7 +299,10 @@ class _Run:
 
 
 def write_tokenizer_of(data: DataConfig, folder: Path) -> None:
-    """Write the tokenizer of documents into a model's folder; in transformers it begins texts as training does."""
+    """Write the tokenizer of documents into a model's folder.
+
+    In transformers it begins texts as training does.
+    """
     template, _ = find_chat_template(data.tokenizer, data.chat_template)
     write_tokenizer(folder, data.tokenizer, data.begin_token, data.end_token, template)
     write_template(folder, data.begin_token, load_tokenizer(data).begin_id)

@@ -35,7 +35,9 @@ def linear_cross_entropy(
     compiled: bool = False,
     shares: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Sum ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``; return also each slot's loss.
+    """Sum ``cross_entropy(hidden @ weight.T, targets)`` where ``mask``.
+
+    Return also each slot's loss.
 
     Args:
         hidden: (B, L, d_model).

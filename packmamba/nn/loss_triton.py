@@ -20,7 +20,10 @@ BLOCK = 8192
 def chunk_losses(
     logits, targets, mask, shares, losses, vocabulary, is_differentiable: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """Write a token's loss, and the gradient of its logits in their place; both zero where mask is False."""
+    """Write a token's loss, and the gradient of its logits in their place.
+
+    Both zero where mask is False.
+    """
     token = tl.program_id(0).to(tl.int64)
     row = logits + token * vocabulary
     has_target = tl.load(mask + token) != 0

@@ -45,7 +45,9 @@ NOT_PUBLISHED = ("mixer", "recompute", "backend")
 
 
 def find_folder(directory: str | Path, revision: str | None = None) -> Path:
-    """Return a checkpoint's folder; for a Hub's name, such as state-spaces/mamba-130m, the downloaded one.
+    """Return a checkpoint's folder.
+
+    For a Hub's name, such as state-spaces/mamba-130m, the downloaded one.
 
     Raises FileNotFoundError.
     """
@@ -80,7 +82,10 @@ def _download(name: str, revision: str | None) -> Path:
 
 
 def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """Read MambaLM's arguments and weights, under its names. Raises FileNotFoundError or ValueError."""
+    """Read MambaLM's arguments and weights, under its names.
+
+    Raises FileNotFoundError or ValueError.
+    """
     path = folder / "config.json"
     published = read_json(path)
     translate = _from_hugging_face if "hidden_size" in published else _from_state_spaces

@@ -51,7 +51,10 @@ class ContextParallel:
         self.size = torch.distributed.get_world_size(group)
 
     def width(self, row_length: int) -> int:
-        """Return how many columns a rank holds of rows of so many slots; the last ranks' may be padding."""
+        """Return how many columns a rank holds of rows of so many slots.
+
+        The last ranks' may be padding.
+        """
         return max(ceil_div(row_length, self.size), LEAST_COLUMNS)
 
     def columns(self, tensor: Tensor) -> Tensor:
@@ -61,7 +64,9 @@ class ContextParallel:
         return padded[:, self.rank * width : (self.rank + 1) * width].contiguous()
 
     def shard(self, layout: SequenceLayout) -> SequenceLayout:
-        """Return the layout of this rank's columns, on the CPU; ``crossing`` says what enters and what leaves.
+        """Return the layout of this rank's columns, on the CPU.
+
+        ``crossing`` says what enters and what leaves.
 
         Of merged documents it is ``shard(layout.flow())``: a rank's columns know of no others.
         """

@@ -90,7 +90,10 @@ def _launch_options(weight: Tensor, groups: int) -> tuple[int, dict[str, int]]:
 
 
 def _slot_stride(part: Tensor) -> int:
-    """Return the stride of slots in a slice of a contiguous (B, L, ...); its stride(1), if L is 1, is any."""
+    """Return the stride of slots in a slice of a contiguous (B, L, ...).
+
+    Its stride(1), if L is 1, is any.
+    """
     return part.flatten(0, 1).stride(0)
 
 
@@ -107,7 +110,10 @@ def forward(y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: float) -
 def backward(
     dout: Tensor, y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: float, dz: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of y (B, L, D) and of the weight (D,); write z's to dz, a slice as z is one."""
+    """Return the gradients of y (B, L, D) and of the weight (D,).
+
+    Write z's to dz, a slice as z is one.
+    """
     dy = torch.empty_like(y)
     tokens = y.shape[0] * y.shape[1]
     programs = triton.cdiv(tokens, TOKENS)

@@ -76,7 +76,10 @@ class Mamba2Arguments(NamedTuple):
         return x.unflatten(2, (heads, channels // heads)), B.unflatten(2, by_group), C.unflatten(2, by_group)
 
     def scan(self, convolved: Tensor, delta: Tensor) -> SsdArguments:
-        """Return the scan's arguments; convolved is the convolution's output, delta projected's part."""
+        """Return the scan's arguments.
+
+        convolved is the convolution's output, delta projected's part.
+        """
         x, B, C = self.parts_of_scan(convolved)
         return SsdArguments(
             x=x,
@@ -179,7 +182,10 @@ def gated_rms_norm(y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: f
 
 
 def compiled(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute ``ops.mamba2_inner`` by compiled kernels; a GPU's take the convolution's parameters in float32."""
+    """Compute ``ops.mamba2_inner`` by compiled kernels.
+
+    A GPU's take the convolution's parameters in float32.
+    """
     if a.projected.device.type == "cpu":
         return compose(a, conv.compiled, ssd.on_cpu)
     wide = checks.accumulation_dtype(a.projected.dtype)

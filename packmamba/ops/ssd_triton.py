@@ -199,7 +199,9 @@ def forward(a: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
 def backward(
     a: Any, starts: Tensor | None, dy: Tensor | None, dfinal: Tensor | None, into: tuple[Tensor, ...] | None = None
 ) -> tuple[Tensor | None, ...]:
-    """Return gradients of x, delta, A, B, C, D, z, delta_bias and the initial state; None where absent.
+    """Return gradients of x, delta, A, B, C, D, z, delta_bias and the initial state.
+
+    None where absent.
 
     starts: states where segments start, of ``forward``; None: they are computed again.
     into: tensors for the gradients of x, delta, B and C,

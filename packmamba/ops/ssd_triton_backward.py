@@ -69,7 +69,10 @@ class ByRow(NamedTuple):
 
 @triton.jit
 def gate_gradients(inputs, dz, ungated, padding, sizes, slots, P: tl.constexpr, T: tl.constexpr, ROWS: tl.constexpr):
-    """Compute the gradients of z and of the output before the gate, of ROWS slots of a head; dz holds this output before."""
+    """Compute the gradients of z and of the output before the gate, of ROWS slots of a head.
+
+    dz holds this output before.
+    """
     head = tl.program_id(1)
     slot = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     p = tl.arange(0, T)
@@ -91,7 +94,10 @@ def gate_gradients(inputs, dz, ungated, padding, sizes, slots, P: tl.constexpr, 
 
 @triton.jit
 def heads_of(some, sums, shared):
-    """Return the group of a share, and its first head and the one after its last; shares of all groups are numbered."""
+    """Return the group of a share, and its first head and the one after its last.
+
+    Shares of all groups are numbered.
+    """
     group = some // sums.shares
     first = group * shared + some % sums.shares * sums.heads
     return group, first, tl.minimum(first + sums.heads, (group + 1) * shared)

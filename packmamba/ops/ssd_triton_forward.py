@@ -217,7 +217,10 @@ def multiply(a, b, tile: tl.constexpr):
 
 @triton.jit
 def multiply_state(C, state, tile: tl.constexpr):
-    """Multiply C by a state, which is rounded; a small one in two parts, since over few products rounding does not average."""
+    """Multiply C by a state, which is rounded.
+
+    A small one in two parts, since over few products rounding does not average.
+    """
     out = multiply(C, state, tile)
     if tile.M <= 32 and tile.dtype == tl.bfloat16:
         out += multiply(C, state - state.to(tile.dtype).to(tl.float32), tile)

@@ -38,7 +38,9 @@ def refuse_splits(data: DataConfig) -> None:
 def split_by_name(
     fingerprint: list[Any], files: Iterable[str], filled: list[str], texts: Texts, data: DataConfig
 ) -> Source:
-    """Open files, each with its ``texts``; the lowest hashes of their names are validation, the highest test.
+    """Open files, each with its ``texts``.
+
+    The lowest hashes of their names are validation, the highest test.
 
     Only ``filled`` ones, which have a text, are counted and held out. A single one is neither: its
     document is cut instead.

@@ -75,7 +75,10 @@ def _recurrence(mixer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _mix_fused(mixer: Any, xz: Tensor, layout: SequenceLayout, keeps: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute all but ``in_proj`` and the last bias by one operator; return also final states if ``keeps``."""
+    """Compute all but ``in_proj`` and the last bias by one operator.
+
+    Return also final states if ``keeps``.
+    """
     A, D = _recurrence(mixer, xz.dtype)
     conv_weight, conv_bias = _convolution(mixer)
     arguments = InnerArguments(
@@ -136,7 +139,10 @@ def _scan_heads(mixer: Any, x: Tensor, z: Tensor, options: dict[str, Any]) -> tu
 
 
 def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
-    """Mix by Mamba-2's recurrence. Falcon-H1 scales in_proj's input and output, and may have no norm."""
+    """Mix by Mamba-2's recurrence.
+
+    Falcon-H1 scales in_proj's input and output, and may have no norm.
+    """
     layout = packing.layout
     if hasattr(mixer, "mup_vector"):
         projected = mixer.in_proj(hidden * mixer.ssm_in_multiplier)
@@ -216,7 +222,10 @@ def _convolve(
     layout: SequenceLayout,
     **_: Any,
 ) -> Tensor:
-    """Convolve each document of hidden (B, D, L); SiLU is the one activation that ``patch`` lets pass."""
+    """Convolve each document of hidden (B, D, L).
+
+    SiLU is the one activation that ``patch`` lets pass.
+    """
     x = hidden.transpose(1, 2)
     y = ops.conv1d_pack(x, weight, bias, layout=layout, activation=activation and "silu")
     return y.transpose(1, 2)
@@ -234,7 +243,9 @@ def _recur(
     beta: Tensor,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Run ``rule`` over each document of query, key (B, L, H, K) and value (B, L, H, V); g and beta begin with B, L.
+    """Run ``rule`` over each document of query, key (B, L, H, K) and value (B, L, H, V).
+
+    g and beta begin with B, L.
 
     fla's operator on a GPU takes all documents in one call. PyTorch's, which pads to chunks of 64
     tokens, takes one document after the other. Returns (B, L, H, V), zero at padding, and no

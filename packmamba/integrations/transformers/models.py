@@ -340,7 +340,10 @@ for folder, family, suffix, holds, way in FAMILIES:
 
 
 def exchange(model: nn.Module, require_boundaries: bool = False) -> None:
-    """Change the classes of the modules inside to ours; raise ValueError, before any change, if one is not as known."""
+    """Change the classes of the modules inside to ours.
+
+    Raise ValueError, before any change, if one is not as known.
+    """
     # Check all before the first change, so that a refusal leaves the model as it was.
     for module in model.modules():
         known = not isinstance(module, tuple(HOLDS)) or type(module) in (*CLASSES, *CLASSES.values())

@@ -284,7 +284,9 @@ class PackedMamba3(HeadMixer):
         return by_head.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
     def _sum_turns(self, turns: Tensor, layout: Any, document: Tensor, first: Tensor) -> Tensor:
-        """Sum turns (B, L, H, n) from each document's start to each token; return angles from 0 to 2 pi.
+        """Sum turns (B, L, H, n) from each document's start to each token.
+
+        Return angles from 0 to 2 pi.
 
         In integers, whose sums are exact and wrap at whole turns: neither documents before nor a
         document's length cost a bit. The gradient is that of a sum by ``ops.ssm_pack``.

@@ -91,7 +91,9 @@ class Mixer(nn.Module):
         return_state: bool = False,
         cu_seqlens: Tensor | None = None,
     ) -> Any:
-        """Mix hidden (B, L, d_model) to the same shape; with ``return_state`` also return final states.
+        """Mix hidden (B, L, d_model) to the same shape.
+
+        With ``return_state`` also return final states.
 
         Args:
             layout, cu_seqlens: where documents lie, as a layout or as cumulative lengths (S + 1,)
