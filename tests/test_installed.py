@@ -70,8 +70,7 @@ def test_a_wheel_builds_installs_and_trains(tmp_path):
             assert (target / "packmamba" / inside).is_file(), path
     assert (target / "packmamba/py.typed").is_file()
     code = f"import packmamba.cli as c; print(c.main(['train', *{TINY}]), c.main(['reproduce', 'speedup']))"
-    environment = os.environ | {"PYTHONPATH": str(target)}
-    done = run_python(code, tmp_path, environment)
+    done = run_python(code, tmp_path, os.environ | {"PYTHONPATH": str(target)})
     assert done.stdout.endswith("0 2\n") and "Record: " in done.stdout, done.stderr
     assert "expected a clone" in done.stderr
     (script,) = (target / "bin").iterdir()

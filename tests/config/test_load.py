@@ -182,5 +182,4 @@ def test_a_configuration_built_in_code_is_checked():
 def test_states_are_the_mixers_default_unless_they_are_given(mixer, default):
     for states, expected in ((None, default), (16, 16), (8, 8)):
         keys = [f"model.mixer={mixer}", "model.d_model=64", *([] if states is None else [f"model.d_state={states}"])]
-        model = make_model(load_config(None, keys), vocab_size=10)
-        assert model.backbone.layers[0].mixer.d_state == expected
+        assert make_model(load_config(None, keys), vocab_size=10).backbone.layers[0].mixer.d_state == expected

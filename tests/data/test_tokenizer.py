@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from packmamba.config import ConfigError, DataConfig
-from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer, read_tokenizer, write_tokenizer
+from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer, read_tokenizer, write_template, write_tokenizer
 
 
 @pytest.fixture
@@ -79,4 +79,6 @@ def test_a_tokenizer_file_goes_along_with_a_model(tmp_path, words):
     write_tokenizer(tmp_path, words, None, "<|end|>")
     ours, theirs = read_tokenizer(tmp_path), transformers.AutoTokenizer.from_pretrained(tmp_path)
     assert (ours.begin_id, ours.end_id) == (None, 4)
+    write_template(tmp_path, "<|end|>", 4)
+    assert read_tokenizer(tmp_path).fingerprint == ours.fingerprint, "a template changes no document"
     assert ours.encode("b a c").tolist() == [2, 1, 9] == theirs.encode("b a c", add_special_tokens=False)

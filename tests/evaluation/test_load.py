@@ -72,6 +72,8 @@ def test_a_checkpoint_without_a_tokenizer_needs_one(tmp_path, capsys):
     assert cli.main(["eval", str(tmp_path / "model"), *asked]) == 2
     assert "data.tokenizer: expected" in capsys.readouterr().err
     assert cli.main(["eval", str(tmp_path / "model"), *asked, "data.tokenizer=bytes"]) == 0
+    write_lines(tmp_path / "documents.jsonl", "abcdefghij")  # of one token, which nothing predicts
+    assert cli.main(["eval", str(tmp_path / "model"), *asked, "data.tokenizer=bytes"]) == 2
 
 
 def test_models_that_share_an_output_have_records_of_their_own(run, tmp_path):

@@ -180,8 +180,7 @@ def test_trl_s_trainer_of_a_folder(family, tmp_path, request):
     build(family, vocab_size=300).save_pretrained(tmp_path / "model")
     request.addfinalizer(disable)
     enable()
-    trainer = sft(str(tmp_path / "model"), tmp_path, "bfd")[1]
-    assert leakcheck(trainer.model, lengths=[5, 1, 8]).ok
+    assert leakcheck(sft(str(tmp_path / "model"), tmp_path, "bfd")[1].model, lengths=[5, 1, 8]).ok
 
 
 @pytest.mark.extras

@@ -196,8 +196,7 @@ def test_validation_as_trained_is_what_evaluations_read(tmp_path, keys):
     data, module = made(tmp_path, *keys)
     corpus = data.corpora.validation
     documents = [corpus.document(i) for i in range(corpus.num_documents)]
-    scheme = BOUNDARIES[module.boundary.name]()
-    passes = TrainingLayoutReader(documents, data.config, scheme).read(module.model)
+    passes = TrainingLayoutReader(documents, data.config, BOUNDARIES[module.boundary.name]()).read(module.model)
     module.on_validation_epoch_start()
     with torch.no_grad():
         for loader, batches in enumerate(data.val_dataloader()):

@@ -60,8 +60,7 @@ def test_points_of_a_grid_and_variants_are_compared_among_themselves():
     records = [training(arm, loss=loss, config={"model": {"d_model": width}}) for width, arm, loss in cases]
     found = differences(records)
     assert found["single (model.d_model=64)"] == "0.25" and found["single (model.d_model=128)"] == "0.5"
-    apart = {"apart": True, "baseline": "padded"}
-    found = differences([record | {"sweep": apart} for record in records])
+    found = differences([record | {"sweep": {"apart": True, "baseline": "padded"}} for record in records])
     assert found["single (model.d_model=128)"] == "-0.5", "runs trained apart have one baseline"
 
 
