@@ -82,6 +82,36 @@ class InnerArguments(NamedTuple):
         return ScanArguments(*tensors, self.ssm_layout, delta_softplus=True, return_final_state=self.return_state)
 
 
+def layer_arguments(
+    layer: Any, xz: Tensor, A: Tensor, D: Tensor, documents: tuple, return_state: bool, recompute: bool = False
+) -> InnerArguments:
+    """Return the arguments of a layer that has Mamba's convolution and projections, ours or transformers'.
+
+    documents: conv_layout, ssm_layout, conv_state and ssm_state.
+    """
+    conv_layout, ssm_layout, conv_state, ssm_state = documents
+    return InnerArguments(
+        xz=xz,
+        conv_weight=layer.conv1d.weight.squeeze(1),
+        conv_bias=layer.conv1d.bias,
+        x_weight=layer.x_proj.weight,
+        dt_weight=layer.dt_proj.weight,
+        out_weight=layer.out_proj.weight,
+        A=A,
+        D=D,
+        delta_bias=layer.dt_proj.bias.to(A.dtype),
+        conv_state=conv_state,
+        ssm_state=ssm_state,
+        x_used=None,
+        dt_used=None,
+        out_used=None,
+        conv_layout=conv_layout,
+        ssm_layout=ssm_layout,
+        return_state=return_state,
+        recompute=recompute,
+    )
+
+
 class InnerOutputs(NamedTuple):
     """The block's output (B, L, d_model), final states of convolution and scan.
 

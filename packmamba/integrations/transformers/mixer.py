@@ -22,7 +22,7 @@ from packmamba.integrations.transformers.boundaries import Packing
 from packmamba.layout import SequenceLayout
 from packmamba.nn.mixers.mixer import is_plain
 from packmamba.ops.checks import accumulation_dtype, check_layout
-from packmamba.ops.inner import InnerArguments
+from packmamba.ops.inner import layer_arguments
 
 # Name of the convolution in transformers' modules.
 CONVOLUTION = "causal_conv1d_fn"
@@ -48,7 +48,9 @@ def mix(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     # and a wrapped projection (adapter, hook, quantisation), which is called.
     is_apart = of_zamba or hasattr(mixer, "dt_layernorm")
     if not is_apart and all(map(is_plain, (mixer.x_proj, mixer.dt_proj, mixer.out_proj))):
-        mixed, state = _mix_fused(mixer, xz, layout, keeps)
+        documents = (layout, layout, None, None)
+        arguments = layer_arguments(mixer, xz, *_recurrence(mixer, xz.dtype), documents, keeps)
+        mixed, _, state = ops.mamba_inner(arguments)
         mixed = _blank(mixed, packing)
         if mixer.out_proj.bias is not None:
             mixed = mixed + mixer.out_proj.bias.to(mixed.dtype)
@@ -72,37 +74,6 @@ def _recurrence(mixer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Return A and D, computed in float32 as transformers does, in the dtype in which activations accumulate."""
     wide = accumulation_dtype(dtype)
     return -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)
-
-
-def _mix_fused(mixer: Any, xz: Tensor, layout: SequenceLayout, keeps: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute all but ``in_proj`` and the last bias by one operator.
-
-    Return also final states if ``keeps``.
-    """
-    A, D = _recurrence(mixer, xz.dtype)
-    conv_weight, conv_bias = _convolution(mixer)
-    arguments = InnerArguments(
-        xz=xz,
-        conv_weight=conv_weight,
-        conv_bias=conv_bias,
-        x_weight=mixer.x_proj.weight,
-        dt_weight=mixer.dt_proj.weight,
-        out_weight=mixer.out_proj.weight,
-        A=A,
-        D=D,
-        delta_bias=mixer.dt_proj.bias.to(A.dtype),
-        conv_state=None,
-        ssm_state=None,
-        x_used=None,
-        dt_used=None,
-        out_used=None,
-        conv_layout=layout,
-        ssm_layout=layout,
-        return_state=keeps,
-        recompute=False,
-    )
-    mixed, _, state = ops.mamba_inner(arguments)
-    return mixed, state
 
 
 def _scan(mixer: Any, x: Tensor, z: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:

@@ -17,7 +17,7 @@ from packmamba.layout import ceil_div
 from packmamba.nn.init import DeltaProjection, Projection
 from packmamba.nn.mixers.mixer import Mixer, State, is_plain
 from packmamba.ops.checks import accumulation_dtype
-from packmamba.ops.inner import InnerArguments
+from packmamba.ops.inner import layer_arguments
 
 
 class PackedMamba(Mixer):
@@ -97,35 +97,20 @@ class PackedMamba(Mixer):
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output (B, L, 2 D), the convolution's input and then the gate."""
         documents = self._check_documents(projected, conv_layout, ssm_layout, state)
-        conv_layout, ssm_layout, conv_state, ssm_state = documents
-        is_shared = conv_layout.crossing or ssm_layout.crossing
+        is_shared = any(layout.crossing for layout in documents[:2])
         if is_shared or not all(map(is_plain, (self.x_proj, self.dt_proj, self.out_proj))):
             return self._mix_apart(projected, documents, return_state)
-        wide = accumulation_dtype(projected.dtype)
-        arguments = InnerArguments(
-            xz=projected,
-            conv_weight=self.conv1d.weight.squeeze(1),
-            conv_bias=self.conv1d.bias,
-            x_weight=self.x_proj.weight,
-            dt_weight=self.dt_proj.weight,
-            out_weight=self.out_proj.weight,
-            A=-torch.exp(self.A_log.to(wide)),
-            D=self.D.to(wide),
-            delta_bias=self.dt_proj.bias.to(wide),
-            conv_state=conv_state,
-            ssm_state=ssm_state,
-            x_used=None,
-            dt_used=None,
-            out_used=None,
-            conv_layout=conv_layout,
-            ssm_layout=ssm_layout,
-            return_state=return_state,
-            recompute=self.recompute,
-        )
+        A, D = self._recurrence(projected.dtype)
+        arguments = layer_arguments(self, projected, A, D, documents, return_state, self.recompute)
         mixed, *final_states = ops.mamba_inner(arguments, self.backend)
         if self.out_proj.bias is not None:
             mixed = mixed + self.out_proj.bias.to(mixed.dtype)
         return mixed, tuple(final_states) if return_state else None
+
+    def _recurrence(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return A and D in the dtype in which activations of this dtype accumulate."""
+        wide = accumulation_dtype(dtype)
+        return -torch.exp(self.A_log.to(wide)), self.D.to(wide)
 
     def _mix_apart(self, projected: Tensor, documents: tuple, return_state: bool) -> tuple:
         """Mix as ``ops.mamba_inner`` does, but call operators and projections, which may be adapters."""
@@ -140,9 +125,7 @@ class PackedMamba(Mixer):
         u, conv_state = convolved if return_state else (convolved, None)
         delta, B, C = self.x_proj(u).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         delta = self.dt_proj(delta)  # its bias included
-        wide = accumulation_dtype(u.dtype)
-        A = -torch.exp(self.A_log.to(wide))
-        D = self.D.to(wide)
+        A, D = self._recurrence(u.dtype)
         scanned = ops.ssm_pack(
             u, delta, A, B, C, D, z=z, delta_softplus=True, layout=ssm_layout, initial_state=ssm_state, **options
         )
