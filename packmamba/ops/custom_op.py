@@ -127,6 +127,17 @@ class Outputs(NamedTuple):
     final_state: Tensor | None
 
 
+class BlockOutputs(NamedTuple):
+    """Hold a fused operator's output (B, L, ...) and the final states of its convolution and scan.
+
+    In a backward, the gradients of these.
+    """
+
+    output: Tensor
+    conv_state: Tensor | None
+    ssm_state: Tensor | None
+
+
 class Documents(NamedTuple):
     """A layout in a traced graph: the two tensors that kernels read, (S,) int32."""
 

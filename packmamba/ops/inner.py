@@ -19,7 +19,7 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, conv, scan
 from packmamba.ops.backends import choose
-from packmamba.ops.custom_op import PackedOperator, to_dtype
+from packmamba.ops.custom_op import BlockOutputs, PackedOperator, to_dtype
 from packmamba.ops.scan import ScanArguments
 
 
@@ -112,17 +112,6 @@ def layer_arguments(
     )
 
 
-class InnerOutputs(NamedTuple):
-    """The block's output (B, L, d_model), final states of convolution and scan.
-
-    In a backward, gradients of these.
-    """
-
-    mixed: Tensor
-    conv_state: Tensor | None
-    ssm_state: Tensor | None
-
-
 class InnerSaved(NamedTuple):
     """Saved for the backward.
 
@@ -136,7 +125,7 @@ class InnerSaved(NamedTuple):
     y: Tensor | None
 
 
-def mamba_inner(a: InnerArguments, backend: str | None = None) -> InnerOutputs:
+def mamba_inner(a: InnerArguments, backend: str | None = None) -> BlockOutputs:
     """Compute a Mamba block after its first projection.
 
     ``x, z = xz; x = conv1d_pack(x); delta, B, C = x @ x_weight.T``, then
@@ -145,7 +134,7 @@ def mamba_inner(a: InnerArguments, backend: str | None = None) -> InnerOutputs:
 
     Arguments are a layer's, which has checked what its caller brought.
     """
-    return InnerOutputs(*choose(backend, a.xz.device, "mamba_inner")(a))
+    return BlockOutputs(*choose(backend, a.xz.device, "mamba_inner")(a))
 
 
 def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
@@ -170,19 +159,19 @@ def _copy_if_other(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
     return None if weight.dtype == dtype else weight.detach().to(dtype)
 
 
-def _forward(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, InnerSaved]:
+def _forward(a: InnerArguments, needs_backward: bool) -> tuple[BlockOutputs, InnerSaved]:
     """Compute the block by compiled kernels."""
     return _walk(a, needs_backward, conv._forward, scan._forward)
 
 
-def _fake(a: InnerArguments, needs_backward: bool) -> tuple[InnerOutputs, InnerSaved]:
+def _fake(a: InnerArguments, needs_backward: bool) -> tuple[BlockOutputs, InnerSaved]:
     """Allocate what ``_forward`` returns."""
     return _walk(a, needs_backward, conv._allocate, scan._allocate)
 
 
 def _walk(
     a: InnerArguments, needs_backward: bool, convolve: Callable, recur: Callable
-) -> tuple[InnerOutputs, InnerSaved]:
+) -> tuple[BlockOutputs, InnerSaved]:
     """Compute the block by the forward of two packed operators."""
     # x_in and z (B, L, D) are views: the kernels take any row stride.
     x_in, z = a.xz.chunk(2, dim=2)
@@ -195,7 +184,7 @@ def _walk(
     delta = _linear(low_rank, dt_weight)
     scanned, saved = recur(a.scan(x, delta, B, C, z), needs_backward)
     mixed = _linear(scanned.y, out_weight)
-    outputs = InnerOutputs(mixed, convolved.final_state, scanned.final_state)
+    outputs = BlockOutputs(mixed, convolved.final_state, scanned.final_state)
     keeps_all = needs_backward and not a.recompute
     # CUDA's ``ssm_backward`` can also write y, so that ``recompute`` keeps none there.
     keeps_y = keeps_all or (needs_backward and a.xz.device.type != "cuda")
@@ -208,7 +197,7 @@ def _walk(
     )
 
 
-def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict[str, Tensor | None]:
+def _backward(a: InnerArguments, saved: InnerSaved, grads: BlockOutputs) -> dict[str, Tensor | None]:
     """Walk the block back.
 
     Every gradient is written where it belongs, in parts of wider tensors too.
@@ -233,7 +222,7 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: InnerOutputs) -> dict
         convolved, _ = conv._forward(conv.of_layer(a, x_in)._replace(return_final_state=False), False)
         x = convolved.y
         delta = _linear(low_rank, dt_weight)
-    dmixed = grads.mixed
+    dmixed = grads.output
     if dmixed is None:
         dmixed = a.xz.new_zeros(*a.xz.shape[:2], len(a.out_weight))
     dmixed = dmixed.flatten(0, 1)
@@ -294,7 +283,7 @@ def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
 _operator: PackedOperator[InnerArguments] = PackedOperator(
     "mamba_inner",
     arguments=InnerArguments,
-    outputs=InnerOutputs,
+    outputs=BlockOutputs,
     saved=InnerSaved,
     forward=_forward,
     fake=_fake,

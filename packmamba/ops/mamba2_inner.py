@@ -21,7 +21,7 @@ from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, context_parallel, conv, ssd
 from packmamba.ops.backends import choose
 from packmamba.ops.conv import ConvArguments
-from packmamba.ops.custom_op import Outputs, PackedOperator, to_dtype
+from packmamba.ops.custom_op import BlockOutputs, Outputs, PackedOperator, to_dtype
 from packmamba.ops.scan import ScanSaved
 from packmamba.ops.ssd import SsdArguments
 
@@ -87,14 +87,6 @@ class Mamba2Arguments(NamedTuple):
         return SsdArguments(*tensors, self.ssm_layout, delta_softplus, self.delta_limit, self.return_state)
 
 
-class Mamba2Outputs(NamedTuple):
-    """The normed output (B, L, D), final states of convolution and scan; or gradients of these."""
-
-    normed: Tensor
-    conv_state: Tensor | None
-    ssm_state: Tensor | None
-
-
 class Mamba2Saved(NamedTuple):
     """Saved for the backward: the convolution's output (B, L, D + 2 G N), the scan's (B, L, D), and what it saved."""
 
@@ -103,7 +95,7 @@ class Mamba2Saved(NamedTuple):
     states: Tensor | None
 
 
-def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Outputs:
+def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> BlockOutputs:
     """Compute a Mamba-2 block between its projections.
 
     ``z, xBC, delta = projected; x, B, C = silu(conv(xBC))``, then, with delta as softplus and limit
@@ -115,7 +107,7 @@ def mamba2_inner(a: Mamba2Arguments, backend: str | None = None) -> Mamba2Output
     """
     if a.conv_layout.crossing or a.ssm_layout.crossing:
         a = _start_from_ranks_before(a, backend)
-    return Mamba2Outputs(*choose(backend, a.projected.device, "mamba2_inner")(a))
+    return BlockOutputs(*choose(backend, a.projected.device, "mamba2_inner")(a))
 
 
 def _start_from_ranks_before(a: Mamba2Arguments, backend: str | None) -> Mamba2Arguments:
@@ -191,19 +183,19 @@ def compiled(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     return normed, to_dtype(conv_final, state_dtype), ssm_final
 
 
-def _forward(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
+def _forward(a: Mamba2Arguments, needs_backward: bool) -> tuple[BlockOutputs, Mamba2Saved]:
     """Compute the block by a GPU's kernels."""
     return _walk(a, needs_backward, conv._forward, ssd._forward, ssd._kernels(a.projected).gated_norm.forward)
 
 
-def _fake(a: Mamba2Arguments, needs_backward: bool) -> tuple[Mamba2Outputs, Mamba2Saved]:
+def _fake(a: Mamba2Arguments, needs_backward: bool) -> tuple[BlockOutputs, Mamba2Saved]:
     """Allocate what ``_forward`` returns."""
     return _walk(a, needs_backward, conv._allocate, ssd._fake, lambda y, *_: torch.empty_like(y))
 
 
 def _walk(
     a: Mamba2Arguments, needs_backward: bool, convolve: Callable, scan: Callable, norm: Callable
-) -> tuple[Mamba2Outputs, Mamba2Saved]:
+) -> tuple[BlockOutputs, Mamba2Saved]:
     """Compute the block by the forward of two packed operators and of the norm."""
     z, xBC, delta = a.parts(a.projected)
     convolved, _ = convolve(conv.of_layer(a, xBC), needs_backward)
@@ -213,10 +205,10 @@ def _walk(
     saved = Mamba2Saved(None, None, None)
     if needs_backward:
         saved = Mamba2Saved(convolved=convolved.y, y=y, states=of_scan.states)
-    return Mamba2Outputs(normed, convolved.final_state, scanned.final_state), saved
+    return BlockOutputs(normed, convolved.final_state, scanned.final_state), saved
 
 
-def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> dict[str, Tensor | None]:
+def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: BlockOutputs) -> dict[str, Tensor | None]:
     """Walk the block back: the norm, the scan, the convolution, each into parts of the gradients."""
     assert saved.y is not None and saved.convolved is not None
     gradients = _operator.signature.allocate_gradients(a)
@@ -224,7 +216,7 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
         return {name: None if gradient is None else gradient.zero_() for name, gradient in gradients.items()}
     z, xBC, delta = a.parts(a.projected)
     dz, dxBC, ddelta = a.parts(gradients["dprojected"])
-    dnormed = torch.zeros_like(saved.y) if grads.normed is None else grads.normed.contiguous()
+    dnormed = torch.zeros_like(saved.y) if grads.output is None else grads.output.contiguous()
     dy, gradients["dnorm_weight"] = ssd._kernels(z).gated_norm.backward(
         dnormed, saved.y, z, a.norm_weight, a.groups, a.epsilon, dz
     )
@@ -253,7 +245,7 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: Mamba2Outputs) -> d
 _operator: PackedOperator[Mamba2Arguments] = PackedOperator(
     "mamba2_inner",
     arguments=Mamba2Arguments,
-    outputs=Mamba2Outputs,
+    outputs=BlockOutputs,
     saved=Mamba2Saved,
     forward=_forward,
     fake=_fake,
