@@ -197,7 +197,8 @@ class PackedMamba3(HeadMixer):
         rotated_q = _rotate(q, cos, sin)
         # float16 would overflow: a step may be far smaller than the next one, which the weight holds.
         dtype = wide if projected.dtype == torch.float16 else projected.dtype
-        y, h = self._walk(v, rotated_k, rotated_q, weight, step, dtype, ssm_layout, h, return_state)
+        of_scan = {"layout": _stretch(ssm_layout, self.rank), "initial_state": h, "return_final_state": return_state}
+        y, h = self._walk(v, rotated_k, rotated_q, weight, step, dtype, **of_scan)
         y = y + self._within_token(q, k, v, weight, from_next)
         y = self._gate(y, z).to(projected.dtype)
         if not return_state:
@@ -207,23 +208,14 @@ class PackedMamba3(HeadMixer):
         return y, (k, x, _rotate(h, cos[:, 0, :, None], -sin[:, 0, :, None]))
 
     def _walk(
-        self,
-        v: Tensor,
-        k: Tensor,
-        q: Tensor,
-        weight: Tensor,
-        step: Tensor,
-        dtype: torch.dtype,
-        layout: Any,
-        initial_state: Tensor | None,
-        return_state: bool,
+        self, v: Tensor, k: Tensor, q: Tensor, weight: Tensor, step: Tensor, dtype: torch.dtype, **of_scan: Any
     ) -> tuple[Tensor, Any]:
         """Scan rotated k and q: return y (B, L, R, H, P), and final states or None.
 
         Args:
             weight, step: (B, L, H), of what a token adds, and of its decay.
             dtype: of the scan's x, B and C.
-            layout: of tokens, not of the scan's slots.
+            of_scan: the layout of the scan's slots, and other arguments of ``ssd_pack``.
         """
         # The state decays at a token's first slot. Inputs are v times the weight over the step, by
         # which the scan multiplies them.
@@ -231,10 +223,8 @@ class PackedMamba3(HeadMixer):
         x = v * (weight[:, :, None] / steps)[..., None]
         x, B, C = (tensor.flatten(1, 2).to(dtype) for tensor in (x, k, q))
         A = step.new_full((self.nheads,), -1)
-        layout = _stretch(layout, self.rank)
-        states: Any = {"initial_state": initial_state, "return_final_state": return_state}
-        scanned = ops.ssd_pack(x, steps.flatten(1, 2), A, B, C, layout=layout, backend=self.backend, **states)
-        y, final_state = scanned if return_state else (scanned, None)
+        scanned = ops.ssd_pack(x, steps.flatten(1, 2), A, B, C, backend=self.backend, **of_scan)
+        y, final_state = scanned if of_scan["return_final_state"] else (scanned, None)
         return y.unflatten(1, (-1, self.rank)), final_state
 
     def _within_token(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, from_next: Tensor) -> Tensor:
@@ -348,16 +338,8 @@ def _stretch(layout: Any, rank: int) -> Any:
     if crossing is not None:
         places = [(row, columns * rank) for row, columns in crossing.places]
         crossing = replace(crossing, places=places, tail=_stretch(crossing.tail, rank))
-    rows, row_length = layout.shape
-    return replace(
-        layout,
-        shape=(rows, row_length * rank),
-        starts=layout.starts * rank,
-        ends=layout.ends * rank,
-        offsets=layout.offsets * rank,
-        num_tokens=layout.num_tokens and layout.num_tokens * rank,
-        longest=layout.longest and layout.longest * rank,
-        flowing=None,
-        origin=None,
-        crossing=crossing,
-    )
+    stretched: Any = {"shape": (layout.shape[0], layout.shape[1] * rank)}
+    for name in ("starts", "ends", "offsets", "num_tokens", "longest"):
+        value = getattr(layout, name)
+        stretched[name] = None if value is None else value * rank  # unknown stays unknown
+    return replace(layout, **stretched, flowing=None, origin=None, crossing=crossing)
