@@ -91,6 +91,18 @@ def of_layer(a: Any, x: Tensor) -> ConvArguments:
     return ConvArguments(*tensors, a.conv_layout, activation="silu", return_final_state=a.return_state)
 
 
+def backward_of_layer(
+    a: Any, x: Tensor, dx: Tensor, dy: Tensor, dfinal: Tensor | None, gradients: dict[str, Tensor | None]
+) -> None:
+    """Compute the convolution's gradients in a fused operator's backward.
+
+    a, x: as of ``of_layer``; dx: where the gradient of x goes; dy, dfinal: those of its results;
+    gradients: those of the fused operator, which get the parameters' and the state's.
+    """
+    written = {"dx": dx, "dweight": gradients["dconv_weight"], "dbias": gradients["dconv_bias"]}
+    backward_into(of_layer(a, x), dy, dfinal, dinitial_state=gradients["dconv_state"], **written)
+
+
 def compiled(a: ConvArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.conv1d_pack`` by compiled kernels.
 

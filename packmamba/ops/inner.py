@@ -89,27 +89,13 @@ def layer_arguments(
 
     documents: conv_layout, ssm_layout, conv_state and ssm_state.
     """
+    convolution = (layer.conv1d.weight.squeeze(1), layer.conv1d.bias)
+    projections = (layer.x_proj.weight, layer.dt_proj.weight, layer.out_proj.weight)
+    recurrence = (A, D, layer.dt_proj.bias.to(A.dtype))
+    used = (None, None, None)
     conv_layout, ssm_layout, conv_state, ssm_state = documents
-    return InnerArguments(
-        xz=xz,
-        conv_weight=layer.conv1d.weight.squeeze(1),
-        conv_bias=layer.conv1d.bias,
-        x_weight=layer.x_proj.weight,
-        dt_weight=layer.dt_proj.weight,
-        out_weight=layer.out_proj.weight,
-        A=A,
-        D=D,
-        delta_bias=layer.dt_proj.bias.to(A.dtype),
-        conv_state=conv_state,
-        ssm_state=ssm_state,
-        x_used=None,
-        dt_used=None,
-        out_used=None,
-        conv_layout=conv_layout,
-        ssm_layout=ssm_layout,
-        return_state=return_state,
-        recompute=recompute,
-    )
+    tensors = (xz, *convolution, *projections, *recurrence, conv_state, ssm_state, *used)
+    return InnerArguments(*tensors, conv_layout, ssm_layout, return_state, recompute)
 
 
 class InnerSaved(NamedTuple):
@@ -253,10 +239,8 @@ def _backward(a: InnerArguments, saved: InnerSaved, grads: BlockOutputs) -> dict
     # dW_x, and what x gets through its projections beside du.
     _product(dprojected.t(), x.flatten(0, 1), gradients["dx_weight"])
     dx.flatten(0, 1).addmm_(dprojected, x_weight)
-    # The convolution's backward, from dx to dx_in, a part of dxz.
-    written = {"dx": dx_in, "dweight": gradients["dconv_weight"], "dbias": gradients["dconv_bias"]}
-    states = {"dfinal": grads.conv_state, "dinitial_state": gradients["dconv_state"]}
-    conv.backward_into(conv.of_layer(a, x_in), dy=dx, **states, **written)
+    # From dx to dx_in, a part of dxz.
+    conv.backward_of_layer(a, x_in, dx_in, dy=dx, dfinal=grads.conv_state, gradients=gradients)
     return gradients
 
 

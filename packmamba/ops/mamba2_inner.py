@@ -169,15 +169,9 @@ def compiled(a: Mamba2Arguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if a.projected.device.type == "cpu":
         return compose(a, conv.compiled, ssd.on_cpu)
     wide = checks.accumulation_dtype(a.projected.dtype)
-    normed, conv_final, ssm_final = _operator(
-        a._replace(
-            # Kernels take one stride for all tokens, which slices of a contiguous tensor have.
-            projected=a.projected.contiguous(),
-            conv_weight=a.conv_weight.to(wide),
-            conv_bias=to_dtype(a.conv_bias, wide),
-            conv_state=to_dtype(a.conv_state, wide),
-        )
-    )
+    used = {name: to_dtype(getattr(a, name), wide) for name in ("conv_weight", "conv_bias", "conv_state")}
+    # Kernels take one stride for all tokens, which slices of a contiguous tensor have.
+    normed, conv_final, ssm_final = _operator(a._replace(projected=a.projected.contiguous(), **used))
     # A convolution state is returned in the dtype in which it was given.
     state_dtype = a.projected.dtype if a.conv_state is None else a.conv_state.dtype
     return normed, to_dtype(conv_final, state_dtype), ssm_final
@@ -230,15 +224,7 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: BlockOutputs) -> di
     for name in ("dA", "dD", "ddelta_bias"):
         gradients[name] = scan_gradients[name]
     gradients["dssm_state"] = scan_gradients["dinitial_state"]
-    conv.backward_into(
-        conv.of_layer(a, xBC),
-        dy=dconvolved,
-        dfinal=grads.conv_state,
-        dx=dxBC,
-        dweight=gradients["dconv_weight"],
-        dbias=gradients["dconv_bias"],
-        dinitial_state=gradients["dconv_state"],
-    )
+    conv.backward_of_layer(a, xBC, dxBC, dy=dconvolved, dfinal=grads.conv_state, gradients=gradients)
     return gradients
 
 
