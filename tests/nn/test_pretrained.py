@@ -16,6 +16,9 @@ from packmamba import MambaLM
 transformers = pytest.importorskip("transformers")
 
 HUGGING_FACE = hugging_face.CONFIGS | {"epsilon": {"layer_norm_epsilon": 0.1}}
+HUGGING_FACE |= {"mamba2": {"family": "Mamba2"}, "one group": {"family": "Mamba2", "use_bias": True, "n_groups": 1}}
+OPTIONS = {"tie_embeddings": False, "d_conv": 2, "bias": True, "d_state": 3, "dt_rank": 2}
+MAMBA2 = {"mixer": "mamba2", "headdim": 8, "ngroups": 2, "bias": True, "dt_limit": [0.02, 0.03], "norm_eps": 1e-6}
 FILES = ["safetensors", "safetensors in shards", "bin", "bin in shards"]
 
 
@@ -37,7 +40,7 @@ def save_hugging_face(model, folder, files):
 @pytest.mark.parametrize("files", FILES)
 @pytest.mark.parametrize("config", HUGGING_FACE.values(), ids=HUGGING_FACE.keys())
 def test_logits_and_gradients_are_hugging_face_s(tmp_path, config, files):
-    theirs, tokens = hugging_face.build("Mamba", **config), random_tokens()
+    theirs, tokens = hugging_face.build(**{"family": "Mamba"} | config), random_tokens()
     save_hugging_face(theirs, tmp_path, files)
     weights = list(tmp_path.glob("*.bin" if "bin" in files else "*.safetensors"))
     assert (len(weights) > 1) == ("shards" in files)
@@ -124,9 +127,7 @@ def test_state_spaces_folder_with_a_padded_vocabulary(tmp_path, added):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [{}, {"tie_embeddings": False, "d_conv": 2, "bias": True, "d_state": 3, "dt_rank": 2}, {"norm_epsilon": 0.01}],
-    ids=["published", "options", "ours alone"],
+    "config", [{}, OPTIONS, {"norm_epsilon": 0.01}, MAMBA2], ids=["published", "options", "ours alone", "mamba2"]
 )
 def test_a_saved_model_is_loaded_as_it_was(tmp_path, config):
     model, tokens = build(dtype=torch.float32, vocab_size=29, **config), random_tokens()
@@ -199,11 +200,12 @@ def test_errors_name_the_file_and_the_key(tmp_path, name):
         MambaLM.from_pretrained(str(tmp_path))
 
 
+@pytest.mark.parametrize("config", [{}, MAMBA2], ids=["mamba1", "mamba2"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_transformers_loads_what_is_saved_in_its_format(tmp_path, tied, dtype):
-    torch.manual_seed(0)
-    model = MambaLM(vocab_size=50, d_model=24, n_layer=2, d_state=8, expand=3, tie_embeddings=tied, norm_epsilon=1e-6)
+def test_transformers_loads_what_is_saved_in_its_format(tmp_path, tied, dtype, config):
+    sizes = {"vocab_size": 50, "d_model": 16, "d_state": 8, "expand": 3, "norm_epsilon": 1e-6}
+    model = build(dtype=torch.float32, tie_embeddings=tied, **sizes, **config)
     model.to(dtype).save_pretrained(tmp_path, format="huggingface")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert theirs.dtype == dtype
@@ -215,7 +217,8 @@ def test_transformers_loads_what_is_saved_in_its_format(tmp_path, tied, dtype):
     tokens = torch.randint(50, (2, 30))
     with torch.no_grad():
         expected = theirs.float()(tokens).logits
-        torch.testing.assert_close(ours.float()(tokens), expected, rtol=1e-4, atol=1e-4)
+        for own in (ours, model):
+            torch.testing.assert_close(own.float()(tokens), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_what_hugging_face_s_format_cannot_hold_is_refused(tmp_path):
