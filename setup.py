@@ -1,10 +1,9 @@
 """Package the sources of kernels and configurations, and in a wheel the compiled kernels beside them.
 
 Sources lie at the top of a checkout and travel as package data. A wheel also has the CPU's kernels,
-compiled for each of ``INSTRUCTION_SETS``, where PyTorch and a C++ compiler are at hand (which pip's
-isolated builds lack: ``pip wheel . --no-build-isolation``, or ``make wheel``). PACKMAMBA_PREBUILT
-names the kinds that must be compiled: ``cpu``, ``cpu,cuda`` (for PACKMAMBA_CUDA_ARCHS, by default
-``CUDA_ARCHITECTURES``), or nothing for a wheel of sources alone.
+compiled for each of ``INSTRUCTION_SETS``, where the environment has PyTorch and the machine a C++
+compiler. PACKMAMBA_PREBUILT names the kinds that must be compiled: ``cpu``, ``cpu,cuda`` (for
+PACKMAMBA_CUDA_ARCHS, by default ``CUDA_ARCHITECTURES``), or nothing for a wheel of sources alone.
 """
 
 import importlib.util
@@ -12,6 +11,7 @@ import os
 import platform
 import shutil
 import sys
+import sysconfig
 from pathlib import Path
 
 from setuptools import Distribution, find_packages, setup
@@ -24,6 +24,10 @@ INSTRUCTION_SETS = (
 )
 """What the compiler is told, by PyTorch's name of a CPU's capability, which chooses at run time."""
 CUDA_ARCHITECTURES = "80,90,100"
+if importlib.util.find_spec("torch") is None:
+    # pip's isolated build hides the environment. Kernels serve the PyTorch that they are compiled
+    # with, so take that one, and download none.
+    sys.path.append(sysconfig.get_path("purelib"))
 
 
 def wanted_kinds() -> list[str]:

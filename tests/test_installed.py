@@ -4,8 +4,10 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
+import setuptools
 
 from processes import ROOT
 
@@ -52,6 +54,17 @@ def test_a_wheel_with_kernels_runs_without_a_compiler(tmp_path):
         done = run_python(LAYER, tmp_path, environment)
         assert done.stdout == f"cpu-{capability}.so True\n('cpu-{capability}.so', None)\n", done.stderr
     assert not (tmp_path / "empty").exists()
+
+
+def test_an_isolated_build_compiles_for_the_environment_s_pytorch(tmp_path):
+    """As pip isolates a build: setuptools is there, the environment's packages are not."""
+    for name in ("setuptools", "_distutils_hack"):
+        (tmp_path / name).symlink_to(Path(setuptools.__file__).parents[1] / name)
+    code = "import sys; sys.path = [place for place in sys.path if 'site-packages' not in place]; "
+    code += "sys.argv[1:] = ['--version']; import setup; print(setup.wanted_kinds())"
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    done = run_python(code, ROOT, environment)
+    assert done.stdout.split()[-1:] == ["['cpu']"], done.stderr
 
 
 @pytest.mark.slow

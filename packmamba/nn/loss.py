@@ -9,9 +9,6 @@ weight's gradient in float32 beside narrower activations.
 Shapes: B rows, L slots, T tokens, V vocabulary.
 """
 
-import functools
-import os
-import shutil
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from packmamba.ops.build import has_c_compiler
 from packmamba.ops.checks import accumulation_dtype
 
 # Maximum logits at a time: in bfloat16 about 200 MB; their gradients take as much, on a GPU the same.
@@ -144,17 +142,12 @@ def _chunk(
     return losses, gradient.to(logits.dtype)
 
 
-@functools.cache
-def _has_c_compiler() -> bool:
-    return any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
-
-
 def _compute_on(x: Tensor, compiled: bool) -> Callable[..., tuple[Tensor, Tensor]]:
     """Return ``_chunk``, compiled, or the kernel that does the same on a GPU, in the logits' place.
 
     Triton needs a C compiler at its first call; where there is none, Mamba-1 trains without.
     """
-    if x.is_cuda and x.dtype != torch.float64 and _has_c_compiler():
+    if x.is_cuda and x.dtype != torch.float64 and has_c_compiler():
         from packmamba.nn import loss_triton  # which imports Triton
 
         return loss_triton.chunk_losses_and_gradient

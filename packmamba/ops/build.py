@@ -166,6 +166,12 @@ def info() -> list[dict[str, Any]]:
     return rows
 
 
+@functools.cache
+def has_c_compiler() -> bool:
+    """Return whether Triton finds the C compiler that it needs for each kernel's launcher."""
+    return any(map(shutil.which, (os.environ.get("CC", "gcc"), "clang")))
+
+
 def _describe_cpu() -> Build:
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
     if compiler is None:

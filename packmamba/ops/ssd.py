@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from packmamba.errors import expect
+from packmamba.errors import KernelError, expect
 from packmamba.layout import SequenceLayout
-from packmamba.ops import checks, context_parallel
+from packmamba.ops import build, checks, context_parallel
 from packmamba.ops.cuda import check_has_kernels
 from packmamba.ops.custom_op import Outputs, PackedOperator, empty_grad_like, unit_stride
 from packmamba.ops.scan import ScanArguments, ScanSaved
@@ -206,9 +206,12 @@ def _forward(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]
 
 
 def _kernels(x: Tensor) -> Any:
+    check_has_kernels(x)
+    if not build.has_c_compiler():
+        remedy = "install gcc or name one in CC, or set ops.backend=reference"
+        raise KernelError(f"no C compiler, which Triton needs for Mamba-2's kernels: {remedy}")
     from packmamba.ops import ssd_triton  # which imports Triton
 
-    check_has_kernels(x)
     return ssd_triton
 
 

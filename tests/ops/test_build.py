@@ -7,8 +7,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
+import torch
 
-from packmamba.ops import build
+from packmamba.errors import KernelError
+from packmamba.ops import build, ssd
 from processes import ROOT, fork, statuses
 
 FORWARD = """
@@ -108,6 +110,12 @@ print("ran")"""
     assert "KernelError" in refused and "install g++" in refused and "UserWarning" not in refused
     assert warned.count("UserWarning") == 1 and warned.endswith("ran\n")
     assert "install g++" in warned and build.BUILD_COMMAND in warned
+
+
+def test_mamba_2_without_a_c_compiler_says_what_to_do(monkeypatch):
+    monkeypatch.setattr(build, "has_c_compiler", lambda: False)
+    with pytest.raises(KernelError, match="no C compiler.*install gcc.*ops.backend=reference"):
+        ssd._kernels(torch.empty(1))
 
 
 def test_architectures_may_be_named_without_a_gpu(tmp_path, monkeypatch):
