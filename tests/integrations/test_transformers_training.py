@@ -27,7 +27,7 @@ from hugging_face import (  # noqa: E402
     random_tokens,
     settings_of,
 )
-from packmamba import MambaLM, leakcheck  # noqa: E402
+from packmamba import leakcheck  # noqa: E402
 from packmamba.data.tokenizer import write_tokenizer  # noqa: E402
 from packmamba.integrations.transformers import disable, enable, patch  # noqa: E402
 
@@ -238,28 +238,33 @@ def split(row):
 
 @pytest.mark.extras
 @pytest.mark.parametrize("family", ["Mamba", "Mamba2"])
-def test_fine_tuning_has_the_gradients_of_trl(family, tmp_path):
-    """Prompts and completions: one step of ours and of TRL's trainer with a patched model."""
+def test_fine_tuning_has_the_gradients_of_trl(family, tmp_path, monkeypatch):
+    """Prompts and completions: one step of ``train configs/fine_tune.yaml``, and of TRL's trainer with a patched model."""
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
-    from packmamba.training import PackedDataModule, PackedLitModule
-    from packmamba.training.datamodule import StepDataset
+    from packmamba.config import load_config
+    from packmamba.lab.callbacks import RunMetrics
+    from packmamba.lab.fit import fit
+    from packmamba.training import PackedDataModule
 
     model = build(family, vocab_size=300)
     model.save_pretrained(tmp_path)
     write_tokenizer(tmp_path, "bytes", None, "</s>")
     pairs = [{"prompt": "ask " * (i % 3), "completion": "answer"[: 1 + i % 6] + str(i)} for i in range(12)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
-    data = PackedDataModule(
-        source="jsonl", path=str(tmp_path / "pairs.jsonl"), tokenizer=str(tmp_path), begin_token=None,
-        cache_dir=str(tmp_path / "cache"), row_length=32, cut_at_steps=False, tokens_per_step=1000,
-    )  # fmt: skip
-    data.prepare_data()
-    corpus = data.corpora.train
+    folders = [f"model.pretrained={tmp_path}", f"data.path={tmp_path}/pairs.jsonl", f"data.cache_dir={tmp_path}/cache"]
+    keys = "data.begin_token=null data.row_length=32 data.tokens_per_step=1000 optimizer.grad_clip=null".split()
+    keys += "trainer.max_steps=1 trainer.accelerator=cpu trainer.loggers=[]".split()
+    config = load_config("configs/fine_tune.yaml", [*folders, *keys, f"runs_dir={tmp_path}/runs"])
+    ours = {}
+
+    def keep(self, trainer, module, optimizer):
+        for name, parameter in module.model.named_parameters():
+            ours[name.replace("embedding.", "embeddings.")] = parameter.grad.clone()
+
+    monkeypatch.setattr(RunMetrics, "on_before_optimizer_step", keep)
+    record = fit(config, progress=False)
+    corpus = PackedDataModule.from_config(config, progress=False).corpora.train
     trained = [bytes(corpus.document(i)[:-1].astype("u1")).decode() for i in range(len(corpus))]
-    module = PackedLitModule(model=MambaLM.from_pretrained(tmp_path))
-    step = StepDataset(data.schedule())[0]
-    loss = module.accumulate(step, torch.Tensor.backward)
-    ours = {name.replace("embedding.", "embeddings."): p.grad for name, p in module.model.named_parameters()}
 
     dataset = datasets.Dataset.from_list([pair for pair in pairs if pair["prompt"] + pair["completion"] in trained])
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path, pad_token="</s>")
@@ -276,7 +281,7 @@ def test_fine_tuning_has_the_gradients_of_trl(family, tmp_path):
     trainer = trl.SFTTrainer(patch(model), settings, **given)
     trainer.train()
     assert len(dataset) == len(corpus) > len(trainer.train_dataset), "TRL packs, too"
-    assert trainer.state.log_history[0]["loss"] == pytest.approx(float(loss), rel=1e-4)
+    assert trainer.state.log_history[0]["loss"] == pytest.approx(record["curves"]["train"][0]["loss"], rel=1e-4)
     assert theirs.keys() == ours.keys()
     for name, gradient in theirs.items():
         assert error(ours[name], gradient) < 1e-5, name
