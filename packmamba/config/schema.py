@@ -17,7 +17,7 @@ SCHEDULES = "packmamba.training.optimizer:SCHEDULES"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
-NAMED = ("csv", "tensorboard", "wandb")
+NAMED = ("csv", "tensorboard", "wandb", "mlflow")
 AUTO = ("auto or an integer above 0", lambda value: value == "auto" or (type(value) is int and value > 0))
 LOGGERS = (
     f"{', '.join(NAMED)} or class paths",
@@ -189,6 +189,7 @@ class TrainerConfig:
     checkpoint_every: int = key(50, "Steps between checkpoints.", low=1)
     log_every: int = key(10, "Steps between logged points.", low=1)
     loggers: list[Any] = key(["csv", "tensorboard"], f"{LOGGERS[0]}.", check=LOGGERS)
+    log_axis: str = key("steps", "What loggers plot against: steps, or tokens so far.", choices=("steps", "tokens"))
     callbacks: list[Any] = key([], "Class paths, or {class_path: ..., init_args: {...}}.")
     leakcheck_every: Optional[int] = key(0, "Steps between leakchecks; 0: only the first.", null="none", low=0)
     precision: str = key("32-true", "Lightning's.", choices=PRECISIONS)
@@ -224,7 +225,7 @@ class Config:
     name: str = key("train", "Name of the run and of its arm in tables.")
     output: Optional[str] = key(None, "Folder of the record.", null="the run's own")
     plugins: list[str] = key([], "Modules to import first.")
-    evaluations: list[str] = key([], "Run them after training.", choices="packmamba.evaluation.registry:EVALUATIONS")
+    evaluations: list[str] = key([], "Evaluations, or tasks of lm-evaluation-harness, after training.")
     evaluation_options: dict[str, Any] = key({}, "Such as evaluation_options.mqar.num_pairs=4.")
     evaluation_examples: int = key(200, "Examples of each task.", low=1)
     seed: int = key(0, "Seed of initial weights and the order of documents.", low=0, high=2**32 - 1)

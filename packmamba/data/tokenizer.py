@@ -190,14 +190,14 @@ def train_tokenizer(folder: str | Path, texts: Iterable[str], vocab_size: int, *
 
     It gives back every text, but for these tokens in it.
 
-    tokens: begin token and end token, or None.
+    tokens: begin token and end token, or None; then further special tokens.
     """
     bpe = extra("tokenizers", "tokenize").ByteLevelBPETokenizer()
     # Bars on stderr; where that is no terminal, the package would print empty lines on stdout.
     bpe.train_from_iterator(texts, vocab_size, show_progress=os.isatty(2), special_tokens=_named(*tokens))
     file = Path(folder) / TOKENIZER
     write_whole(file, bpe.to_str(pretty=True).encode())
-    write_tokenizer(folder, str(file), *tokens)
+    write_tokenizer(folder, str(file), *tokens[:2])
     return read_tokenizer(folder)
 
 

@@ -73,7 +73,11 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
 
 @dataclass
 class EvalContext:
-    """Hold what an evaluation uses besides the model; ``options`` are of key ``key``."""
+    """Hold what an evaluation uses besides the model.
+
+    ``options`` are of key ``key``, names of evaluations of key ``names``. ``folder`` has a tokenizer
+    for transformers; None: one is made from ``data``.
+    """
 
     data: DataConfig
     tokenizer: Tokenizer | None = None
@@ -82,6 +86,8 @@ class EvalContext:
     max_slots: int = 16384
     options: dict[str, Any] = field(default_factory=dict)
     key: str = "options"
+    names: str = "tasks"
+    folder: str | Path | None = None
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from packmamba.data.tasks import TASKS
-from packmamba.evaluation import language_modeling, synthetic
+from packmamba.evaluation import harness, language_modeling, synthetic
 from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.nn import MambaLM
 
@@ -26,14 +26,18 @@ def check(name: str, context: EvalContext, vocab_size: int | None = None) -> Non
 
     Without a vocabulary size no documents are read.
     """
+    if name not in EVALUATIONS:
+        return harness.check_task(name, context, EVALUATIONS)
     (synthetic.make_task if name in TASKS else language_modeling.validation)(name, context, vocab_size)
 
 
 def evaluate(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
-    """Run an evaluation; float32 weights on a GPU under their training's autocast."""
+    """Run an evaluation, or a task of lm-evaluation-harness; float32 weights on a GPU under their training's autocast."""
     weight = next(model.parameters())
     dtype = AUTOCAST.get(context.trainer.precision) if weight.is_cuda and weight.dtype == torch.float32 else None
     with torch.autocast("cuda", dtype) if dtype else nullcontext():
+        if name not in EVALUATIONS:
+            return harness.evaluate_task(name, model, context)
         if name in TASKS:
             return synthetic.evaluate_task(name, model, context)
         return language_modeling.EVALUATIONS[name](model, context)

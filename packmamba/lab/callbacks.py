@@ -83,8 +83,9 @@ class RunMetrics(Saved, Callback):
     COUNTS = ("steps", "real_tokens", "slots", "targets", "documents_behind", "tokens_behind")
     SAVED = ("totals", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
 
-    def __init__(self, log_every: int) -> None:
+    def __init__(self, log_every: int, axis: str = "steps") -> None:
         self.log_every = log_every
+        self.axis = axis
         self.totals: dict[str, float] = dict.fromkeys((*self.COUNTS, "seconds"), 0)
         self.timed: dict[str, float] = {"real_tokens": 0, "slots": 0, "seconds": 0.0}
         self.train: list[dict[str, float]] = []
@@ -142,7 +143,7 @@ class RunMetrics(Saved, Callback):
             point = self._point(outputs["loss"])
             self.train.append(point)
             rate = (point["real_tokens"] - before["real_tokens"]) / (point["seconds"] - before["seconds"])
-            module.log("train/real_tokens", point["real_tokens"], on_step=True, on_epoch=False)
+            self.log_tokens(module)
             shown = {"train/real_tokens_per_second": rate}
             self.on_train_end(trainer, module)
             if self.peak_memory is not None:
@@ -151,6 +152,12 @@ class RunMetrics(Saved, Callback):
                 shown["train/mfu"] = rate * flops_per_token(module.model) / peak
             module.log_dict(shown, prog_bar=True, on_step=True, on_epoch=False)
             self.check_finite(trainer, module)
+
+    def log_tokens(self, module: Any, **options: Any) -> None:
+        """Log the tokens so far, as every logger's axis, too, if that is wanted."""
+        # Lightning takes a metric named "step" for the place on the axis.
+        names = ["train/real_tokens"] + ["step"] * (self.axis == "tokens")
+        module.log_dict(dict.fromkeys(names, self.totals["real_tokens"]), **options)
 
     def check_finite(self, trainer: Trainer, module: Any) -> None:
         """Stop if a loss since the last check is not finite.
@@ -175,8 +182,7 @@ class RunMetrics(Saved, Callback):
         """Add a point to the curve of validation losses, and keep the last losses by position."""
         results = module.alone.compute()
         point = self._point(results["loss"]) | {"loss_start": float(results["loss_start"])}
-        # Validation's axis, too.
-        module.log("train/real_tokens", point["real_tokens"], sync_dist=True)
+        self.log_tokens(module, sync_dist=True)
         if module.by_source is not None:
             point |= {f"loss.{name}": float(loss) for name, loss in module.by_source.compute().items()}
         if module.as_trained.update_called:
@@ -397,7 +403,8 @@ def why_unchecked(options: TrainerConfig) -> str | None:
 def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
     """Return what an evaluation of a run reads; ``more``: further fields of EvalContext."""
     options = config.evaluation_options.get(name, {})
-    more |= {"key": "evaluation_options", "options": options, "examples": config.evaluation_examples}
+    more |= {"key": "evaluation_options", "names": "evaluations", "options": options}
+    more |= {"examples": config.evaluation_examples}
     return EvalContext(config.data, trainer=config.trainer, **more)
 
 
@@ -445,11 +452,13 @@ class Evaluations(Saved, Callback):
             for key, value in results[name].metrics.items():
                 numbers[f"{name}.{key}"] = value if math.isfinite(value) else None
         step = trainer.global_step
-        point = {"step": step, "real_tokens": self.metrics.totals["real_tokens"], **numbers}
+        tokens = int(self.metrics.totals["real_tokens"])
+        point = {"step": step, "real_tokens": tokens, **numbers}
         self.points = [other for other in self.points if other["step"] != step] + [point]
         finite = {f"evaluation/{name}": value for name, value in numbers.items() if value is not None}
+        place = tokens if self.metrics.axis == "tokens" else step - 1
         for each in trainer.loggers:
-            each.log_metrics(finite, step - 1)
+            each.log_metrics(finite, place)
         return results
 
 

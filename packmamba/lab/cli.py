@@ -32,13 +32,14 @@ try:
     from packmamba.config import CONFIGS, CONFIGURATION, Config, DataConfig, import_plugins, key, registry, resolve
     from packmamba.config.load import PACKAGE, keys_of, load, load_config, newest_run, read_layers, shown
     from packmamba.data.sources import read_texts, reads_text
+    from packmamba.data.sources.records import write_tokenizer_of
     from packmamba.data.token_store import load_corpora
     from packmamba.data.tokenizer import TEMPLATE, TOKENIZER, train_tokenizer
     from packmamba.evaluation import generate as continue_tokens
     from packmamba.evaluation import language_modeling
     from packmamba.evaluation.load import load_model, read_config, usable_device
-    from packmamba.evaluation.registry import EVALUATIONS, EvalContext, EvalResult, check, default_max_slots
-    from packmamba.evaluation.registry import evaluate as evaluate_built_in
+    from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
+    from packmamba.evaluation.registry import evaluate as evaluate_by_name
     from packmamba.isolation import leakcheck as check_isolation
     from packmamba.isolation.adapters import adapt
     from packmamba.lab import records
@@ -92,7 +93,8 @@ class GenerateConfig(LoadConfig):
 class TokenizeConfig:
     """Declare the keys of ``tokenize``."""
 
-    vocab_size: int = key(16_000, "Size of the vocabulary: bytes, merges, begin and end token.", high=2**22)
+    vocab_size: int = key(16_000, "Size of the vocabulary: bytes, merges, special tokens.", high=2**22)
+    special_tokens: list[str] = key([], "Besides begin and end token, such as <|im_start|> of a chat template.")
     output: str = key("runs/tokenizer", "A new or empty folder.")
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     plugins: list[str] = key([], "Modules to import first.")
@@ -141,9 +143,9 @@ def tokenize(words: list[str]) -> None:
     config = load(TokenizeConfig, None, overrides)
     records.check_writable(config.output, "output", new=True)
     data = config.data
-    tokens = (data.begin_token, data.end_token)
+    tokens = (data.begin_token, data.end_token, *config.special_tokens)
     least = 256 + len({*tokens} - {None})
-    need(config.vocab_size >= least, "vocab_size", f"at least {least}: bytes, begin and end token", config.vocab_size)
+    need(config.vocab_size >= least, "vocab_size", f"at least {least}: bytes and special tokens", config.vocab_size)
     need(reads_text(data), "data.source", "documents of text", "ids, which need no tokenizer; name another")
     has_both = all(any(read_texts(data, held_out)) for held_out in (False, True))
     need(has_both, "data.path", "documents in training and validation", "none in one of them; add others with text")
@@ -189,31 +191,31 @@ def evaluate(words: list[str]) -> None:
     output = Path(config.output or Path(folder, "evaluation"))
     records.check_writable(output, "output")
     shared: dict[str, Any] = {"examples": config.examples, "seed": config.seed, "trainer": run.trainer}
-    options = {name: config.options.get(name, {}) for name in config.tasks}
-    contexts = {name: EvalContext(config.data, options=keys, **shared) for name, keys in options.items()}
-    built_in = [name for name in config.tasks if name in EVALUATIONS]
-    for name in built_in:
+    of_harness = {"limit": config.limit, "include_path": config.include_path}
+    contexts = {}
+    for name in config.tasks:
+        options = ({} if name in EVALUATIONS else of_harness) | config.options.get(name, {})
+        contexts[name] = EvalContext(config.data, options=options, folder=folder, **shared)
+    for name in config.tasks:
         check(name, contexts[name])
-    evaluations = dict.fromkeys(built_in, evaluate_built_in)
-    evaluations |= _harness([name for name in config.tasks if name not in built_in], folder, config)
     model = load_model(folder, config.device, config.dtype)
     for context in contexts.values():
         context.tokenizer = model.tokenizer
         context.max_slots = config.max_slots or default_max_slots(model.model)
-    for name in built_in:
+    for name in config.tasks:
         check(name, contexts[name], len(model.model.lm_head.weight))
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
-            _evaluate(name, evaluations[name], model, contexts[name], config, output)
+            _evaluate(name, model, contexts[name], config, output)
     print(f"\nRecords and items: {output}")
 
 
-def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalConfig, output: Path) -> None:
+def _evaluate(name: str, model: Any, context: Any, config: EvalConfig, output: Path) -> None:
     """Print an evaluation's record in ``output``; append it first if it is not there."""
     from packmamba.lab.report.html import format_table
 
-    settings: Any = {"name": name, "options": context.options, "max_slots": context.max_slots}
+    settings: Any = {"name": name, "options": config.options.get(name, {}), "max_slots": context.max_slots}
     settings |= {key: getattr(config, key) for key in ("dtype", "examples", "seed", "limit", "include_path")}
     settings["data"] = {key: value for key, value in vars(config.data).items() if key != "cache_dir"}
     settings["boundary"] = {context.trainer.boundary: context.trainer.boundary_options}
@@ -229,7 +231,7 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
     # A user's own task may have changed.
     if not done or (config.include_path and name not in EVALUATIONS):
         begun = time.perf_counter()
-        result = run(name, model.model, context)
+        result = evaluate_by_name(name, model.model, context)
         seconds = time.perf_counter() - begun
         records.write_items(output / "items" / f"{name}-{digest}.jsonl", result.items)
         keys = {"id": digest, "evaluation": settings, "model": model.model.config}
@@ -237,41 +239,6 @@ def _evaluate(name: str, run: Callable, model: Any, context: Any, config: EvalCo
         done = [records.make_record(*identity, result.metrics, seconds, result.curves)]
         records.append_record(output / "records.jsonl", done[0])
     print(f"\n{format_table(done)}")
-
-
-def _harness(names: list[str], folder: str, config: EvalConfig) -> dict[str, Callable]:
-    """Return a function for each task of lm-evaluation-harness. Raises ConfigError."""
-    expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
-    if not names:
-        return {}
-    got = {name: f"'{name}'{suggest(name, EVALUATIONS)}" for name in names}
-    need(importlib.util.find_spec("lm_eval"), "tasks", expected, got[names[0]])
-    import lm_eval
-    from lm_eval.tasks import TaskManager
-
-    from packmamba.evaluation.lm_eval_adapter import PackMambaLM
-
-    manager = TaskManager(include_path=config.include_path)
-    for name in names:
-        need(name in manager.all_tasks, "tasks", expected, got[name])
-        need(name in manager.all_subtasks, "tasks", "tasks and no group of them", f"'{name}'; name its tasks")
-
-    def run(name: str, model: Any, context: Any) -> EvalResult:
-        adapter = PackMambaLM(model, folder, context.max_slots)
-        results = lm_eval.simple_evaluate(adapter, tasks=[name], limit=config.limit, task_manager=manager)
-        values = results["results"][name]
-        numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
-        # acc,none, or of each of a task's filters: exact_match,strict-match
-        metrics = {key.removesuffix(",none"): value for key, value in numbers.items()}
-        items = []
-        for sample in results["samples"][name]:
-            scores = {metric: sample[metric] for metric in sample["metrics"]}
-            if sample["filter"] != "none":
-                scores["filter"] = sample["filter"]
-            items.append({"doc_id": sample["doc_id"], "responses": sample["filtered_resps"], **scores})
-        return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
-
-    return dict.fromkeys(names, run)
 
 
 def generate(words: list[str]) -> None:
@@ -311,8 +278,6 @@ def export(words: list[str]) -> None:
 
 def _export(model: Any, path: Path) -> None:
     """Write weights, tokenizer and chat template."""
-    from packmamba.lab.fit import write_tokenizer_of
-
     with refusing(ValueError):
         model.model.save_pretrained(path, format="huggingface")
     if model.tokenizer is not None:

@@ -27,15 +27,15 @@ from typing import Any
 import lightning
 import torch
 from lightning.pytorch.callbacks import WeightAveraging
-from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger, WandbLogger
+from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
 
-from packmamba.config import CONFIGURATION, Config, DataConfig, TrainerConfig, import_plugins, need, registry, to_dict
+from packmamba.config import CONFIGURATION, Config, TrainerConfig, import_plugins, need, registry, to_dict
 from packmamba.data.sources import reads_text
-from packmamba.data.sources.records import find_chat_template
+from packmamba.data.sources.records import find_chat_template, write_tokenizer_of
 from packmamba.data.token_store import evaluation_documents
-from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer, write_template, write_tokenizer
+from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer
 from packmamba.errors import UserError, expect, extra, refusing
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
@@ -147,7 +147,7 @@ class _Run:
         # Of what is there, not of what loads: reading a checkpoint takes a while.
         self.reached = max(map(callbacks.step_of, callbacks.checkpoints(self.saved)), default=0)
         options = config.trainer
-        self.metrics = callbacks.RunMetrics(options.log_every)
+        self.metrics = callbacks.RunMetrics(options.log_every, options.log_axis)
         self.evaluations = callbacks.Evaluations(config, self.metrics)
         self.leakcheck = callbacks.LeakCheck(config, self.metrics)
         self.checkpoint = callbacks.Checkpoint(self.saved, config, self.metrics, stop)
@@ -298,16 +298,6 @@ class _Run:
         record["metrics"] |= {name: value for name, value in self.evaluations.points[-1].items() if "." in name}
 
 
-def write_tokenizer_of(data: DataConfig, folder: Path) -> None:
-    """Write the tokenizer of documents into a model's folder.
-
-    In transformers it begins texts as training does.
-    """
-    template, _ = find_chat_template(data.tokenizer, data.chat_template)
-    write_tokenizer(folder, data.tokenizer, data.begin_token, data.end_token, template)
-    write_template(folder, data.begin_token, load_tokenizer(data).begin_id)
-
-
 def check_run(config: Config, vocab_size: int | None = None) -> None:
     """Check the boundary scheme's options, samples and the evaluations. Raises ConfigError."""
     config.trainer.scheme()
@@ -348,6 +338,8 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     copies = options.strategy != "fsdp2" or not averages
     got = f"{', '.join(averages)}; set trainer.strategy=ddp"
     need(copies, "trainer.callbacks", "no average of weights with fsdp2", got)
+    # On an axis of tokens, what was logged after the checkpoint stays, and is logged again.
+    purged_step = resumed_step if options.log_axis == "steps" else 0
     bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=f".*({'|'.join(UNWANTED_WARNINGS)})")
@@ -359,7 +351,7 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             log_every_n_steps=min(options.log_every, options.max_steps),
-            logger=[make_logger(spec, folder, resumed_step) for spec in options.loggers],
+            logger=[make_logger(spec, folder, purged_step) for spec in options.loggers],
             # Evaluations, the last of ours, read weights that a callback averages after the step.
             callbacks=[*ours[:-1], *configured, ours[-1], *bar],
             enable_progress_bar=progress,
@@ -405,16 +397,24 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
         return made(**taken | dict(described.get("init_args", {})))
 
 
-def make_logger(spec: Any, folder: Path, resumed_step: int) -> Logger:
+def make_logger(spec: Any, folder: Path, purged_step: int) -> Logger:
     """Make a logger by name or class path, which writes to the run's folder."""
     if spec == "csv":
         return CSVLogger(folder, name="csv", flush_logs_every_n_steps=1)
     if spec == "tensorboard":
         # What was logged after the checkpoint is purged.
-        return TensorBoardLogger(folder, spec, "", default_hp_metric=False, purge_step=resumed_step or None)
+        return TensorBoardLogger(folder, spec, "", default_hp_metric=False, purge_step=purged_step or None)
     if spec == "wandb":
         project = folder.parent.name or "packmamba"
         return WandbLogger(folder.name, folder, id=folder.name, project=project)
+    if spec == "mlflow":
+        # To a server, or to one file beside the folders of runs.
+        runs = folder.parent.resolve()
+        local: Any = {
+            "tracking_uri": f"sqlite:///{runs / 'mlflow.db'}",
+            "artifact_location": str(runs / "mlartifacts"),
+        }
+        return MLFlowLogger(runs.name, folder.name, **({} if "MLFLOW_TRACKING_URI" in os.environ else local))
     return instantiate(spec, "trainer.loggers", save_dir=folder)
 
 

@@ -25,7 +25,7 @@ SCHEMA_VERSION = 2  # raise it when a key's default changes
 SECTIONS = ("data", "model", "optimizer", "trainer", "ops")
 # Keys that records leave out, and others that decide no result.
 UNRECORDED = """runs_dir output data.cache_dir data.num_proc trainer.leakcheck_every trainer.loggers
-    trainer.samples""".split()
+    trainer.log_axis trainer.samples""".split()
 EXCLUDED = [*UNRECORDED, *"data.num_workers trainer.log_every trainer.checkpoint_every trainer.threads".split()]
 WITHOUT_END = ("constant", "inverse_sqrt")  # schedules that do not know the last step
 LEASE_SECONDS = 60.0  # after which a lock that is not renewed is lost

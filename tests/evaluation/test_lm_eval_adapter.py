@@ -17,9 +17,13 @@ from lm_eval.api.instance import Instance  # noqa: E402
 
 from packmamba import MambaLM  # noqa: E402
 from packmamba.data.tokenizer import write_template, write_tokenizer  # noqa: E402
+from packmamba.errors import ConfigError  # noqa: E402
 from packmamba.evaluation.lm_eval_adapter import PackMambaLM  # noqa: E402
 from packmamba.lab import cli  # noqa: E402
+from packmamba.lab.fit import fit  # noqa: E402
 from packmamba.lab.records import read_records  # noqa: E402
+from packmamba.lab.run_id import run_folder  # noqa: E402
+from runs import tiny_config  # noqa: E402
 
 pytestmark = pytest.mark.extras
 WORDS = "the a cat dog sees likes green small house tree and runs under over old new bird".split()
@@ -152,3 +156,43 @@ def test_the_command_line_names_filters_and_refuses_groups(checkpoint, tasks, mo
     assert len(read_records(tmp_path / "out")) == 2, "a user's own task may have changed"
     assert cli.main([*command, "tasks=[ours]"]) == 2
     assert "tasks: expected tasks and no group of them, got 'ours'" in capsys.readouterr().err
+
+
+def test_tasks_are_evaluated_in_training_too_without_changing_it(tasks, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
+    options = {"ours_choices": {"include_path": tasks.include_path, "limit": 6}}
+    keys = ["evaluations=[ours_choices]", f"evaluation_options={json.dumps(options)}", "trainer.evaluate_every=3"]
+    same = ["trainer.validate_every=3", "data.end_token=</s>"]
+    plain = fit(tiny_config(tmp_path, *same), progress=False)
+    config = tiny_config(tmp_path, *same, *keys, f"runs_dir={tmp_path}/evaluated")
+    record = fit(config, progress=False)
+    assert record["curves"]["validation"] == [
+        point | {"seconds": ours["seconds"]}
+        for point, ours in zip(plain["curves"]["validation"], record["curves"]["validation"])
+    ]
+    points = record["curves"]["evaluations"]
+    assert [point["step"] for point in points] == [3, 6]
+    folder = run_folder(config)
+    command = ["eval", str(folder), f"include_path={tasks.include_path}", "limit=6", "tasks=[ours_choices]"]
+    assert cli.main([*command, "device=cpu", f"output={tmp_path}/out"]) == 0
+    (alone,) = read_records(tmp_path / "out")
+    for name, value in alone["metrics"].items():
+        assert record["metrics"][f"ours_choices.{name}"] == points[-1][f"ours_choices.{name}"] == value
+    items = (folder / "evaluation/items/ours_choices.jsonl").read_text().splitlines()
+    assert len(items) == 6 and all(json.loads(item)["acc"] in (0.0, 1.0) for item in items)
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["evaluations=[perplexty]"], "evaluations: .*did you mean 'perplexity'"),
+        (["evaluations=[arc_easy]", "evaluation_options.arc_easy.limt=3"], "evaluation_options.arc_easy: .*'limt'"),
+        (["evaluations=[arc_easy]", "data.end_token=null"], "data.end_token: .*arc_easy"),
+        (["evaluations=[arc_easy]", "data.source=synthetic", "data.path=null"], "evaluations: .*no text"),
+    ],
+    ids=["typo", "option", "end", "ids"],
+)
+def test_wrong_names_and_options_of_tasks_are_refused(tmp_path, words, expected):
+    with pytest.raises(ConfigError, match=expected):
+        fit(tiny_config(tmp_path, *words), progress=False)

@@ -96,19 +96,35 @@ FILES = {
     "csv": "csv/version_0/metrics.csv",
     "tensorboard": "tensorboard/events.*",
     "wandb": "wandb/offline-run-*",
+    "mlflow": "../mlflow.db",
     "lightning.pytorch.loggers.CSVLogger": "lightning_logs/version_0/metrics.csv",
 }
 
 
 @pytest.mark.parametrize("loggers", [[], *([name] for name in FILES)], ids="-".join)
 def test_loggers_by_name_or_class_path(tmp_path, monkeypatch, loggers):
-    if "wandb" in loggers:
-        pytest.importorskip("wandb")
+    for name in {"wandb", "mlflow"} & {*loggers}:
+        pytest.importorskip(name)
     monkeypatch.setenv("WANDB_MODE", "offline")
     config = tiny_config(tmp_path, f"trainer.loggers={loggers}", "trainer.max_steps=2")
     fit(config, progress=False)
     assert {name for name, pattern in FILES.items() if list(run_folder(config).glob(pattern))} == {*loggers}
     assert run_id(config) == run_id(tiny_config(tmp_path, "trainer.max_steps=2"))
+
+
+def test_loggers_may_plot_against_tokens(tmp_path):
+    keys = ["trainer.log_axis=tokens", "trainer.log_every=2", "trainer.validate_every=3", "evaluations=[perplexity]"]
+    config = tiny_config(tmp_path, *keys, "trainer.evaluate_every=3", "trainer.loggers=[csv,tensorboard]")
+    curves = fit(config, progress=False)["curves"]
+    assert run_id(config) == run_id(tiny_config(tmp_path, *keys[1:], "trainer.evaluate_every=3"))
+    events = EventAccumulator(str(run_folder(config) / "tensorboard")).Reload()
+    names = {"train/loss": "train", "val/loss": "validation", "evaluation/perplexity.loss": "evaluations"}
+    for name, curve in names.items():
+        logged = [event.step for event in events.Scalars(name)]
+        assert logged == [point["real_tokens"] for point in curves[curve] if point["step"] > 1]
+    (path,) = (run_folder(config) / "csv").rglob("*.csv")
+    rows = [row for row in csv.DictReader(path.open()) if row["train/real_tokens"]]
+    assert rows and all(float(row["step"]) == float(row["train/real_tokens"]) for row in rows)
 
 
 def test_loggers_have_the_record_s_numbers_after_a_resume_too(tmp_path):

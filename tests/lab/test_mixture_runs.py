@@ -29,7 +29,7 @@ def configure(folder, *overrides, streamed=False):
 
 
 def test_a_run_says_the_loss_and_the_epochs_of_each_source(tmp_path):
-    config = configure(tmp_path)
+    config = configure(tmp_path, "evaluations=[perplexity]")
     record = fit(config, progress=False)
     data = PackedDataModule.from_config(config, progress=False)
     validation, train = data.corpora.validation, data.corpora.train
@@ -38,6 +38,8 @@ def test_a_run_says_the_loss_and_the_epochs_of_each_source(tmp_path):
     last = record["curves"]["validation"][-1]
     mean = sum(last[f"loss.{name}"] * count for name, count in targets.items()) / sum(targets.values())
     assert last["loss.a"] != last["loss.b"] and mean == pytest.approx(last["loss"], rel=1e-6)
+    for name in targets:
+        assert record["metrics"][f"perplexity.loss.{name}"] == pytest.approx(last[f"loss.{name}"], rel=1e-5)
     tokens = record["metrics"]["real_tokens"]
     for part, (name, weight) in zip(train.parts, WEIGHTS.items()):
         expected = tokens * weight / sum(WEIGHTS.values()) / part.num_tokens

@@ -20,7 +20,15 @@ from typing import Any
 
 from packmamba.config import ConfigError, DataConfig, extra, need, refusing
 from packmamba.data.sources.source import Document
-from packmamba.data.tokenizer import OPTIONS, TEMPLATE, token_text, tokenizer_file
+from packmamba.data.tokenizer import (
+    OPTIONS,
+    TEMPLATE,
+    load_tokenizer,
+    token_text,
+    tokenizer_file,
+    write_template,
+    write_tokenizer,
+)
 
 Range = tuple[int, int]
 PROMPT_KEYS = ("prompt", "completion", "messages")
@@ -158,3 +166,13 @@ def find_chat_template(tokenizer: str, chosen: str | None) -> tuple[str | None, 
             template = Path(chosen).read_text("utf-8")
     tokens = {name: token_text(value) for name, value in options.items() if name.endswith("_token")}
     return template if isinstance(template, str) else None, tokens
+
+
+def write_tokenizer_of(data: DataConfig, folder: str | Path) -> None:
+    """Write the tokenizer of documents into a model's folder.
+
+    In transformers it begins texts as training does.
+    """
+    template, _ = find_chat_template(data.tokenizer, data.chat_template)
+    write_tokenizer(folder, data.tokenizer, data.begin_token, data.end_token, template)
+    write_template(folder, data.begin_token, load_tokenizer(data).begin_id)

@@ -1,0 +1,74 @@
+"""Tasks of lm-evaluation-harness (extra ``[eval]``) as evaluations by name, in training and by ``eval``.
+
+Options of a task: ``limit`` (maximum examples), ``num_fewshot``, and ``include_path``, a folder of
+YAML tasks. Importing the harness takes seconds, so that only a name that is no evaluation does.
+"""
+
+import functools
+import importlib.util
+from collections.abc import Iterable
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from packmamba.data.sources import reads_text
+from packmamba.data.sources.records import write_tokenizer_of
+from packmamba.errors import need, suggest
+from packmamba.evaluation.load import EvalContext, EvalResult
+from packmamba.nn import MambaLM
+
+OPTIONS = ("limit", "num_fewshot", "include_path")
+
+
+@functools.cache
+def task_manager(include_path: str | None) -> Any:
+    """Return the harness' index of tasks, and of those of a folder."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager(include_path=include_path)
+
+
+def check_task(name: str, context: EvalContext, evaluations: Iterable[str]) -> None:
+    """Check a task's name and its options; ``evaluations``: names that are no tasks. Raises ConfigError."""
+    expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
+    got = f"'{name}'{suggest(name, evaluations)}"
+    need(importlib.util.find_spec("lm_eval"), context.names, expected, got)
+    is_text = reads_text(context.data)
+    need(is_text, context.names, "evaluations of ids, since the documents are no text", f"'{name}'")
+    for option in context.options:
+        need(option in OPTIONS, f"{context.key}.{name}", f"options of {', '.join(OPTIONS)}", f"'{option}'")
+    manager = task_manager(context.options.get("include_path"))
+    need(name in manager.all_tasks, context.names, expected, got)
+    need(name in manager.all_subtasks, context.names, "tasks and no group of them", f"'{name}'; name its tasks")
+    ends = context.folder or context.data.end_token
+    need(ends, "data.end_token", f"a token, which the harness needs for '{name}'", None)
+
+
+def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
+    """Evaluate a task by the harness; its metrics, and an item for each example and filter.
+
+    The tokenizer is that of ``context.folder``, or one as the run's folder will have. No generator
+    of random numbers is seeded: a training that goes on keeps its bits.
+    """
+    import lm_eval
+
+    from packmamba.evaluation.lm_eval_adapter import PackMambaLM
+
+    options = dict(context.options)
+    unseeded = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
+    unseeded |= {"task_manager": task_manager(options.pop("include_path", None))}
+    with TemporaryDirectory() as folder:
+        if context.folder is None:
+            write_tokenizer_of(context.data, folder)
+        adapter = PackMambaLM(model, context.folder or folder, context.max_slots)
+        results = lm_eval.simple_evaluate(adapter, tasks=[name], **options, **unseeded)
+    values = results["results"][name]
+    numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
+    # acc,none, or of each of a task's filters: exact_match,strict-match
+    metrics = {key.removesuffix(",none"): value for key, value in numbers.items()}
+    items = []
+    for sample in results["samples"][name]:
+        scores = {metric: sample[metric] for metric in sample["metrics"]}
+        if sample["filter"] != "none":
+            scores["filter"] = sample["filter"]
+        items.append({"doc_id": sample["doc_id"], "responses": sample["filtered_resps"], **scores})
+    return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
