@@ -121,13 +121,11 @@ class SequenceLayout:
         zeros = [[0] * len(row) for row in rows]
         offsets_by_row = zeros if offsets is None else _integers(offsets, "offsets", minimum=0)
         expect(rows, "lengths", "at least one row", "none")
-        fits = [*map(len, offsets_by_row)] == [*map(len, rows)]
-        expect(fits, "offsets", "one for each length", "others")
+        expect([*map(len, offsets_by_row)] == [*map(len, rows)], "offsets", "one for each length", "others")
         starts: list[int] = []
         for b, row in enumerate(rows):
             tokens = sum(row)
-            most = f"at most row_length={row_length} tokens"
-            expect(tokens <= row_length, f"lengths[{b}]", most, tokens)
+            expect(tokens <= row_length, f"lengths[{b}]", f"at most row_length={row_length} tokens", tokens)
             # Slots of first tokens: sums of the lengths before; the last sum is an end.
             starts += [*accumulate(row, initial=b * row_length)][:-1]
         first = torch.tensor(starts, dtype=torch.int64)
@@ -213,14 +211,12 @@ class SequenceLayout:
         expect(runs, name, f"to run from 0 to B * L = {slots}", got)
         not_above = (cumulative.diff() <= 0).nonzero().flatten()
         if len(not_above):
-            pair = cumulative[not_above[0] :][:2].tolist()
-            got = f"{pair}; drop empty documents"
+            got = f"{cumulative[not_above[0] :][:2].tolist()}; drop empty documents"
             raise ValueError(f"{name}: expected to increase strictly, got {got}")
         row_starts = torch.arange(0, slots, row_length)
         missing = row_starts[~torch.isin(row_starts, cumulative)]
         if len(missing):
-            expected = "a document to start at each row's start"
-            raise ValueError(f"{name}: expected {expected}, got none at {missing[0]}")
+            raise ValueError(f"{name}: expected a document to start at each row's start, got none at {missing[0]}")
         # This format has no gaps, so it cannot express padding.
         starts = cumulative[:-1]
         return cls._checked(shape, starts, cumulative[1:], torch.zeros_like(starts))
@@ -377,8 +373,7 @@ class SequenceLayout:
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, SequenceLayout):
             return NotImplemented
-        names = ("starts", "ends", "offsets")
-        pairs = [(getattr(self, name), getattr(other, name)) for name in names]
+        pairs = [(getattr(self, name), getattr(other, name)) for name in ("starts", "ends", "offsets")]
         return self.shape == other.shape and all(torch.equal(*pair) for pair in pairs)
 
     __hash__ = None  # type: ignore[assignment]

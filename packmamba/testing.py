@@ -99,8 +99,7 @@ class _LeakCheck(Saved):
 
     def on_train_begin(self, *_: Any, model: nn.Module, **__: Any) -> None:
         if not self.done:
-            hook = model.register_forward_pre_hook(self.before_forward, with_kwargs=True)
-            self.handles.append(hook)
+            self.handles.append(model.register_forward_pre_hook(self.before_forward, with_kwargs=True))
 
     def on_step_begin(self, arguments: Any, state: Any, *_: Any, **__: Any) -> None:
         self.begin_step(state.global_step)

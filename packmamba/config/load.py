@@ -369,8 +369,7 @@ def read_yaml(path: str | Path, command: str | None = None) -> DictConfig:
     Raises ConfigError that names the file.
     """
     file = Path(path) if Path(path).exists() else CONFIGS.parent / path
-    missing = "a folder" if file.is_dir() else "none; see configs/"
-    need(file.is_file(), str(path), "a YAML file", missing)
+    need(file.is_file(), str(path), "a YAML file", "a folder" if file.is_dir() else "none; see configs/")
     try:
         loaded: Any = OmegaConf.load(file)
     except Exception as error:

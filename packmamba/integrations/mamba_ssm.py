@@ -42,9 +42,8 @@ class Mamba(PackedMamba):
         start = (dt_init, dt_scale)
         expect(start == ("random", 1.0), "dt_init, dt_scale", "'random' and 1.0", start)
         with torch.device(device if device is not None else torch.get_default_device()):
-            super().__init__(
-                d_model, d_state, d_conv, expand, dt_rank, dt_min, dt_max, dt_init_floor, bias, conv_bias
-            )
+            dt_range = (dt_min, dt_max, dt_init_floor)
+            super().__init__(d_model, d_state, d_conv, expand, dt_rank, *dt_range, bias, conv_bias)
         self.expand, self.use_fast_path, self.layer_idx = expand, use_fast_path, layer_idx
         self.activation, self.act = "silu", nn.SiLU()  # some code reads them
         if dtype is not None:  # A_log and D stay float32, as in mamba_ssm

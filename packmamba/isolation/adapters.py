@@ -75,8 +75,7 @@ class CheckedModel(CheckedCallable):
         self.names = tuple(boundaries.split("+")) if isinstance(boundaries, str) else ()
         masked = self.names == ("attention_mask",)
         valid = masked or (self.names and set(self.names) <= set(ARGUMENTS[:3]))
-        choices = f"{', '.join(ARGUMENTS)} (the first three joined by +)"
-        expect(valid, "boundaries", choices, repr(boundaries))
+        expect(valid, "boundaries", f"{', '.join(ARGUMENTS)} (the first three joined by +)", repr(boundaries))
         self.parameters, self.open_ended = forward_parameters(model)
         if masked:
             # A mask marks padding: rows of one document. A packed

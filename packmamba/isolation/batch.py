@@ -70,8 +70,7 @@ def check_packed(model: nn.Module, boundary: Any, batch: Any, max_slots: int = 2
     texts["remedy"] = "mend the mixer, or put one document in a row"
     result = _check(hidden, model, part.tokens, part.layout.documents, **texts)
     if result is not None:
-        differentiable = result.isolated_backward is not None
-        expect(differentiable, "outputs", "a gradient at the embeddings", "none")
+        expect(result.isolated_backward is not None, "outputs", "a gradient at the embeddings", "none")
     return result is not None
 
 

@@ -141,8 +141,7 @@ def logits_of(call: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
     torch.manual_seed(SEED)
     logits = call(tokens[None])
     floating = isinstance(logits, Tensor) and logits.is_floating_point()
-    got = getattr(logits, "dtype", type(logits))
-    expect(floating, "logits", "floating-point numbers", got, TypeError)
+    expect(floating, "logits", "floating-point numbers", getattr(logits, "dtype", type(logits)), TypeError)
     fits = logits.dim() == 3 and logits.shape[:2] == (1, len(tokens))
     expect(fits, "logits", f"shape (1, {len(tokens)}, vocabulary)", tuple(logits.shape))
     return logits[0]

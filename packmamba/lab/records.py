@@ -182,8 +182,7 @@ def provenance() -> dict[str, Any]:
     commit = None
     dirty = None
     # Where there is no repository, as on a cluster's nodes.
-    stated = os.environ.get("PACKMAMBA_COMMIT")
-    if stated:
+    if stated := os.environ.get("PACKMAMBA_COMMIT"):
         commit = stated.removesuffix("-dirty")
         dirty = stated.endswith("-dirty")
     # Another top level is that of a repository around an installed package.

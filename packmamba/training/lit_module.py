@@ -158,8 +158,7 @@ class PackedLitModule(lightning.LightningModule):
         optimizer["schedule_steps"] = config.optimizer.schedule_steps or trainer.max_steps
         names = ("boundary", "boundary_options", "mean_over", "cuda_graphs")
         more = {name: getattr(trainer, name) for name in names}
-        model = make_model(config, vocab_size)
-        module = cls(model, compile=config.model.compile, **more, **optimizer)
+        module = cls(make_model(config, vocab_size), compile=config.model.compile, **more, **optimizer)
         module._log_hyperparams = False  # a run logs its whole configuration
         return module
 
@@ -408,8 +407,7 @@ class PackedLitModule(lightning.LightningModule):
             return
         carried = checkpoint["carry"]
         ranks = self.trainer.world_size
-        expected = f"{len(carried)}, as the checkpoint has"
-        need(len(carried) == ranks, "trainer.devices", expected, ranks)
+        need(len(carried) == ranks, "trainer.devices", f"{len(carried)}, as the checkpoint has", ranks)
         self.boundary.load_state_dict(carried[self.trainer.global_rank], self.device)
         # Where a checkpoint is loaded onto a GPU: random states are taken from the CPU alone.
         _set_rng_states(move_data_to_device(checkpoint["rng"], torch.device("cpu")))
@@ -439,6 +437,5 @@ def _load_pretrained(config: Config, vocab_size: int) -> MambaLM:
         model = MambaLM.from_pretrained(str(config.model.pretrained), **options)
     rows = len(model.lm_head.weight)
     expected = f"an embedding of the corpus's {vocab_size} ids"
-    got = f"{rows}; set data.tokenizer to the checkpoint's"
-    need(rows >= vocab_size, "model.pretrained", expected, got)
+    need(rows >= vocab_size, "model.pretrained", expected, f"{rows}; set data.tokenizer to the checkpoint's")
     return model

@@ -189,10 +189,8 @@ def cut_single_document(source: Source, data: DataConfig) -> Source:
 
     def read_test() -> Iterator[Document]:
         cut = parts() if data.test_fraction else None
-        if cut is not None:
-            yield from cut[1]
-        elif source.read_test is not None:
-            yield from source.read_test()
+        whole: Any = source.read_test
+        yield from whole() if cut is None else cut[1]
 
     return replace(source, read=read, read_test=source.read_test and read_test)
 

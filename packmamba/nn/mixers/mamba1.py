@@ -117,17 +117,14 @@ class PackedMamba(Mixer):
         conv_layout, ssm_layout, conv_state, ssm_state = documents
         options: Any = {"return_final_state": return_state, "backend": self.backend}
         x, z = projected.chunk(2, dim=-1)
-        weight = self.conv1d.weight.squeeze(1)
-        bias = self.conv1d.bias
-        convolved = ops.conv1d_pack(
-            x, weight, bias, activation="silu", layout=conv_layout, initial_state=conv_state, **options
-        )
+        convolution = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
+        of_conv = {"layout": conv_layout, "initial_state": conv_state} | options
+        convolved = ops.conv1d_pack(x, *convolution, activation="silu", **of_conv)
         u, conv_state = convolved if return_state else (convolved, None)
         delta, B, C = self.x_proj(u).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         delta = self.dt_proj(delta)  # its bias included
         A, D = self._recurrence(u.dtype)
-        scanned = ops.ssm_pack(
-            u, delta, A, B, C, D, z=z, delta_softplus=True, layout=ssm_layout, initial_state=ssm_state, **options
-        )
+        of_scan = {"layout": ssm_layout, "initial_state": ssm_state} | options
+        scanned = ops.ssm_pack(u, delta, A, B, C, D, z=z, delta_softplus=True, **of_scan)
         y, ssm_state = scanned if return_state else (scanned, None)
         return self.out_proj(y), (conv_state, ssm_state) if return_state else None
