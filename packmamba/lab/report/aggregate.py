@@ -349,15 +349,13 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
     comparisons = {}
     for (arm, other), primary in pairs.items():
         same = same_documents(arm, other)
-        comparisons[arm, other] = Comparison(
-            *paired(arm, other, metric),
-            # Of other documents no equivalence is claimed.
-            margin=arm.sweep.get("margin") if same else None,
-            divergence=divergence(arm, other),
-            family="primary" if primary else "exploratory",
-            setting=arm.setting,
-            is_leak=same and arm.leaks and not other.leaks,
-        )
+        # Of other documents no equivalence is claimed.
+        margin = arm.sweep.get("margin") if same else None
+        family = "primary" if primary else "exploratory"
+        is_leak = same and arm.leaks and not other.leaks
+        differences = paired(arm, other, metric)
+        diverged = divergence(arm, other)
+        comparisons[arm, other] = Comparison(*differences, margin, diverged, family, arm.setting, is_leak)
     rulings = statistics.rule(comparisons, {"primary": absent}, higher_is_better(metric))
     return [Contrast(*pair, comparisons[pair], rulings[pair]) for pair in pairs]
 
