@@ -83,8 +83,7 @@ def lion(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
     Its updates are signs: its rate is 3 to 10 times below AdamW's.
     """
     groups = model.weight_decay_groups(config.weight_decay)
-    package = extra("lion_pytorch", "optimizer.name")
-    return package.Lion(groups, lr=config.lr, betas=tuple(config.betas))
+    return extra("lion_pytorch", "optimizer.name").Lion(groups, lr=config.lr, betas=tuple(config.betas))
 
 
 # Values of ``optimizer.name``: functions (model, config, fused, **optimizer.options) -> optimizer.
@@ -106,38 +105,18 @@ def clip(optimizer: Optimizer, limit: float) -> None:
     optimizer.gradient_norm = clip_grad_norm_(parameters, limit)  # type: ignore[attr-defined]
 
 
-def cosine(config: OptimizerConfig, progress: float, step: int) -> float:
-    """Fall along half a cosine."""
-    return (1 + math.cos(math.pi * progress)) / 2
-
-
-def linear(config: OptimizerConfig, progress: float, step: int) -> float:
-    """Fall along a line."""
-    return 1 - progress
-
-
-def warmup_stable_decay(config: OptimizerConfig, progress: float, step: int) -> float:
-    """Stay at the peak, then fall along a line (arXiv 2404.06395).
-
-    It falls in the last ``decay_fraction`` of the steps after the warm-up.
-    """
-    return min(1.0, (1 - progress) / max(config.decay_fraction, 1e-9))
-
-
-def inverse_square_root(config: OptimizerConfig, progress: float, step: int) -> float:
-    """Fall as the inverse square root of the steps, in units of the warm-up (arXiv 1706.03762)."""
-    return math.sqrt(max(config.warmup_steps, 1) / max(step, 1))
-
-
 # Values of ``optimizer.schedule``: functions (config, progress after the warm-up, step from 1) -> height.
 #
 # Progress and height go from 0 to 1; a height of 0 is ``final_lr_fraction`` of the peak.
 SCHEDULES: dict[str, Callable[[OptimizerConfig, float, int], float]] = {
-    "cosine": cosine,
-    "linear": linear,
+    "cosine": lambda config, progress, step: (1 + math.cos(math.pi * progress)) / 2,
+    "linear": lambda config, progress, step: 1 - progress,
     "constant": lambda config, progress, step: 1.0,
-    "wsd": warmup_stable_decay,
-    "inverse_sqrt": inverse_square_root,
+    # At the peak, then along a line in the last ``decay_fraction`` of the steps after the warm-up
+    # (warm-up, stable, decay: arXiv 2404.06395).
+    "wsd": lambda config, progress, step: min(1.0, (1 - progress) / max(config.decay_fraction, 1e-9)),
+    # In units of the warm-up (arXiv 1706.03762).
+    "inverse_sqrt": lambda config, progress, step: math.sqrt(max(config.warmup_steps, 1) / max(step, 1)),
 }
 
 
