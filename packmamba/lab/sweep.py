@@ -222,19 +222,16 @@ def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) 
     # Every run of the first wave may start at any time, so what a run starts from is in an
     # earlier one.
     names = {(Path(str(run.output)).resolve(), run.name) for run in wanted}
-    first = []
-    dependent = []
+    waves: tuple[list[Config], list[Config]] = ([], [])
     for run, record in zip(wanted, find_records(wanted)):
         folder, _, arm = str(run.trainer.init_from).rpartition(":")
         if record is not None:
             report(run, launch.Status("done", "before"))
-        elif (Path(folder).resolve(), arm) in names:
-            dependent.append(run)
         else:
-            first.append(run)
-    for wave in (first, dependent):
-        if wave:
-            start(wave, report=report)
+            is_dependent = (Path(folder).resolve(), arm) in names
+            waves[is_dependent].append(run)
+    for wave in filter(None, waves):
+        start(wave, report=report)
 
 
 def _untimed_arms(sweep: SweepConfig, arms: list[Config]) -> list[Config]:

@@ -215,9 +215,8 @@ class MambaLM(nn.Module):
         try:
             embedded = self.backbone.embedding(tokens)
         except IndexError:
-            expected = f"ids from 0 to {len(self.lm_head.weight) - 1}"
             got = f"{int(tokens.min())} to {int(tokens.max())}"
-            raise ValueError(f"tokens: expected {expected}, got {got}") from None
+            raise ValueError(f"tokens: expected ids from 0 to {len(self.lm_head.weight) - 1}, got {got}") from None
         residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
         norm = self.backbone.norm_f
         device = tokens.device.type
@@ -239,16 +238,13 @@ class MambaLM(nn.Module):
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Return optimizer groups: matrices decay; vectors, and what the mixer exempts, do not."""
-        decayed = []
-        exempt = []
+        groups: Any = [{"params": [], "weight_decay": weight_decay}, {"params": [], "weight_decay": 0.0}]
         exempt_names = tuple(f".mixer.{name}" for name in MIXERS[self.config["mixer"]].NO_WEIGHT_DECAY)
         for name, parameter in self.named_parameters():
             # By name: copies and shards of a parameter lose its _no_weight_decay.
-            if parameter.dim() < 2 or name.endswith(exempt_names):
-                exempt.append(parameter)
-            else:
-                decayed.append(parameter)
-        return [{"params": decayed, "weight_decay": weight_decay}, {"params": exempt, "weight_decay": 0.0}]
+            is_exempt = parameter.dim() < 2 or name.endswith(exempt_names)
+            groups[is_exempt]["params"].append(parameter)
+        return groups
 
 
 class GatedMLP(nn.Module):
