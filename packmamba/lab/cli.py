@@ -45,6 +45,8 @@ try:
     from packmamba.lab import records
     from packmamba.lab.run_id import RunLock, find_record, record_path, run_folder
     from packmamba.nn.pretrained import read_json, read_weights
+    from packmamba.ops import BACKENDS, build
+    from packmamba.ops.backends import backend_name
 except ModuleNotFoundError as error:
     sys.exit(f"packmamba: error: {error}")
 
@@ -402,11 +404,6 @@ def import_experiments(name: str) -> Any:
 def kernels(words: list[str]) -> None:
     """Show kernels, versions, GPUs, compilers and which backend runs; build: compile the kernels."""
     need(words in ([], ["build"]), "kernels", "nothing, or build", " ".join(words))
-    import torch
-
-    from packmamba.ops import BACKENDS, build
-    from packmamba.ops.backends import backend_name
-
     for row in build.info() if words else ():
         if row["problem"] is None:
             print(f"Building {row['kind']} kernels for {row['target']} ...", flush=True)
