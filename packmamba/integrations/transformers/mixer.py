@@ -185,15 +185,9 @@ def mix_by_documents(kind: type) -> Callable[..., Tensor]:
 
 
 def _convolve(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    *,
-    layout: SequenceLayout,
-    **_: Any,
+    hidden: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, *, layout: SequenceLayout, **_: Any
 ) -> Tensor:
-    """Convolve each document of hidden (B, D, L).
+    """Convolve each document of hidden (B, D, L), by the arguments of transformers' function.
 
     SiLU is the one activation that ``patch`` lets pass.
     """
@@ -204,15 +198,7 @@ def _convolve(
 
 @torch.compiler.disable  # the number of documents decides how often the rule runs
 def _recur(
-    rule: Callable[..., tuple[Tensor, Any]],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    layout: SequenceLayout,
-    g: Tensor,
-    beta: Tensor,
-    **options: Any,
+    rule: Callable, query: Tensor, key: Tensor, value: Tensor, *, layout: Any, g: Tensor, beta: Tensor, **options: Any
 ) -> tuple[Tensor, None]:
     """Run ``rule`` over each document of query, key (B, L, H, K) and value (B, L, H, V).
 
