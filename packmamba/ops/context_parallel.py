@@ -97,15 +97,9 @@ class ContextParallel:
             spans[row[is_here][enters & leaves]] = True
             columns = (last - first)[leaves].tolist()
             tail = SequenceLayout.from_lengths([columns], max(1, sum(columns)), offsets=[offset[leaves].tolist()])
-            sharded.crossing = Crossing(
-                context=self,
-                entering=enters.nonzero().flatten(),
-                leaving=leaving,
-                leaving_rows=leaving_rows,
-                spans=spans,
-                places=[*zip(leaving_rows.tolist(), columns)],
-                tail=tail,
-            )
+            entering = enters.nonzero().flatten()
+            places = [*zip(leaving_rows.tolist(), columns)]
+            sharded.crossing = Crossing(self, entering, leaving, leaving_rows, spans, places, tail)
         return sharded
 
 
@@ -163,26 +157,29 @@ class _Gather(torch.autograd.Function):
         return total[torch.distributed.get_rank(ctx.group)], None
 
 
-def run(operator: str, a: Any, backend: str | None) -> tuple[Tensor, Tensor | None]:
+def run(operator: str, a: Any, backend: str | None) -> Any:
     """Compute an operator by the backend's implementation, with the ranks that share the rows.
 
     Args:
         operator: "conv1d_pack", "ssm_pack" or "ssd_pack".
         a: its arguments, checked.
 
-    Returns y and final states, None where none are asked for. Raises ValueError for states in or
-    out of shared rows.
+    Returns y, with final states where they are asked for. Raises ValueError for states in or out of
+    shared rows.
     """
     implementation = choose(backend, a[0].device, operator)
-    if a.layout.crossing is None:
-        return implementation(a)
-    expect_no_state(a.return_final_state, a.initial_state)
-    if operator == "conv1d_pack":
-        return implementation(a._replace(initial_state=entering_inputs(a)))
     crossing = a.layout.crossing
-    activations = {name: crossing.take(getattr(a, name)) for name in (a._fields[0], "delta", "B", "C")}
-    of_tail = a._replace(layout=crossing.tail, **activations)
-    return implementation(a._replace(initial_state=entering_states(a.layout, of_tail, implementation)))
+    if crossing is not None:
+        expect_no_state(a.return_final_state, a.initial_state)
+        if operator == "conv1d_pack":
+            entering = entering_inputs(a)
+        else:
+            activations = {name: crossing.take(getattr(a, name)) for name in (a._fields[0], "delta", "B", "C")}
+            of_tail = a._replace(layout=crossing.tail, **activations)
+            entering = entering_states(a.layout, of_tail, implementation)
+        a = a._replace(initial_state=entering)
+    y, final_state = implementation(a)
+    return (y, final_state) if a.return_final_state else y
 
 
 def expect_no_state(is_returned: bool, *given: Any) -> None:

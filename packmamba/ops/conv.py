@@ -62,8 +62,7 @@ def conv1d_pack(
     expect(activation in (None, "silu"), "activation", "'silu' or None", repr(activation))
     checks.check_flags(return_final_state=return_final_state)
     arguments = ConvArguments(x, weight, bias, initial_state, layout, activation, return_final_state)
-    y, final_state = context_parallel.run("conv1d_pack", arguments, backend)
-    return (y, final_state) if return_final_state else y
+    return context_parallel.run("conv1d_pack", arguments, backend)
 
 
 class ConvArguments(NamedTuple):

@@ -84,8 +84,7 @@ def ssm_pack(
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     tensors = (u, delta, A, B, C, D, z, delta_bias, initial_state)
     arguments = ScanArguments(*tensors, layout, delta_softplus, return_final_state)
-    y, final_state = context_parallel.run("ssm_pack", arguments, backend)
-    return (y, final_state) if return_final_state else y
+    return context_parallel.run("ssm_pack", arguments, backend)
 
 
 class ScanArguments(NamedTuple):
