@@ -5,7 +5,6 @@ and a module. All are imported with the package: a table that grew during a run 
 torch.compile compile again.
 """
 
-import importlib
 import importlib.util
 import sys
 import warnings

@@ -218,8 +218,7 @@ def _find_nvcc() -> str | None:
     home = os.environ.get("CUDA_HOME")
     wheels = sorted(path for entry in sys.path if entry for path in Path(entry).glob("nvidia/cu*/bin/nvcc"))
     candidates = [os.environ.get("PACKMAMBA_NVCC"), home and f"{home}/bin/nvcc", "nvcc", *map(str, wheels)]
-    found = (shutil.which(candidate) for candidate in candidates if candidate)
-    return next(filter(None, found), None)
+    return next(filter(None, map(shutil.which, filter(None, candidates))), None)
 
 
 def _cuda_architectures() -> list[int]:

@@ -75,8 +75,7 @@ class Kernel:
         self._operator = getattr(getattr(torch.ops, f"packmamba_{kind}"), name).default
         schema = self._operator._schema.arguments
         self._in_order = itemgetter(*(argument.name for argument in schema))
-        written = [argument for argument in schema if getattr(argument.alias_info, "is_write", False)]
-        self.outputs = [argument.name for argument in written]
+        self.outputs = [argument.name for argument in schema if getattr(argument.alias_info, "is_write", False)]
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
         """Call; KeyError names an argument that is missing.
@@ -175,9 +174,8 @@ class Signature(Generic[Arguments]):
     def flatten(self, arguments: Arguments) -> tuple:
         """Lay arguments out as the schema has them."""
         layouts_and_options = arguments[self.num_tensors :]
-        documents: list[Tensor] = []
-        for layout in layouts_and_options[: self.num_layouts]:
-            documents += (layout.starts, layout.ends)
+        layouts = layouts_and_options[: self.num_layouts]
+        documents = [tensor for layout in layouts for tensor in (layout.starts, layout.ends)]
         return (*arguments[: self.num_tensors], *documents, *layouts_and_options[self.num_layouts :])
 
     def unflatten(self, values: tuple) -> Arguments:
@@ -232,9 +230,8 @@ class PackedOperator(Generic[Arguments]):
         schema = f"{self.name}_backward({grads}{signature.schema}{states})"
         functions = {"run": self._run_backward, "fake": self._run_fake_backward}
         self._operator_backward = _define(schema, signature.num_gradients, **functions)
-        torch.library.register_autograd(
-            f"packmamba::{self.name}", self._backward_of_call, setup_context=self._save, lib=_library
-        )
+        name = f"packmamba::{self.name}"
+        torch.library.register_autograd(name, self._backward_of_call, setup_context=self._save, lib=_library)
 
     def __call__(self, arguments: Arguments) -> tuple:
         """Compute the operator's outputs.
@@ -244,9 +241,8 @@ class PackedOperator(Generic[Arguments]):
         signature = self.signature
         values = signature.flatten(arguments)
         tensors = values[: signature.num_tensors]
-        needs_backward = torch.is_grad_enabled() and any(
-            tensor is not None and tensor.requires_grad for tensor in tensors[: signature.num_gradients]
-        )
+        leaves = tensors[: signature.num_gradients]
+        needs_backward = torch.is_grad_enabled() and any(leaf is not None and leaf.requires_grad for leaf in leaves)
         # Inside forward-mode differentiation: an operator
         # without a rule would drop tangents silently.
         if forward_ad._current_level >= 0:

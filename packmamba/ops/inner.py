@@ -22,6 +22,9 @@ from packmamba.ops.backends import choose
 from packmamba.ops.custom_op import BlockOutputs, PackedOperator, to_dtype
 from packmamba.ops.scan import ScanArguments
 
+# Arguments of ``mamba_inner`` that only ``compiled`` gives.
+USED = ("x_used", "dt_used", "out_used")
+
 
 class InnerArguments(NamedTuple):
     """Arguments of ``mamba_inner``.
@@ -133,16 +136,12 @@ def compiled(a: InnerArguments) -> tuple[Tensor, Tensor | None, Tensor | None]:
     wide = checks.accumulation_dtype(activations)
     of_conv = ("conv_weight", "conv_bias", "conv_state")
     used: dict[str, Any] = {name: to_dtype(getattr(a, name), wide) for name in of_conv}
-    weights = {"x_used": a.x_weight, "dt_used": a.dt_weight, "out_used": a.out_weight}
-    used |= {name: _copy_if_other(weight, activations) for name, weight in weights.items()}
+    for name, weight in zip(USED, (a.x_weight, a.dt_weight, a.out_weight)):
+        used[name] = None if weight.dtype == activations else weight.detach().to(activations)
     mixed, conv_final, ssm_final = _operator(a._replace(**used))
     # A convolution state is returned in the dtype in which it was given.
     state_dtype = activations if a.conv_state is None else a.conv_state.dtype
     return mixed, to_dtype(conv_final, state_dtype), ssm_final
-
-
-def _copy_if_other(weight: Tensor, dtype: torch.dtype) -> Tensor | None:
-    return None if weight.dtype == dtype else weight.detach().to(dtype)
 
 
 def _forward(a: InnerArguments, needs_backward: bool) -> tuple[BlockOutputs, InnerSaved]:
@@ -171,16 +170,13 @@ def _walk(
     scanned, saved = recur(a.scan(x, delta, B, C, z), needs_backward)
     mixed = _linear(scanned.y, out_weight)
     outputs = BlockOutputs(mixed, convolved.final_state, scanned.final_state)
-    keeps_all = needs_backward and not a.recompute
-    # CUDA's ``ssm_backward`` can also write y, so that ``recompute`` keeps none there.
-    keeps_y = keeps_all or (needs_backward and a.xz.device.type != "cuda")
-    return outputs, InnerSaved(
-        states=saved.states,
-        projected=projected if needs_backward else None,
-        x=x if keeps_all else None,
-        delta=delta if keeps_all else None,
-        y=scanned.y if keeps_y else None,
-    )
+    if not needs_backward:
+        return outputs, InnerSaved(None, None, None, None, None)
+    kept = InnerSaved(saved.states, projected, x, delta, scanned.y)
+    if a.recompute:
+        # CUDA's ``ssm_backward`` can also write y, so that none is kept there.
+        kept = kept._replace(x=None, delta=None, y=None if a.xz.device.type == "cuda" else kept.y)
+    return outputs, kept
 
 
 def _backward(a: InnerArguments, saved: InnerSaved, grads: BlockOutputs) -> dict[str, Tensor | None]:
@@ -265,12 +261,5 @@ def _product(left: Tensor, right: Tensor, out: Tensor) -> None:
 
 
 _operator: PackedOperator[InnerArguments] = PackedOperator(
-    "mamba_inner",
-    arguments=InnerArguments,
-    outputs=BlockOutputs,
-    saved=InnerSaved,
-    forward=_forward,
-    fake=_fake,
-    backward=_backward,
-    constants=("x_used", "dt_used", "out_used"),
+    "mamba_inner", InnerArguments, InnerSaved, _forward, _fake, _backward, outputs=BlockOutputs, constants=USED
 )

@@ -9,8 +9,6 @@ Shapes: B rows, L slots, S documents, D d_inner, H heads, P headdim, G ngroups, 
 The skip's parameter is called D, too, as in ``ssd_pack``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -20,7 +18,6 @@ from torch import Tensor
 from packmamba.layout import SequenceLayout
 from packmamba.ops import checks, context_parallel, conv, ssd
 from packmamba.ops.backends import choose
-from packmamba.ops.conv import ConvArguments
 from packmamba.ops.custom_op import BlockOutputs, Outputs, PackedOperator, to_dtype
 from packmamba.ops.scan import ScanSaved
 from packmamba.ops.ssd import SsdArguments
@@ -135,9 +132,7 @@ vars(_start_from_ranks_before)["_torchdynamo_disable"] = True
 
 
 def compose(
-    a: Mamba2Arguments,
-    conv1d_pack: Callable[[ConvArguments], tuple[Tensor, Tensor | None]],
-    ssd_pack: Callable[[SsdArguments], tuple[Tensor, Tensor | None]],
+    a: Mamba2Arguments, conv1d_pack: Callable, ssd_pack: Callable
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Compute ``ops.mamba2_inner`` by implementations of the two operators."""
     z, xBC, delta = a.parts(a.projected)
@@ -196,9 +191,7 @@ def _walk(
     scanned, of_scan = scan(a.scan(convolved.y, delta), needs_backward)
     y = scanned.y.flatten(2)
     normed = norm(y, z, a.norm_weight, a.groups, a.epsilon)
-    saved = Mamba2Saved(None, None, None)
-    if needs_backward:
-        saved = Mamba2Saved(convolved=convolved.y, y=y, states=of_scan.states)
+    saved = Mamba2Saved(convolved.y, y, of_scan.states) if needs_backward else Mamba2Saved(None, None, None)
     return BlockOutputs(normed, convolved.final_state, scanned.final_state), saved
 
 
@@ -221,8 +214,7 @@ def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: BlockOutputs) -> di
     scan = a.scan(saved.convolved, delta)
     scan_grads = Outputs(y=dy.view(scan.x.shape), final_state=grads.ssm_state)
     scan_gradients = ssd._backward(scan, ScanSaved(saved.states), scan_grads, (dx, ddelta, dB, dC))
-    for name in ("dA", "dD", "ddelta_bias"):
-        gradients[name] = scan_gradients[name]
+    gradients |= {name: scan_gradients[name] for name in ("dA", "dD", "ddelta_bias")}
     gradients["dssm_state"] = scan_gradients["dinitial_state"]
     conv.backward_of_layer(a, xBC, dxBC, dy=dconvolved, dfinal=grads.conv_state, gradients=gradients)
     return gradients

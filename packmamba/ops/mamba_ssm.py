@@ -6,7 +6,6 @@ transposed, as in Mamba's block; that is part of their cost.
 """
 
 import functools
-import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
