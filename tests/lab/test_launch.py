@@ -14,6 +14,7 @@ from sweeps import sweep_in_forks, write_sweep
 from packmamba.errors import Unfinished
 from packmamba.lab import launch
 from packmamba.lab.callbacks import checkpoints
+from packmamba.lab.fit import fit
 from packmamba.lab.launch import device_slots, train
 from packmamba.lab.records import read_records
 from packmamba.lab.run_id import Locked, RunLock, run_folder
@@ -138,6 +139,8 @@ def test_a_sweep_that_is_killed_twice_has_each_record_once(tmp_path):
 def test_a_locked_run_is_left_to_its_process(tmp_path):
     sweep, configs = load_sweep(write_sweep(tmp_path, grid={"seed": [0]}))
     holder = hold(run_folder(configs[0]))
+    with pytest.raises(Locked, match="in use by another process"):
+        fit(configs[0], progress=False)
     with pytest.raises(Unfinished, match="1 of 2 runs are done, other processes train 1") as caught:
         run_sweep(sweep, configs)
     assert caught.value.status == 3

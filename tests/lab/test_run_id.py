@@ -10,8 +10,7 @@ import torch
 from packmamba.config import Config, ConfigError, to_dict
 from packmamba.lab import run_id as ids
 from packmamba.lab.fit import fit
-from packmamba.lab.run_id import Locked, RunLock, find_record, id_of, recorded_config, run_folder, run_id
-from processes import hold
+from packmamba.lab.run_id import find_record, id_of, recorded_config, run_folder, run_id
 from runs import final_state, losses_of, tiny_config
 
 
@@ -82,16 +81,3 @@ def test_a_raised_run_ends_as_one_that_was_as_long_from_the_start(tmp_path):
     assert fit(short, progress=False) == first
     with pytest.raises(ConfigError, match=r"^trainer.max_steps: expected at least 8"):
         fit(having(short, trainer__max_steps=6), progress=False)
-
-
-@pytest.mark.slow
-def test_a_folder_is_locked_to_one_process_and_free_once_that_is_killed(tmp_path):
-    with RunLock(tmp_path), RunLock(tmp_path):
-        pass
-    holder = hold(tmp_path)
-    with pytest.raises(Locked, match="in use by another process"), RunLock(tmp_path):
-        pass
-    holder.kill()
-    holder.join()
-    with RunLock(tmp_path):
-        pass
