@@ -69,6 +69,12 @@ def summed_loss(logits, tokens, layout):
     return F.cross_entropy(logits[:, :-1][has_target], tokens[:, 1:][has_target], reduction="sum")
 
 
+def losses_alone(model, document):
+    """Return each target's loss in a document by itself."""
+    tokens = torch.tensor(document.tolist())
+    return F.cross_entropy(model(tokens[None])[0, :-1], tokens[1:], reduction="none").detach().numpy()
+
+
 def gradients(loss, model, states=()):
     """By name; of parameters, then of states."""
     named = dict(model.named_parameters()) | {f"states {i}": state for i, state in enumerate(flat(states))}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from models import losses_alone
 from packmamba import MambaLM
 from packmamba.config import ConfigError
 from packmamba.data.token_store import load_corpora
@@ -30,14 +31,6 @@ def data(tmp_path_factory):
 def texts(data):
     corpus = load_corpora(data).validation
     return [np.array(corpus.document(i), dtype=np.int64) for i in range(len(corpus))]
-
-
-def losses_alone(model, document):
-    if len(document) < 2:
-        return np.zeros(0)
-    with torch.no_grad():
-        log_p = model(torch.tensor(document[None]))[0, :-1].log_softmax(-1)
-    return -log_p.gather(1, torch.tensor(document[1:, None])).squeeze(1).numpy()
 
 
 def test_losses_are_those_of_documents_alone(model):
@@ -92,7 +85,7 @@ def test_perplexity_and_positions(model, data, texts):
 def test_the_test_split_is_read_where_an_option_says_so(model, data):
     tested = replace(data, validation_fraction=0.2, test_fraction=0.3, validation_documents=1)
     corpus = load_corpora(tested).test
-    losses = [losses_alone(model, corpus.document(i).astype(np.int64)) for i in range(len(corpus))]
+    losses = [losses_alone(model, corpus.document(i)) for i in range(len(corpus))]
     found = evaluate("perplexity", model, EvalContext(tested, options={"split": "test"}))
     assert found.metrics["documents"] == len(losses) > 5
     assert found.metrics["loss"] == pytest.approx(np.concatenate(losses).mean(), abs=1e-10)
