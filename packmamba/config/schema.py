@@ -161,7 +161,7 @@ class OptimizerConfig:
     """Choose the optimizer and its learning rate (the section ``optimizer``)."""
 
     name: str = key("adamw", "The optimizer.", choices=OPTIMIZERS)
-    options: dict[str, Any] = key({}, "Further arguments; of muon momentum and ns_steps.")
+    options: dict[str, Any] = key({}, "Further arguments: eps of adamw, momentum and ns_steps of muon.")
     lr: float = key(2e-3, "Peak learning rate.", above=0)
     betas: list[float] = key([0.9, 0.95], "Decay rates of moments: AdamW's, muon's AdamW's, lion's.", check=TWO_RATES)
     weight_decay: float = key(0.1, "Only matrices decay.", low=0)

@@ -17,11 +17,11 @@ from packmamba.config import OptimizerConfig, extra, refusing
 from packmamba.nn import MambaLM
 
 
-def adamw(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
+def adamw(model: MambaLM, config: OptimizerConfig, fused: bool, eps: float = 1e-8) -> Optimizer:
     """Make AdamW (arXiv 1711.05101)."""
     groups = model.weight_decay_groups(config.weight_decay)
     betas: Any = tuple(config.betas)
-    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, fused=fused)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=betas, eps=eps, fused=fused)
 
 
 class Joint(Optimizer):

@@ -32,7 +32,7 @@ from hugging_face import (  # noqa: E402
     refused,
     wide,  # noqa: F401
 )
-from packmamba import SequenceLayout, leakcheck  # noqa: E402
+from packmamba import SequenceLayout, leakcheck, ops  # noqa: E402
 from packmamba.integrations.transformers import disable, enable, mixer, models, patch  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
@@ -410,3 +410,19 @@ def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
     assert patch_refuses(model).endswith("gate_norm is new") and type(model).__module__.startswith("transformers.")
     monkeypatch.setattr(type(mixer), "forward", lambda self, hidden_states, cache, attention_mask: None)
     assert patch_refuses(build(family)).endswith("its forward takes self, hidden_states, cache, attention_mask")
+
+
+def test_the_block_of_mamba_2_is_one_operator_unless_its_norm_has_a_hook(monkeypatch):
+    model, calls = patch(build("Mamba2")), []
+    block = ops.mamba2_inner
+    monkeypatch.setattr(ops, "mamba2_inner", lambda *arguments: calls.append("block") or block(*arguments))
+    tokens = torch.arange(12)[None]
+    with torch.no_grad():
+        expected = model(tokens).logits
+        for module in model.modules():
+            if type(module).__name__ == "MambaRMSNormGated":
+                module.register_forward_hook(lambda *_: calls.append("norm"))
+        found = model(tokens).logits
+    layers = model.config.num_hidden_layers
+    assert calls == ["block"] * layers + ["norm"] * layers
+    assert error(found, expected) < 1e-6

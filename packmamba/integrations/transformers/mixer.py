@@ -20,9 +20,10 @@ from torch import Tensor
 from packmamba import ops
 from packmamba.integrations.transformers.boundaries import Packing
 from packmamba.layout import SequenceLayout
-from packmamba.nn.mixers.mixer import is_plain
+from packmamba.nn.mixers.mixer import is_plain, is_unchanged
 from packmamba.ops.checks import accumulation_dtype, check_layout
 from packmamba.ops.inner import layer_arguments
+from packmamba.ops.mamba2_inner import Mamba2Arguments
 
 # Name of the convolution in transformers' modules.
 CONVOLUTION = "causal_conv1d_fn"
@@ -120,26 +121,42 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         projected = (projected * mixer.mup_vector).to(projected.dtype)
     else:
         projected = mixer.in_proj(hidden)
-    groups, states = mixer.n_groups, mixer.ssm_state_size
-    gate, inputs, delta = projected.split((mixer.intermediate_size, mixer.conv_dim, mixer.num_heads), dim=-1)
-    xbc = ops.conv1d_pack(inputs, mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias, layout=layout, activation="silu")
-    x, B, C = xbc.split((mixer.intermediate_size, groups * states, groups * states), dim=-1)
-    wide = accumulation_dtype(x.dtype)
+    groups, states, channels = mixer.n_groups, mixer.ssm_state_size, mixer.intermediate_size
+    gate, inputs, delta = projected.split((channels, mixer.conv_dim, mixer.num_heads), dim=-1)
+    wide = accumulation_dtype(projected.dtype)
     # Decays are computed in float32 and not rounded to the activations' dtype.
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.to(wide)
-    by_head, by_group = (-1, mixer.head_dim), (groups, states)
-    # The norm takes the gate; without a norm the scan does.
-    normed, keeps = getattr(mixer, "mamba_rms_norm", True), cache is not None
-    y = ops.ssd_pack(
-        x.unflatten(-1, by_head), delta, A, B.unflatten(-1, by_group), C.unflatten(-1, by_group), D,
-        z=None if normed else gate.unflatten(-1, by_head), delta_bias=mixer.dt_bias.to(wide), delta_softplus=True,
-        delta_limit=mixer.time_step_limit, layout=layout, return_final_state=keeps,
-    )  # fmt: skip
-    y, state = y if keeps else (y, None)
-    y = mixer.norm(y.flatten(-2), gate) if normed else y.flatten(-2)
+    delta_bias = mixer.dt_bias.to(wide)
+    convolution = (mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias)
+    has_norm = getattr(mixer, "mamba_rms_norm", True)
+    keeps = cache is not None
+    if has_norm and _norms_groups(mixer.norm, channels // groups):
+        layout = check_layout(layout, projected, "hidden")
+        parameters = (*convolution, A, D, delta_bias, mixer.norm.weight.to(wide))
+        options = (groups, mixer.norm.variance_epsilon, mixer.time_step_limit, keeps)
+        arguments = Mamba2Arguments(projected, *parameters, None, None, layout.offsets, layout, layout, *options)
+        y, _, state = ops.mamba2_inner(arguments)
+    else:
+        xbc = ops.conv1d_pack(inputs, *convolution, layout=layout, activation="silu")
+        x, B, C = xbc.split((channels, groups * states, groups * states), dim=-1)
+        by_head, by_group = (-1, mixer.head_dim), (groups, states)
+        # The norm takes the gate; without a norm the scan does.
+        y = ops.ssd_pack(
+            x.unflatten(-1, by_head), delta, A, B.unflatten(-1, by_group), C.unflatten(-1, by_group), D,
+            z=None if has_norm else gate.unflatten(-1, by_head), delta_bias=delta_bias, delta_softplus=True,
+            delta_limit=mixer.time_step_limit, layout=layout, return_final_state=keeps,
+        )  # fmt: skip
+        y, state = y if keeps else (y, None)
+        y = mixer.norm(y.flatten(-2), gate) if has_norm else y.flatten(-2)
     if keeps:
         _keep(mixer, cache, packing, inputs, state)
     return mixer.out_proj(_blank(y, packing).to(hidden.dtype))
+
+
+def _norms_groups(norm: Any, channels: int) -> bool:
+    """Return whether a norm is the gated one of ``ops.mamba2_inner``, whose groups have so many channels."""
+    is_gated = type(norm).__name__.endswith("RMSNormGated") and getattr(norm, "group_size", None) == channels
+    return is_gated and is_unchanged(norm)
 
 
 def _keep(mixer: Any, cache: Any, packing: Packing, inputs: Tensor, state: Any) -> None:

@@ -246,6 +246,9 @@ def is_plain(projection: nn.Module) -> bool:
     Adapters (PEFT, loralib), quantisation, pruning and accelerate's hooks change the type, ``forward``
     or hooks.
     """
-    ours = (nn.Linear, Head, Projection, DeltaProjection)
-    has_hooks = any(getattr(projection, name) for name in HOOKS)
-    return type(projection) in ours and "forward" not in vars(projection) and not has_hooks
+    return type(projection) in (nn.Linear, Head, Projection, DeltaProjection) and is_unchanged(projection)
+
+
+def is_unchanged(module: nn.Module) -> bool:
+    """Return whether a module computes what its class does, without hooks and a forward of its own."""
+    return "forward" not in vars(module) and not any(getattr(module, name) for name in HOOKS)
