@@ -1,5 +1,7 @@
 """Test what only the CUDA kernels have: the tensor-core path (bfloat16, 16 states), cut documents, the schedule. Needs a GPU."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -48,30 +50,25 @@ def test_tensor_cores(layout, channels, states):
     assert_parity(tuned_case(layout, channels, states=states), torch.bfloat16)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "d_state", "channels"),
+    [(torch.bfloat16, 16, 64), *itertools.product((torch.float16, torch.float32), (16, 40), (70,))],
+)
 @pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
 @pytest.mark.parametrize("layout", [*TUNED.values(), LONG], ids=[*TUNED.keys(), "long"])
-def test_cut_documents(layout, states, cut_early):
-    case = tuned_case(layout, states=states)
+def test_cut_documents(layout, states, dtype, d_state, channels, cut_early):
     for direction in cuda.CUT_SHARE:
         plan = cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"), direction)
         assert plan.cut_length < layout.shape[1] or layout is not LONG
-    assert_parity(case, torch.bfloat16)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("d_state", [16, 40])
-@pytest.mark.parametrize("states", [False, True], ids=["stateless", "states"])
-@pytest.mark.parametrize("layout", [*TUNED.values(), LONG], ids=[*TUNED.keys(), "long"])
-def test_cut_documents_of_any_dtype(layout, states, d_state, dtype, cut_early):
-    case = random_case("ssm_pack", layout, dtype, "cuda", channels=70, d_state=d_state, states=states)
+    case = random_case("ssm_pack", layout, dtype, "cuda", channels=channels, d_state=d_state, states=states)
     assert_parity(case, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("d_state", [1, 8, 16, 24, 64, 100, 256])
-def test_any_number_of_states(d_state, dtype):
-    case = random_case("ssm_pack", AWKWARD["chunk-edges"], dtype, "cuda", channels=70, d_state=d_state)
-    assert_parity(case, dtype)
+@pytest.mark.parametrize("layout", [AWKWARD["chunk-edges"], EDGES], ids=["chunk-edges", "edges"])
+def test_any_number_of_states(layout, d_state, dtype):
+    assert_parity(random_case("ssm_pack", layout, dtype, "cuda", channels=70, d_state=d_state), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -80,11 +77,6 @@ def test_any_number_of_states(d_state, dtype):
 def test_convolution_on_awkward_lengths(dtype, width, channels):
     case = random_case("conv1d_pack", EDGES, dtype, "cuda", channels=channels, width=width)
     assert_parity(case, dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_any_dtype_on_awkward_lengths(dtype):
-    assert_parity(random_case("ssm_pack", EDGES, dtype, "cuda", channels=20, d_state=16), dtype)
 
 
 def test_a_state_may_decay_at_once():
