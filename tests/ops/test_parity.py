@@ -191,18 +191,6 @@ def test_a_document_cut_in_two_with_its_state_is_the_whole(operator, backend):
     assert relative_error(end, final[1:].cpu().double()) <= forward
 
 
-@every_backend
-@pytest.mark.parametrize("length", [1, 2])
-def test_a_document_shorter_than_the_taps_keeps_the_older_state(backend, length):
-    device = device_of(backend)
-    layout = SequenceLayout.from_lengths([[length]], row_length=3).to(device)
-    x = torch.tensor([[[10.0], [20.0], [30.0]]], device=device)
-    state = torch.tensor([[[1.0, 2.0, 3.0]]], device=device)
-    weight = torch.ones(1, 4, device=device)
-    _, final = ops.conv1d_pack(x, weight, layout=layout, initial_state=state, return_final_state=True, backend=backend)
-    assert final.flatten().tolist() == [1.0, 2.0, 3.0, 10.0, 20.0][length : length + 3]
-
-
 @every_operator
 @every_backend
 def test_no_layout_means_each_row_is_a_document(operator, backend):
