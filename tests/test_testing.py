@@ -212,14 +212,10 @@ def test_lightning_with_our_module():
     tokens, layout = torch.arange(12).view(2, 6), SequenceLayout.from_lengths([[2, 3], [6]], 6)
     batch = PackedBatch(tokens, tokens.roll(-1, 1), layout.position_indices >= 0, layout)
     step = StepBatch(num_targets=11, num_tokens=11, num_slots=12, batches=[batch])
-    found = []
-    for boundary, callback in (("reset", None), ("reset", LightningLeakCheck()), ("leak", LightningLeakCheck())):
-        torch.manual_seed(0)
+    for boundary in ("reset", "leak"):
         module = PackedLitModule(model={"vocab_size": VOCAB, "d_model": 8, "n_layer": 1}, boundary=boundary)
         with pytest.raises(LeakError, match="layout, boundary=leak") if boundary == "leak" else nullcontext():
-            fit(module, torch.utils.data.DataLoader([step] * 2, None), callback)
-        found.append(state_of(module.model))
-    torch.testing.assert_close(*found[:2], rtol=0, atol=0)
+            fit(module, torch.utils.data.DataLoader([step] * 2, None), LightningLeakCheck())
 
 
 def fit_rank(patched):
