@@ -86,8 +86,15 @@ def of_layer(a: Any, x: Tensor) -> ConvArguments:
 
     a: arguments of the fused operator; x: the convolution's input (B, L, D).
     """
-    tensors = (x, a.conv_weight, a.conv_bias, a.conv_state)
-    return ConvArguments(*tensors, a.conv_layout, activation="silu", return_final_state=a.return_state)
+    return ConvArguments(
+        x=x,
+        weight=a.conv_weight,
+        bias=a.conv_bias,
+        initial_state=a.conv_state,
+        layout=a.conv_layout,
+        activation="silu",
+        return_final_state=a.return_state,
+    )
 
 
 def backward_of_layer(
@@ -147,9 +154,15 @@ def _inputs(a: ConvArguments) -> dict[str, Any]:
 
     x lies as it came; parameters and states are made dense.
     """
-    parameters = {name: dense(getattr(a, name)) for name in ("weight", "bias", "initial_state")}
-    silu = a.activation == "silu"
-    return {"x": a.x, **parameters, "starts": a.layout.starts, "ends": a.layout.ends, "silu": silu}
+    return {
+        "x": a.x,
+        "weight": dense(a.weight),
+        "bias": dense(a.bias),
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": dense(a.initial_state),
+        "silu": a.activation == "silu",
+    }
 
 
 def _launch(name: str, direction: str, arguments: dict[str, Any]) -> None:

@@ -81,8 +81,20 @@ class InnerArguments(NamedTuple):
 
     def scan(self, x: Tensor, delta: Tensor, B: Tensor, C: Tensor, z: Tensor) -> ScanArguments:
         """Return the scan's arguments; x is the convolution's output."""
-        tensors = (x, delta, self.A, B, C, self.D, z, self.delta_bias, self.ssm_state)
-        return ScanArguments(*tensors, self.ssm_layout, delta_softplus=True, return_final_state=self.return_state)
+        return ScanArguments(
+            u=x,
+            delta=delta,
+            A=self.A,
+            B=B,
+            C=C,
+            D=self.D,
+            z=z,
+            delta_bias=self.delta_bias,
+            initial_state=self.ssm_state,
+            layout=self.ssm_layout,
+            delta_softplus=True,
+            return_final_state=self.return_state,
+        )
 
 
 def layer_arguments(

@@ -78,10 +78,22 @@ class Mamba2Arguments(NamedTuple):
         convolved is the convolution's output, delta projected's part.
         """
         x, B, C = self.parts_of_scan(convolved)
-        no_gate = None  # the norm has it
-        delta_softplus = True
-        tensors = (x, delta, self.A, B, C, self.D, no_gate, self.delta_bias, self.ssm_state, self.offsets)
-        return SsdArguments(*tensors, self.ssm_layout, delta_softplus, self.delta_limit, self.return_state)
+        return SsdArguments(
+            x=x,
+            delta=delta,
+            A=self.A,
+            B=B,
+            C=C,
+            D=self.D,
+            z=None,
+            delta_bias=self.delta_bias,
+            initial_state=self.ssm_state,
+            offsets=self.offsets,
+            layout=self.ssm_layout,
+            delta_softplus=True,
+            delta_limit=self.delta_limit,
+            return_final_state=self.return_state,
+        )
 
 
 class Mamba2Saved(NamedTuple):

@@ -176,8 +176,20 @@ def _inputs(a: ScanArguments) -> dict[str, Any]:
 
     Activations lie as they came; parameters and states are made dense.
     """
-    parameters = {name: dense(getattr(a, name)) for name in ("A", "D", "delta_bias", "initial_state")}
-    return {**a._asdict(), **parameters, "starts": a.layout.starts, "ends": a.layout.ends}
+    return {
+        "u": a.u,
+        "delta": a.delta,
+        "A": dense(a.A),
+        "B": a.B,
+        "C": a.C,
+        "D": dense(a.D),
+        "z": a.z,
+        "delta_bias": dense(a.delta_bias),
+        "delta_softplus": a.delta_softplus,
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
+        "initial_state": dense(a.initial_state),
+    }
 
 
 def _cuda_forward(arguments: dict[str, Any]) -> None:
