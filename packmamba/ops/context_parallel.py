@@ -97,9 +97,15 @@ class ContextParallel:
             spans[row[is_here][enters & leaves]] = True
             columns = (last - first)[leaves].tolist()
             tail = SequenceLayout.from_lengths([columns], max(1, sum(columns)), offsets=[offset[leaves].tolist()])
-            entering = enters.nonzero().flatten()
-            places = [*zip(leaving_rows.tolist(), columns)]
-            sharded.crossing = Crossing(self, entering, leaving, leaving_rows, spans, places, tail)
+            sharded.crossing = Crossing(
+                context=self,
+                entering=enters.nonzero().flatten(),
+                leaving=leaving,
+                leaving_rows=leaving_rows,
+                spans=spans,
+                places=[*zip(leaving_rows.tolist(), columns)],
+                tail=tail,
+            )
         return sharded
 
 

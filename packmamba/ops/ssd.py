@@ -122,7 +122,9 @@ def on_cpu(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
     return by_channels(a, scan)
 
 
-def by_channels(a: SsdArguments, scan: Callable) -> tuple[Tensor, Tensor | None]:
+def by_channels(
+    a: SsdArguments, scan: Callable[[ScanArguments], tuple[Tensor, Tensor | None]]
+) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack`` by a scan of Mamba-1, all of whose channels read the same B and C: a group at a time.
 
     Each channel takes the step size, the rate and D of its head. Computed in the accumulation dtype: gradients of step sizes
@@ -134,7 +136,6 @@ def by_channels(a: SsdArguments, scan: Callable) -> tuple[Tensor, Tensor | None]
     x, z = (None if tensor is None else tensor.to(dtype) for tensor in (a.x, a.z))
     B, C = a.B.to(dtype), a.C.to(dtype)
     delta, delta_bias = a.delta.to(dtype), a.delta_bias
-    delta_softplus = a.delta_softplus and a.delta_limit is None
     if a.delta_limit is not None:
         # Mamba-1's scan has no limit: give it finished step sizes, without a bias.
         delta, delta_bias = _limited_steps(a, delta), None
@@ -155,11 +156,22 @@ def by_channels(a: SsdArguments, scan: Callable) -> tuple[Tensor, Tensor | None]
     finals: list[Any] = []
     # A scan of Mamba-1 for each group, of (H / G) P channels: u, delta and z are (B, L, H / G P).
     for group in range(groups):
-        rates = of_channels(a.A, 0, group)[:, None].repeat(1, states)
-        inputs = (flat(x, 2, group), of_channels(delta, 2, group), rates, B[:, :, group], C[:, :, group])
-        others = (skip(a.D, 0, group), flat(z, 2, group), of_channels(delta_bias, 0, group))
-        start = flat(a.initial_state, 1, group)
-        y, final = scan(ScanArguments(*inputs, *others, start, a.layout, delta_softplus, a.return_final_state))
+        y, final = scan(
+            ScanArguments(
+                u=flat(x, 2, group),
+                delta=of_channels(delta, 2, group),
+                A=of_channels(a.A, 0, group)[:, None].repeat(1, states),
+                B=B[:, :, group],
+                C=C[:, :, group],
+                D=skip(a.D, 0, group),
+                z=flat(z, 2, group),
+                delta_bias=of_channels(delta_bias, 0, group),
+                initial_state=flat(a.initial_state, 1, group),
+                layout=a.layout,
+                delta_softplus=a.delta_softplus and a.delta_limit is None,
+                return_final_state=a.return_final_state,
+            )
+        )
         outputs.append(y)
         finals.append(final)
     # Channels of all groups side by side are heads by channels again.
