@@ -137,9 +137,8 @@ class Case:
         tensors = {name: tensor.detach().requires_grad_() for name, tensor in self.tensors.items()}
         out = function(tensors)
         outputs = dict(zip(("y", "final_state"), out if self.options["return_final_state"] else (out,)))
-        grads = zip(outputs.values(), (self.grad_y, self.grad_final))
-        parts, grads = zip(*((part, grad.to(part.dtype)) for part, grad in grads if grad is not None))
-        gradients = torch.autograd.grad(parts, list(tensors.values()), grads)
+        grads = [grad.to(part.dtype) for grad, part in zip((self.grad_y, self.grad_final), outputs.values())]
+        gradients = torch.autograd.grad(list(outputs.values()), list(tensors.values()), grads)
         results = {name: part.detach() for name, part in outputs.items()}
         return results | {f"grad {name}": gradient for name, gradient in zip(tensors, gradients)}
 
@@ -157,16 +156,15 @@ def random_case(
     width: int = 4,
     parameter_dtype: torch.dtype | None = None,
     headdim: int = 3,
-    draw_on: str = "cpu",
 ) -> Case:
     """Arguments as a model gives them: x, u and z, B and C are slices of wider tensors, delta is around its usual size.
 
     Of ssd_pack ``channels`` are heads, in two groups if they are even.
     """
-    generator = torch.Generator(draw_on).manual_seed(seed)
+    generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(*shape, generator=generator, dtype=torch.float64, device=draw_on).to(dtype).to(device)
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
 
     (rows, row_length), documents, wide = layout.shape, layout.num_documents, accumulation_dtype(dtype)
     grad_shape: tuple[int, ...] = (rows, row_length, channels)
@@ -233,25 +231,6 @@ def documents_of(case: Case, results: dict[str, Tensor], s: int) -> Any:
             yield name, value.flatten(0, 1)[tokens]
         elif name in ("final_state", "grad initial_state"):
             yield name, value[s]
-
-
-def assert_bits_are_those_alone(case: Case, backend: str, documents: Iterable[int]) -> None:
-    """Each of these documents in a row of its own length, from its own state: every bit is as among the others."""
-    layout, together = case.layout, case.run(backend)
-    for s in documents:
-        tokens, alone = slice(int(layout.starts[s]), int(layout.ends[s])), copy.copy(case)
-        length, offset = int(layout.lengths[s]), int(layout.offsets[s])
-        alone.layout = SequenceLayout.from_lengths([[length]], length, offsets=[[offset]]).to(layout.starts.device)
-        alone.tensors = dict(case.tensors)
-        for name in case.tensors.keys() & set(PER_TOKEN):
-            alone.tensors[name] = case.tensors[name].flatten(0, 1)[tokens][None]
-        alone.grad_y = case.grad_y.flatten(0, 1)[tokens][None]
-        if case.grad_final is not None:
-            alone.tensors["initial_state"] = case.tensors["initial_state"][s : s + 1]
-            alone.grad_final = case.grad_final[s : s + 1]
-        expected = dict(documents_of(case, together, s))
-        for name, value in documents_of(alone, alone.run(backend), 0):
-            assert torch.equal(value, expected[name]), (name, s)
 
 
 def assert_poison_stays(clean: Case, backend: str, poison: float) -> None:

@@ -10,7 +10,6 @@ from operators import (
     LONG,
     PER_TOKEN,
     TOLERANCES,
-    assert_bits_are_those_alone,
     assert_padding_is_unseen,
     assert_poison_stays,
     assert_results,
@@ -229,6 +228,60 @@ def test_more_elements_than_32_bits_count(operator):
         assert found.isfinite().all() and relative_error(found, expected) <= tolerance
 
 
+def own_tensors(operator, lengths, row_length, channels=1536, states=False, dtype=torch.bfloat16):
+    """Return for each document its outputs, final state and the gradients of its own tensors.
+
+    lengths: rows of (tokens, seed): a document's tensors are drawn from its seed, from token 0 on, whatever stands beside it.
+    """
+    tokens = [[n for n, _ in row] for row in lengths]
+    layout = SequenceLayout.from_lengths(tokens, row_length).to("cuda")
+    spans = list(zip(layout.starts.tolist(), layout.ends.tolist(), layout.offsets.tolist(), strict=True))
+    seeds = [seed for row in lengths for _, seed in row]
+
+    def normal(seed, *shape):
+        return torch.randn(*shape, generator=torch.Generator("cuda").manual_seed(seed), device="cuda")
+
+    def activations(number, *width):
+        flat = torch.full((len(tokens) * row_length, *width), torch.nan, dtype=dtype, device="cuda")
+        for (start, end, offset), seed in zip(spans, seeds, strict=True):
+            flat[start:end] = normal(10 * seed + number, offset + end - start, *width)[offset:]
+        return flat.view(len(tokens), row_length, *width)
+
+    def states_of(number, *shape):
+        return torch.stack([normal(10 * seed + number, *shape) for seed in seeds])
+
+    if operator == "ssm_pack":
+        own = {"u": channels, "delta": channels, "B": 16, "C": 16, "z": channels}
+        A = -torch.arange(1, 17, device="cuda").float().repeat(channels, 1) * normal(1, channels, 1).exp()
+        shared = {"A": A, "D": normal(2, channels), "delta_bias": normal(3, channels) - 3}
+        options, shape = {"delta_softplus": True}, (channels, 16)
+    elif operator == "ssd_pack":
+        heads = channels = (channels // 512, 64)
+        own = {"x": heads, "delta": heads[:1], "B": (1, 128), "C": (1, 128), "z": heads}
+        shared = {"A": -normal(1, heads[0]).exp(), "D": normal(2, heads[0]), "delta_bias": normal(3, heads[0]) - 3}
+        options, shape = {"delta_softplus": True}, (*heads, 128)
+    else:
+        own, shared = {"x": channels}, {"weight": normal(1, channels, 4), "bias": normal(2, channels)}
+        options, shape = {"activation": "silu"}, (channels, 3)
+    own = {name: width if isinstance(width, tuple) else (width,) for name, width in own.items()}
+    channels = channels if isinstance(channels, tuple) else (channels,)
+    tensors = {name: activations(i, *width).requires_grad_() for i, (name, width) in enumerate(own.items())}
+    if states:
+        tensors["initial_state"] = states_of(7, *shape).requires_grad_()
+    y, final = getattr(ops, operator)(**tensors, **shared, **options, layout=layout, return_final_state=True)
+    outputs, grads = [y], [activations(8, *channels)]
+    if states:
+        outputs, grads = [y, final], [*grads, states_of(9, *shape)]
+    gradients = torch.autograd.grad(outputs, list(tensors.values()), grads)
+    per_token = {"y": y.detach()} | {f"grad of {name}": g for name, g in zip(tensors, gradients) if name in own}
+    per_document = {"final_state": final.detach()} | ({"grad of initial_state": gradients[-1]} if states else {})
+    return [
+        {name: value.flatten(0, 1)[start:end] for name, value in per_token.items()}
+        | {name: value[i] for name, value in per_document.items()}
+        for i, (start, end, _) in enumerate(spans)
+    ]
+
+
 NEIGHBOURS = {
     "first of short ones": lambda n: ([[n] + [600] * ((65536 - n) // 600)], 0),
     "last of short ones": lambda n: ([[600] * ((65536 - n) // 600) + [n]], (65536 - n) // 600),
@@ -237,18 +290,16 @@ NEIGHBOURS = {
 }
 
 
-def assert_no_neighbour_moves_a_bit(operator, length, channels=1536, dtype=torch.bfloat16, **options):
-    """Also of the final state where documents begin from none."""
-    sizes = {"channels": channels, "d_state": 16, "parameter_dtype": torch.float32}
-    if operator == "ssd_pack":
-        sizes = {"channels": channels // 512, "headdim": 64, "d_state": 128}
-    for neighbours in NEIGHBOURS.values():
+def assert_no_neighbour_moves_a_bit(operator, length, **options):
+    alone = own_tensors(operator, [[(length, 7)]], length, **options)[0]
+    for name, neighbours in NEIGHBOURS.items():
         lengths, at = neighbours(length)
-        layout = SequenceLayout.from_lengths(lengths, 65536)
-        case = random_case(operator, layout, dtype, "cuda", draw_on="cuda", **sizes, **options)
-        case.tensors = {name: tensor.contiguous() for name, tensor in case.tensors.items()}
-        case.options["return_final_state"] = True
-        assert_bits_are_those_alone(case, "cuda", [at])
+        numbered = iter(range(100, 1000))
+        flat = [(n, next(numbered)) for row in lengths for n in row]
+        flat[at] = (length, 7)
+        rows = [[flat.pop(0) for _ in row] for row in lengths]
+        for key, value in own_tensors(operator, rows, 65536, **options)[at].items():
+            assert torch.equal(value, alone[key]), (name, key)
 
 
 @pytest.mark.parametrize("operator", ["ssm_pack", "ssd_pack", "conv1d_pack"])
@@ -275,24 +326,32 @@ def test_a_documents_bits_in_float32(length, states):
 )
 def test_a_pass_split_where_states_are_combined_is_one_pass(operator, channels, begin, at):
     """Bits, gradients through the state among them; of ssd_pack the first pass begins inside a segment."""
-    end, sizes = at + 3000, {"channels": channels, "d_state": 16}
-    if operator == "ssd_pack":
-        sizes = {"channels": channels // 64, "headdim": 64, "d_state": 128}
-    case = random_case(operator, SequenceLayout.from_lengths([[end]], end), torch.bfloat16, "cuda", **sizes)
-    tensors = {name: tensor.contiguous().requires_grad_() for name, tensor in case.tensors.items()}
-    start = tensors.pop("initial_state")
-    inputs = [*(tensor for name, tensor in tensors.items() if name in PER_TOKEN), start]
-    grads = [case.grad_y[:, begin:], case.grad_final]
+    end, generator = at + 3000, torch.Generator("cuda").manual_seed(0)
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, generator=generator, device="cuda").to(dtype)
+
+    if operator == "ssm_pack":
+        widths, shape = ((channels,), (channels,), (16,), (16,), (channels,)), (channels, 16)
+        A, skip = -torch.arange(1, 17, device="cuda").float().repeat(channels, 1), channels
+    else:
+        skip = heads = channels // 64
+        widths, shape = ((heads, 64), (heads,), (1, 128), (1, 128), (heads, 64)), (heads, 64, 128)
+        A = -normal(heads, dtype=torch.float32).exp()
+    wide = [normal(1, end, *width).requires_grad_() for width in widths]
+    rest = {"D": normal(skip, dtype=torch.float32), "delta_softplus": True, "return_final_state": True}
+    start = normal(1, *shape, dtype=torch.float32).requires_grad_()
+    grads = [normal(1, end - begin, *widths[0]), normal(1, *shape, dtype=torch.float32)]
 
     def scan(first, last, state):
         layout = SequenceLayout.from_lengths([[last - first]], last - first, [[first]]).to("cuda")
-        here = {name: tensor[:, first:last] if name in PER_TOKEN else tensor for name, tensor in tensors.items()}
-        return getattr(ops, operator)(**here, **case.options, layout=layout, initial_state=state)
+        x, delta, B, C, z = (tensor[:, first:last] for tensor in wide)
+        return getattr(ops, operator)(x, delta - 2, A, B, C, z=z, layout=layout, initial_state=state, **rest)
 
     y, final = scan(begin, end, start)
-    one = [y, final, *torch.autograd.grad([y, final], inputs, grads)]
+    one = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
     y, state = scan(begin, at, start)
     more, final = scan(at, end, state)
     y = torch.cat([y, more], 1)
-    two = [y, final, *torch.autograd.grad([y, final], inputs, grads)]
+    two = [y, final, *torch.autograd.grad([y, final], [*wide, start], grads)]
     torch.testing.assert_close(one, two, rtol=0, atol=0)

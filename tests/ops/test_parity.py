@@ -1,5 +1,6 @@
 """One suite for every backend: held against the loops over documents, never against another fast path."""
 
+import copy
 import functools
 
 import pytest
@@ -13,11 +14,11 @@ from operators import (
     LONG,
     PER_TOKEN,
     TOLERANCES,
-    assert_bits_are_those_alone,
     assert_padding_is_unseen,
     assert_poison_stays,
     assert_results,
     device_of,
+    documents_of,
     dtypes_of,
     every_backend,
     every_operator,
@@ -211,11 +212,22 @@ def test_no_layout_means_each_row_is_a_document(operator, backend):
 @pytest.mark.parametrize(("channels", "d_state"), [(5, 4), (3, 7), (2, 64)])
 def test_a_document_has_the_same_bits_alone(operator, backend, channels, d_state, lengths, first):
     """Whatever its neighbours' lengths and its place: also where products of matrices round by how these lie in memory."""
+    device = device_of(backend)
     offsets = [[first, *[0] * len(lengths[0][1:])], [0] * len(lengths[1])]
     layout = SequenceLayout.from_lengths(lengths, row_length=200, offsets=offsets)
-    sizes = {"channels": channels, "d_state": d_state, "headdim": 7}
-    case = random_case(operator, layout, torch.float32, device_of(backend), **sizes)
-    assert_bits_are_those_alone(case, backend, range(layout.num_documents))
+    case = random_case(operator, layout, torch.float32, device, channels=channels, d_state=d_state, headdim=7)
+    together = case.run(backend)
+    for s, (start, end, offset) in enumerate(zip(layout.starts, layout.ends, layout.offsets)):
+        alone = copy.copy(case)
+        length = int(end - start)
+        alone.layout = SequenceLayout.from_lengths([[length]], length, offsets=[[int(offset)]]).to(device)
+        alone.tensors = case.tensors | {"initial_state": case.tensors["initial_state"][s : s + 1]}
+        for name in alone.tensors.keys() & set(PER_TOKEN):
+            alone.tensors[name] = case.tensors[name].flatten(0, 1)[start:end][None]
+        alone.grad_y, alone.grad_final = case.grad_y.flatten(0, 1)[start:end][None], case.grad_final[s : s + 1]
+        expected = dict(documents_of(case, together, s))
+        for name, value in documents_of(alone, alone.run(backend), 0):
+            assert torch.equal(value, expected[name]), (name, s)
 
 
 @every_backend
