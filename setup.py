@@ -6,6 +6,7 @@ compiler. PACKMAMBA_PREBUILT names the kinds that must be compiled: ``cpu``, ``c
 PACKMAMBA_CUDA_ARCHS, by default ``CUDA_ARCHITECTURES``), or nothing for a wheel of sources alone.
 """
 
+import importlib.metadata
 import importlib.util
 import os
 import platform
@@ -24,6 +25,7 @@ INSTRUCTION_SETS = (
 )
 """What the compiler is told, by PyTorch's name of a CPU's capability, which chooses at run time."""
 CUDA_ARCHITECTURES = "80,90,100"
+OLDEST_PYTORCH = (2, 11)  # of the dependencies in pyproject.toml
 if importlib.util.find_spec("torch") is None:
     # pip's isolated build hides the environment. Kernels serve the PyTorch that they are compiled
     # with, so take that one, and download none.
@@ -36,7 +38,10 @@ def wanted_kinds() -> list[str]:
     if named is not None:
         return [kind for kind in named.split(",") if kind]
     compiler = shutil.which(os.environ.get("CXX") or "g++") or shutil.which("c++")
-    return ["cpu"] if compiler and importlib.util.find_spec("torch") else []
+    if not compiler or not importlib.util.find_spec("torch"):
+        return []
+    major, minor = importlib.metadata.version("torch").split(".")[:2]
+    return ["cpu"] if OLDEST_PYTORCH <= (int(major), int(minor)) else []
 
 
 def compile_kernels(kinds: list[str], folder: Path) -> None:
@@ -60,8 +65,16 @@ class BuildWithKernels(build_py):
     def run(self) -> None:
         super().run()
         kinds = [] if self.editable_mode else wanted_kinds()
-        if kinds:
-            compile_kernels(kinds, Path(self.build_lib) / "packmamba" / "prebuilt")
+        if not kinds:
+            return
+        folder = Path(self.build_lib) / "packmamba" / "prebuilt"
+        try:
+            compile_kernels(kinds, folder)
+        except Exception as error:  # an old compiler, say
+            if "PACKMAMBA_PREBUILT" in os.environ:
+                raise
+            print(f"no compiled kernels in the wheel, they compile on first use: {error}", file=sys.stderr)
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 class WheelOfPlatform(bdist_wheel):

@@ -2,6 +2,7 @@
 
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -193,8 +194,12 @@ def train_tokenizer(folder: str | Path, texts: Iterable[str], vocab_size: int, *
     tokens: begin token and end token, or None; then further special tokens.
     """
     bpe = extra("tokenizers", "tokenize").ByteLevelBPETokenizer()
+    special = _named(*tokens)
+    # What a special token stands for is never in pieces, so that none is to be learned.
+    between = re.compile("|".join(map(re.escape, special)) or "(?!)")
+    texts = itertools.chain.from_iterable(map(between.split, texts))
     # Bars on stderr; where that is no terminal, the package would print empty lines on stdout.
-    bpe.train_from_iterator(texts, vocab_size, show_progress=os.isatty(2), special_tokens=_named(*tokens))
+    bpe.train_from_iterator(texts, vocab_size, show_progress=os.isatty(2), special_tokens=special)
     file = Path(folder) / TOKENIZER
     write_whole(file, bpe.to_str(pretty=True).encode())
     write_tokenizer(folder, str(file), *tokens[:2])

@@ -6,17 +6,23 @@ YAML tasks. Importing the harness takes seconds, so that only a name that is no 
 
 import functools
 import importlib.util
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from packmamba.data.sources import reads_text
 from packmamba.data.sources.records import write_tokenizer_of
-from packmamba.errors import need, suggest
+from packmamba.errors import need, refusing, suggest
 from packmamba.evaluation.load import EvalContext, EvalResult
 from packmamba.nn import MambaLM
 
-OPTIONS = ("limit", "num_fewshot", "include_path")
+# Options of a task, and what they may be.
+OPTIONS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "limit": ("a number above 0", lambda value: type(value) in (int, float) and value > 0),
+    "num_fewshot": ("an integer of at least 0", lambda value: type(value) is int and value >= 0),
+    "include_path": ("a folder", lambda value: isinstance(value, str) and Path(value).is_dir()),
+}
 
 
 @functools.cache
@@ -28,40 +34,48 @@ def task_manager(include_path: str | None) -> Any:
 
 
 def check_task(name: str, context: EvalContext, evaluations: Iterable[str]) -> None:
-    """Check a task's name and its options; ``evaluations``: names that are no tasks. Raises ConfigError."""
+    """Check a task's name and options, and read its documents, which may be downloaded.
+
+    evaluations: names that are no tasks. Raises ConfigError.
+    """
     expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
     got = f"'{name}'{suggest(name, evaluations)}"
     need(importlib.util.find_spec("lm_eval"), context.names, expected, got)
     is_text = reads_text(context.data)
     need(is_text, context.names, "evaluations of ids, since the documents are no text", f"'{name}'")
-    for option in context.options:
-        need(option in OPTIONS, f"{context.key}.{name}", f"options of {', '.join(OPTIONS)}", f"'{option}'")
+    for option, value in context.options.items():
+        place = f"{context.key}.{name}"
+        need(option in OPTIONS, place, f"options of {', '.join(OPTIONS)}", f"'{option}'")
+        expected, holds = OPTIONS[option]
+        need(value is None or holds(value), f"{place}.{option}", expected, repr(value))
     manager = task_manager(context.options.get("include_path"))
     need(name in manager.all_tasks, context.names, expected, got)
     need(name in manager.all_subtasks, context.names, "tasks and no group of them", f"'{name}'; name its tasks")
     ends = context.folder or context.data.end_token
     need(ends, "data.end_token", f"a token, which the harness needs for '{name}'", None)
+    with refusing(Exception, prefix=f"{context.names}: cannot read '{name}': "):
+        manager.load(name)
 
 
 def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
     """Evaluate a task by the harness; its metrics, and an item for each example and filter.
 
-    The tokenizer is that of ``context.folder``, or one as the run's folder will have. No generator
-    of random numbers is seeded: a training that goes on keeps its bits.
+    The tokenizer is that of ``context.folder``, or one as the run's folder will have. The harness
+    seeds the generators of random numbers. Raises ConfigError.
     """
     import lm_eval
 
     from packmamba.evaluation.lm_eval_adapter import PackMambaLM
 
     options = dict(context.options)
-    unseeded = dict.fromkeys(("random_seed", "numpy_random_seed", "torch_random_seed"))
-    unseeded |= {"task_manager": task_manager(options.pop("include_path", None))}
-    with TemporaryDirectory() as folder:
+    manager = task_manager(options.pop("include_path", None))
+    with TemporaryDirectory() as folder, refusing(ValueError, prefix=f"{context.names}: '{name}': "):
         if context.folder is None:
             write_tokenizer_of(context.data, folder)
         adapter = PackMambaLM(model, context.folder or folder, context.max_slots)
-        results = lm_eval.simple_evaluate(adapter, tasks=[name], **options, **unseeded)
+        results = lm_eval.simple_evaluate(adapter, tasks=[name], task_manager=manager, **options)
     values = results["results"][name]
+    values.pop("sample_len", None)  # the number of examples is no metric
     numbers = {key: value for key, value in values.items() if isinstance(value, (int, float))}
     # acc,none, or of each of a task's filters: exact_match,strict-match
     metrics = {key.removesuffix(",none"): value for key, value in numbers.items()}

@@ -151,9 +151,9 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     bits_per_byte = nats / math.log(2) / sum(sizes) if any(sizes) else float("nan")
     metrics = {"loss": nats / total, "bits_per_byte": bits_per_byte, "targets": total, "documents": len(items)}
     for number, name in enumerate(texts.corpus.source_names):
-        if of_source := [item for item in items if item["group"] == number]:
-            nats_of_source, targets_of_source = (sum(item[key] for item in of_source) for key in ("nats", "targets"))
-            metrics[f"loss.{name}"] = nats_of_source / targets_of_source
+        of_source = [item for item in items if item["group"] == number]
+        if targets_of_source := sum(item["targets"] for item in of_source):
+            metrics[f"loss.{name}"] = sum(item["nats"] for item in of_source) / targets_of_source
     if boundary.as_trained:
         metrics["loss_as_trained"] = sum(columns["nats_as_trained"]) / total
     # A document's targets and nats in each octave, to be summed by group.

@@ -26,6 +26,7 @@ from lightning.pytorch.callbacks import Checkpoint as LightningCheckpoint
 from lightning.pytorch.callbacks import TQDMProgressBar, WeightAveraging
 from lightning.pytorch.callbacks.throughput_monitor import _plugin_to_compute_dtype
 from lightning.pytorch.plugins.io import TorchCheckpointIO
+from lightning.pytorch.utilities.seed import isolate_rng
 from torch import Tensor
 
 from packmamba.config import Config, TrainerConfig
@@ -448,7 +449,8 @@ class Evaluations(Saved, Callback):
         numbers: dict[str, float | None] = {}
         for name in self.config.evaluations:
             context = evaluation_context(self.config, name, tokenizer=tokenizer, max_slots=max_slots)
-            results[name] = evaluate(name, model, context)
+            with isolate_rng():  # the harness seeds, and a training that goes on keeps its bits
+                results[name] = evaluate(name, model, context)
             for key, value in results[name].metrics.items():
                 numbers[f"{name}.{key}"] = value if math.isfinite(value) else None
         step = trainer.global_step

@@ -146,6 +146,7 @@ def tokenize(words: list[str]) -> None:
     records.check_writable(config.output, "output", new=True)
     data = config.data
     tokens = (data.begin_token, data.end_token, *config.special_tokens)
+    need(all(config.special_tokens), "special_tokens", "texts that are not empty", config.special_tokens)
     least = 256 + len({*tokens} - {None})
     need(config.vocab_size >= least, "vocab_size", f"at least {least}: bytes and special tokens", config.vocab_size)
     need(reads_text(data), "data.source", "documents of text", "ids, which need no tokenizer; name another")

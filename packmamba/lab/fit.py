@@ -48,6 +48,7 @@ from packmamba.ops.backends import backend_name
 from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
 
+MLFLOW_RUN = "mlflow_run_id"  # a file in the run's folder
 MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
@@ -209,6 +210,8 @@ class _Run:
             if not self.reached:
                 for logger in self.trainer.loggers:
                     logger.log_hyperparams(run_id.recorded_config(self.config))
+                    if isinstance(logger, MLFlowLogger):
+                        records.write_whole(self.folder / MLFLOW_RUN, str(logger.run_id).encode())
         return module
 
     def _train(self, module: PackedLitModule) -> None:
@@ -414,7 +417,10 @@ def make_logger(spec: Any, folder: Path, purged_step: int) -> Logger:
             "tracking_uri": f"sqlite:///{runs / 'mlflow.db'}",
             "artifact_location": str(runs / "mlartifacts"),
         }
-        return MLFlowLogger(runs.name, folder.name, **({} if "MLFLOW_TRACKING_URI" in os.environ else local))
+        begun = folder / MLFLOW_RUN
+        run = begun.read_text() if begun.is_file() else None  # which a resumed run goes on with
+        places = {} if "MLFLOW_TRACKING_URI" in os.environ else local
+        return MLFlowLogger(runs.name, folder.name, run_id=run, **places)
     return instantiate(spec, "trainer.loggers", save_dir=folder)
 
 

@@ -6,6 +6,7 @@ Shapes: B rows, L slots, S documents, H heads, P channels of a head, G groups, N
 """
 
 import copy
+import subprocess
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -200,17 +201,22 @@ def elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
 
 
 def _forward(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
-    y, final_state, starts = _kernels(a.x).forward(a)
+    try:
+        y, final_state, starts = _kernels(a.x).forward(a)
+    except (RuntimeError, OSError, subprocess.CalledProcessError) as error:
+        if build.has_c_compiler():
+            raise
+        remedy = "install gcc or name one in CC, or set ops.backend=reference"
+        raise KernelError(
+            f"no C compiler, which Triton needs for Mamba-2's and Mamba-3's kernels: {remedy}"
+        ) from error
     return Outputs(y=y, final_state=final_state), ScanSaved(states=starts)
 
 
 def _kernels(x: Tensor) -> Any:
-    check_has_kernels(x)
-    if not build.has_c_compiler():
-        remedy = "install gcc or name one in CC, or set ops.backend=reference"
-        raise KernelError(f"no C compiler, which Triton needs for Mamba-2's kernels: {remedy}")
     from packmamba.ops import ssd_triton  # which imports Triton
 
+    check_has_kernels(x)
     return ssd_triton
 
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -113,9 +114,14 @@ print("ran")"""
 
 
 def test_mamba_2_without_a_c_compiler_says_what_to_do(monkeypatch):
+    kernels = mock.Mock(forward=mock.Mock(side_effect=RuntimeError("Failed to find C compiler")))
+    monkeypatch.setattr(ssd, "_kernels", lambda x: kernels)
+    arguments = mock.Mock(x=torch.empty(1))
+    with pytest.raises(RuntimeError, match="^Failed"):
+        ssd._forward(arguments, False)
     monkeypatch.setattr(build, "has_c_compiler", lambda: False)
     with pytest.raises(KernelError, match="no C compiler.*install gcc.*ops.backend=reference"):
-        ssd._kernels(torch.empty(1))
+        ssd._forward(arguments, False)
 
 
 def test_architectures_may_be_named_without_a_gpu(tmp_path, monkeypatch):
