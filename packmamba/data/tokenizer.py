@@ -186,12 +186,14 @@ def write_tokenizer(
     write_whole(folder / OPTIONS, (json.dumps(options, indent=2) + "\n").encode())
 
 
-def train_tokenizer(folder: str | Path, texts: Iterable[str], vocab_size: int, *tokens: str | None) -> Tokenizer:
+def train_tokenizer(
+    folder: str | Path, texts: Iterable[str], vocab_size: int, *tokens: str | None, template: str | None = None
+) -> Tokenizer:
     """Train byte-level BPE; write it into a folder, and read it.
 
     It gives back every text, but for these tokens in it.
 
-    tokens: begin token and end token, or None; then further special tokens.
+    tokens: begin token and end token, or None; then further special tokens. template: of chats.
     """
     bpe = extra("tokenizers", "tokenize").ByteLevelBPETokenizer()
     special = _named(*tokens)
@@ -202,7 +204,8 @@ def train_tokenizer(folder: str | Path, texts: Iterable[str], vocab_size: int, *
     bpe.train_from_iterator(texts, vocab_size, show_progress=os.isatty(2), special_tokens=special)
     file = Path(folder) / TOKENIZER
     write_whole(file, bpe.to_str(pretty=True).encode())
-    write_tokenizer(folder, str(file), *tokens[:2])
+    begin_token, end_token = tokens[:2]
+    write_tokenizer(folder, str(file), begin_token, end_token, template)
     return read_tokenizer(folder)
 
 

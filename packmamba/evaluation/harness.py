@@ -38,18 +38,20 @@ def check_task(name: str, context: EvalContext, evaluations: Iterable[str]) -> N
 
     evaluations: names that are no tasks. Raises ConfigError.
     """
-    expected = "an evaluation, or a task of the harness (pip install 'packmamba[eval]')"
+    expected = "an evaluation, or a task of lm-evaluation-harness"
     got = f"'{name}'{suggest(name, evaluations)}"
-    need(importlib.util.find_spec("lm_eval"), context.names, expected, got)
+    remedy = "; pip install 'packmamba[eval]' for the harness"
+    need(importlib.util.find_spec("lm_eval"), context.names, expected, got + remedy)
     is_text = reads_text(context.data)
     need(is_text, context.names, "evaluations of ids, since the documents are no text", f"'{name}'")
     for option, value in context.options.items():
         place = f"{context.key}.{name}"
         need(option in OPTIONS, place, f"options of {', '.join(OPTIONS)}", f"'{option}'")
-        expected, holds = OPTIONS[option]
-        need(value is None or holds(value), f"{place}.{option}", expected, repr(value))
+        valid, holds = OPTIONS[option]
+        need(value is None or holds(value), f"{place}.{option}", valid, repr(value))
     manager = task_manager(context.options.get("include_path"))
-    need(name in manager.all_tasks, context.names, expected, got)
+    remedy = "; name the folder of a task of your own in include_path"
+    need(name in manager.all_tasks, context.names, expected, got + remedy)
     need(name in manager.all_subtasks, context.names, "tasks and no group of them", f"'{name}'; name its tasks")
     ends = context.folder or context.data.end_token
     need(ends, "data.end_token", f"a token, which the harness needs for '{name}'", None)

@@ -32,7 +32,7 @@ try:
     from packmamba.config import CONFIGS, CONFIGURATION, Config, DataConfig, import_plugins, key, registry, resolve
     from packmamba.config.load import PACKAGE, keys_of, load, load_config, newest_run, read_layers, shown
     from packmamba.data.sources import read_texts, reads_text
-    from packmamba.data.sources.records import write_tokenizer_of
+    from packmamba.data.sources.records import find_chat_template, write_tokenizer_of
     from packmamba.data.token_store import load_corpora
     from packmamba.data.tokenizer import TEMPLATE, TOKENIZER, train_tokenizer
     from packmamba.evaluation import generate as continue_tokens
@@ -152,7 +152,9 @@ def tokenize(words: list[str]) -> None:
     need(reads_text(data), "data.source", "documents of text", "ids, which need no tokenizer; name another")
     has_both = all(any(read_texts(data, held_out)) for held_out in (False, True))
     need(has_both, "data.path", "documents in training and validation", "none in one of them; add others with text")
-    tokenizer = train_tokenizer(config.output, read_texts(data, held_out=False), config.vocab_size, *tokens)
+    template, _ = find_chat_template("bytes", data.chat_template)
+    documents = read_texts(data, held_out=False)
+    tokenizer = train_tokenizer(config.output, documents, config.vocab_size, *tokens, template=template)
     texts = tqdm(read_texts(data, held_out=True), "Validation", unit=" documents", disable=None)
     sizes = [(len(text.encode()), len(tokenizer.encode(text))) for text in texts]
     ratio = sum(size for size, _ in sizes) / sum(count for _, count in sizes)

@@ -70,7 +70,7 @@ def test_tokenize_then_train(tmp_path, monkeypatch, capsys):
         lines = [f'{{"split": "{split}", "text": "{word}{word} {split}"}}\n' for split in ("train", "validation")]
         (tmp_path / f"{word}.jsonl").write_text("".join(lines * 3))
     sources = "data.sources=[{source: splits, path: ab.jsonl, weight: 1}, {source: splits, path: cd.jsonl, weight: 2}]"
-    keys = [sources, "vocab_size=300", "special_tokens=[<|im_end|>]"]
+    keys = [sources, "vocab_size=300", "special_tokens=[<|im_end|>]", "data.chat_template=chatml"]
     statuses = [cli.main(["tokenize", *keys, f"output={name}"]) for name in "aba"]
     shown = capsys.readouterr()
     assert statuses == [0, 0, 2] and "output: expected a new or empty folder" in shown.err
@@ -78,7 +78,7 @@ def test_tokenize_then_train(tmp_path, monkeypatch, capsys):
     tokenizer = transformers.AutoTokenizer.from_pretrained("a")
     assert {"abab", "cdcd", "Ġtrain"} < tokenizer.get_vocab().keys() and "Ġvalidation" not in tokenizer.get_vocab()
     assert tokenizer.decode(tokenizer.encode("abab \t\0é𝄞 <s")) == "abab \t\0é𝄞 <s"
-    assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [2]
+    assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [2] and "<|im_end|>" in tokenizer.chat_template
     tiny = "model.d_model=8 data.row_length=16 data.tokens_per_step=16 trainer.max_steps=1 trainer.loggers=[]".split()
     assert cli.main([*shlex.split(shown.out.rpartition("run.py ")[2]), *tiny]) == 0, "the command that it printed"
 
