@@ -15,7 +15,6 @@ MIXERS = "packmamba.nn.mixers:MIXERS"
 OPTIMIZERS = "packmamba.training.optimizer:OPTIMIZERS"
 SCHEDULES = "packmamba.training.optimizer:SCHEDULES"
 STRATEGIES = "packmamba.data.packing:STRATEGIES"
-EVALUATIONS = "After training: perplexity, positions, long_context, built-in tasks (mqar, ...), or the harness's."
 MIXER_KEYS = ("d_state", "d_conv", "expand", "dt_rank")  # of the section model
 PRECISIONS = ("32-true", "bf16-mixed", "16-mixed", "bf16-true", "16-true", "64-true")
 NAMED = ("csv", "tensorboard", "wandb", "mlflow")
@@ -226,7 +225,7 @@ class Config:
     name: str = key("train", "Name of the run and of its arm in tables.")
     output: Optional[str] = key(None, "Folder of the record.", null="the run's own")
     plugins: list[str] = key([], "Modules to import first.")
-    evaluations: list[str] = key([], EVALUATIONS)
+    evaluations: list[str] = key([], "After training: perplexity, mqar, ..., or tasks of lm-evaluation-harness.")
     evaluation_options: dict[str, Any] = key({}, "Such as evaluation_options.mqar.num_pairs=4.")
     evaluation_examples: int = key(200, "Examples of each task.", low=1)
     seed: int = key(0, "Seed of initial weights and the order of documents.", low=0, high=2**32 - 1)

@@ -433,9 +433,8 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
         load_weights(model, weights, path, "this run's keys of model")
         # What no weight's shape shows.
         for name in getattr(MIXERS[config.model.mixer], "EXPLICIT", {}).keys() & arguments.keys():
-            expect(
-                model.config[name] == arguments[name], name, f"{arguments[name]}, as of {path}", model.config[name]
-            )
+            ours, theirs = model.config[name], arguments[name]
+            expect(ours == theirs, f"mixer_options.{name}", f"{theirs}, as of {path}", ours)
 
 
 def warn_of_another_tokenizer(config: Config) -> None:

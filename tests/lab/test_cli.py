@@ -67,7 +67,8 @@ def test_tokenize_then_train(tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     for word in ("ab", "cd"):
-        lines = [f'{{"split": "{split}", "text": "{word}{word} {split}"}}\n' for split in ("train", "validation")]
+        text = f"{word}{word} <|im_end|>"
+        lines = [f'{{"split": "{split}", "text": "{text}{split}"}}\n' for split in ("train", "validation")]
         (tmp_path / f"{word}.jsonl").write_text("".join(lines * 3))
     sources = "data.sources=[{source: splits, path: ab.jsonl, weight: 1}, {source: splits, path: cd.jsonl, weight: 2}]"
     keys = [sources, "vocab_size=300", "special_tokens=[<|im_end|>]", "data.chat_template=chatml"]
@@ -76,7 +77,8 @@ def test_tokenize_then_train(tmp_path, monkeypatch, capsys):
     assert statuses == [0, 0, 2] and "output: expected a new or empty folder" in shown.err
     assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
     tokenizer = transformers.AutoTokenizer.from_pretrained("a")
-    assert {"abab", "cdcd", "Ġtrain"} < tokenizer.get_vocab().keys() and "Ġvalidation" not in tokenizer.get_vocab()
+    learned = tokenizer.get_vocab().keys()
+    assert {"abab", "cdcd", "train"} < learned and not {"validation", "im", "im_end"} & learned
     assert tokenizer.decode(tokenizer.encode("abab \t\0é𝄞 <s")) == "abab \t\0é𝄞 <s"
     assert tokenizer.encode("<|im_end|>", add_special_tokens=False) == [2] and "<|im_end|>" in tokenizer.chat_template
     tiny = "model.d_model=8 data.row_length=16 data.tokens_per_step=16 trainer.max_steps=1 trainer.loggers=[]".split()

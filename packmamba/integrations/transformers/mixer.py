@@ -132,9 +132,24 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     keeps = cache is not None
     if has_norm and _norms_groups(mixer.norm, channels // groups):
         layout = check_layout(layout, projected, "hidden")
-        parameters = (*convolution, A, D, delta_bias, mixer.norm.weight.to(wide))
-        options = (groups, mixer.norm.variance_epsilon, mixer.time_step_limit, keeps)
-        arguments = Mamba2Arguments(projected, *parameters, None, None, layout.offsets, layout, layout, *options)
+        arguments = Mamba2Arguments(
+            projected=projected,
+            conv_weight=convolution[0],
+            conv_bias=convolution[1],
+            A=A,
+            D=D,
+            delta_bias=delta_bias,
+            norm_weight=mixer.norm.weight.to(wide),
+            conv_state=None,
+            ssm_state=None,
+            offsets=layout.offsets,
+            conv_layout=layout,
+            ssm_layout=layout,
+            groups=groups,
+            epsilon=mixer.norm.variance_epsilon,
+            delta_limit=mixer.time_step_limit,
+            return_state=keeps,
+        )
         y, _, state = ops.mamba2_inner(arguments)
     else:
         xbc = ops.conv1d_pack(inputs, *convolution, layout=layout, activation="silu")

@@ -205,7 +205,8 @@ def timed_arms(records: Records) -> list[Arm]:
 def arms_with_speeds(records: Records) -> list[Arm]:
     """Return trained arms, with speeds of the latest timing that holds most of them."""
     arms = training_arms(records)
-    timed = [each for each in timed_arms(records) if each.name in {arm.name for arm in arms}]
+    names = {arm.name for arm in arms}
+    timed = [each for each in timed_arms(records) if each.name in names]
     arms_of = Counter(each.timing for each in timed)
     # Of equal counts the first, which is the latest.
     timing = max(arms_of, key=arms_of.__getitem__, default=None)
@@ -355,7 +356,8 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
         is_leak = same and arm.leaks and not other.leaks
         differences = paired(arm, other, metric)
         diverged = divergence(arm, other)
-        comparisons[arm, other] = Comparison(*differences, margin, diverged, family, arm.setting, is_leak)
+        more: Any = {"margin": margin, "divergence": diverged, "family": family}
+        comparisons[arm, other] = Comparison(*differences, **more, setting=arm.setting, is_leak=is_leak)
     rulings = statistics.rule(comparisons, {"primary": absent}, higher_is_better(metric))
     return [Contrast(*pair, comparisons[pair], rulings[pair]) for pair in pairs]
 

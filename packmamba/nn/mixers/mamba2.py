@@ -111,11 +111,24 @@ class PackedMamba2(HeadMixer):
         A = -torch.exp(self.A_log.to(wide))
         D = self.D.to(wide)
         D = D if len(D) == self.nheads else D.view(-1, self.headdim)
-        convolution = (self.conv1d.weight.squeeze(1), self.conv1d.bias)
-        parameters = (*convolution, A, D, self.dt_bias.to(wide), self.norm.weight.to(wide))
-        tensors = (projected, *parameters, conv_state, ssm_state, ssm_layout.offsets)
-        options = (self.ngroups, self.norm_eps, self.dt_limit, return_state)
-        arguments = Mamba2Arguments(*tensors, conv_layout, ssm_layout, *options)
+        arguments = Mamba2Arguments(
+            projected=projected,
+            conv_weight=self.conv1d.weight.squeeze(1),
+            conv_bias=self.conv1d.bias,
+            A=A,
+            D=D,
+            delta_bias=self.dt_bias.to(wide),
+            norm_weight=self.norm.weight.to(wide),
+            conv_state=conv_state,
+            ssm_state=ssm_state,
+            offsets=ssm_layout.offsets,
+            conv_layout=conv_layout,
+            ssm_layout=ssm_layout,
+            groups=self.ngroups,
+            epsilon=self.norm_eps,
+            delta_limit=self.dt_limit,
+            return_state=return_state,
+        )
         normed, *final_states = ops.mamba2_inner(arguments, self.backend)
         return self.out_proj(normed), tuple(final_states) if return_state else None
 
