@@ -121,7 +121,7 @@ def test_weights_of_another_decay_are_refused(tmp_path):
     make(decay="softplus").save_pretrained(tmp_path)
     config = load_config(None, ["model.mixer=mamba3", f"trainer.init_from={tmp_path}"])
     load_initial_weights(make(decay="softplus"), config)
-    with pytest.raises(ConfigError, match=r"trainer\.init_from: decay: expected softplus"):
+    with pytest.raises(ConfigError, match=r"trainer\.init_from: mixer_options\.decay: expected softplus"):
         load_initial_weights(make(), config)
 
 
