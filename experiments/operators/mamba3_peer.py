@@ -23,7 +23,7 @@ from packmamba import PackedMamba3, SequenceLayout
 from packmamba.lab.records import provenance
 
 TOKENS, D_MODEL, ROUNDS = 16384, 2048, 10
-CHECKED, WIDTH = 2048, 128
+CHECKED, WIDTH = 2048, 512
 TOLERANCE = 5e-2  # mamba-ssm approximates sines, and sums angles in chunks
 
 
