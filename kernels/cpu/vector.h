@@ -85,7 +85,21 @@ inline float to_float(bfloat16 value) {
   const uint32_t bits = uint32_t(value.bits) << 16;
   return bit_load<float>(&bits);
 }
-inline float to_float(float16 value) { return float(bit_load<_Float16>(&value.bits)); }
+#if defined(__F16C__)
+inline float to_float(float16 value) { return _cvtsh_ss(value.bits); }
+inline float16 to_float16(float value) { return {_cvtss_sh(value, _MM_FROUND_TO_NEAREST_INT)}; }
+#else
+#if defined(__aarch64__)
+using Half = __fp16;  // g++ knows _Float16 from 13 on
+#else
+using Half = _Float16;  // g++ from 12 on
+#endif
+inline float to_float(float16 value) { return float(bit_load<Half>(&value.bits)); }
+inline float16 to_float16(float value) {
+  const Half half = Half(value);
+  return bit_load<float16>(&half);
+}
+#endif
 inline float to_float(float value) { return value; }
 inline double to_float(double value) { return value; }
 
@@ -123,10 +137,8 @@ inline void store(float16* to, Vec<float> vector) {
   const __m256i narrow = _mm512_cvtps_ph((__m512)vector, _MM_FROUND_TO_NEAREST_INT);
   std::memcpy(to, &narrow, sizeof narrow);
 #else
-  for (int i = 0; i < kLanes<float>; ++i) {
-    const _Float16 half = _Float16(vector[i]);
-    std::memcpy(to + i, &half, sizeof half);
-  }
+  for (int i = 0; i < kLanes<float>; ++i)
+    to[i] = to_float16(vector[i]);
 #endif
 }
 
@@ -180,9 +192,15 @@ void store(T* to, Vec<accumulate_t<T>> vector, int count) {
 template <class V, int half, bool upper, int... lane>
 inline V half_groups(V a, V b, std::integer_sequence<int, lane...>) {
   constexpr int lanes = sizeof...(lane);
-  return __builtin_shufflevector(a, b,
-                                 (lane / (2 * half) * 2 * half + lane % half +
-                                  (lane % (2 * half) < half ? 0 : lanes) + (upper ? half : 0))...);
+  constexpr int from[] = {(lane / (2 * half) * 2 * half + lane % half +
+                           (lane % (2 * half) < half ? 0 : lanes) + (upper ? half : 0))...};
+#if defined(__clang__)
+  return __builtin_shufflevector(a, b, from[lane]...);
+#else
+  // g++ has the function above from 12 on, this one always.
+  typedef Int<std::decay_t<decltype(a[0])>> Mask __attribute__((vector_size(sizeof(V))));
+  return __builtin_shuffle(a, b, Mask{from[lane]...});
+#endif
 }
 template <class V, int half>
 inline void sum_halves(V* vectors) {

@@ -204,6 +204,9 @@ def mix_by_documents(kind: type) -> Callable[..., Tensor]:
     del names["__name__"]
     names |= {name: functools.partial(_recur, names[name]) for name in RULES if name in names}
     forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
+    # The last argument reaches the convolution: in **kwargs, or of LFM2 up to transformers 5.21 as seq_idx.
+    last = list(inspect.signature(own).parameters)[-1]
+    hands_on = "layout" if last == "kwargs" else last
 
     def mix(layer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         hidden = _blank(hidden, packing)
@@ -211,18 +214,26 @@ def mix_by_documents(kind: type) -> Callable[..., Tensor]:
             # Each row is one document. No layer has biases,
             # so zeros before it leave states at zero.
             return theirs(layer, hidden, cache)
-        return forward(layer, hidden, layout=packing.layout)
+        return forward(layer, hidden, **{hands_on: packing.layout})
 
     return mix
 
 
 def _convolve(
-    hidden: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, *, layout: SequenceLayout, **_: Any
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Any = None,
+    activation: Any = None,
+    *,
+    layout: SequenceLayout | None = None,
+    seq_idx: Any = None,
+    **_: Any,
 ) -> Tensor:
     """Convolve each document of hidden (B, D, L), by the arguments of transformers' function.
 
-    SiLU is the one activation that ``patch`` lets pass.
+    SiLU is the one activation that ``patch`` lets pass. The layout comes by its name or as seq_idx.
     """
+    layout = seq_idx if layout is None else layout
     x = hidden.transpose(1, 2)
     y = ops.conv1d_pack(x, weight, bias, layout=layout, activation=activation and "silu")
     return y.transpose(1, 2)

@@ -53,7 +53,9 @@ FAMILIES = (
 BY_DOCUMENTS = {"GatedDeltaNet", "DeltaAttention", "ShortConv"}
 MODEL_TAKES = {"input_ids", "inputs_embeds", "attention_mask", "kwargs"}
 INPUTS = ("input_ids", "inputs_embeds")
-MIXER_TAKES = ["self", "hidden_states", "attention_mask", "kwargs"]
+MIXER_TAKES = ["self", "hidden_states", "attention_mask"]
+# What follows; of LFM2's convolution up to transformers 5.21 it is seq_idx alone.
+LAST_ARGUMENTS = (["kwargs"], ["seq_idx"])
 # Names of the cache argument.
 CACHES = ("cache", "cache_params", "past_key_values")
 # Names of mixers among a hybrid's kinds of layers.
@@ -73,7 +75,7 @@ def check_supported(module: Any) -> None:
         # A whole model: its arguments. A mixer: arguments, and below what it holds.
         known = MODEL_TAKES <= {*takes} and not {*CACHES}.isdisjoint(takes)
     else:
-        known = [*takes[:2], *takes[3:]] == MIXER_TAKES and takes[2] in CACHES
+        known = [*takes[:2], *takes[3:4]] == MIXER_TAKES and takes[2] in CACHES and takes[4:] in LAST_ARGUMENTS
     expected, release = f"that of transformers {KNOWN}", f"transformers {transformers.__version__}"
     expect(known, name, expected, f"{release}: its forward takes {', '.join(takes)}")
     if holds is None:
