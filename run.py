@@ -3,7 +3,8 @@
 import os
 import sys
 
-os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before PyTorch: else OpenMP's threads spin for ms on a busy machine
+# before PyTorch: else OpenMP's threads spin for ms on a busy machine
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def main(argv: list[str] | None = None) -> int:

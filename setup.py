@@ -1,4 +1,5 @@
-"""Package the sources of kernels and configurations, and in a wheel the compiled kernels beside them.
+"""Package the sources of kernels and configurations, and in a wheel the compiled kernels beside
+them.
 
 Sources lie at the top of a checkout and travel as package data. A wheel also has the CPU's kernels,
 compiled for each of ``INSTRUCTION_SETS``, where the environment has PyTorch and the machine a C++
@@ -33,7 +34,9 @@ if importlib.util.find_spec("torch") is None:
 
 
 def wanted_kinds() -> list[str]:
-    """List the kinds of kernels to compile for a wheel: those named, else the CPU's if that is possible."""
+    """List the kinds of kernels to compile for a wheel: those named, else the CPU's if that is
+    possible.
+    """
     named = os.environ.get("PACKMAMBA_PREBUILT")
     if named is not None:
         return [kind for kind in named.split(",") if kind]

@@ -21,7 +21,9 @@ DONE = "done.json"  # the steps that ``reproduce`` has finished in a folder
 
 
 class Bench(NamedTuple):
-    """Measure with ``run(config, records_path, progress)``; ``config`` is a dataclass, then its instance."""
+    """Measure with ``run(config, records_path, progress)``; ``config`` is a dataclass, then its
+    instance.
+    """
 
     config: Any
     run: Callable[[Any, Path, bool], None]
@@ -70,7 +72,10 @@ def kinds_of(folder: Path, records: Iterable[Mapping[str, Any]]) -> dict[str, An
 
 
 def load_bench(what: str | Path, overrides: Iterable[str] = ()) -> Bench:
-    """Load the bench ``<question>``, ``<question>/<name>`` or of a YAML file. Raises ConfigError."""
+    """Load the bench ``<question>``, ``<question>/<name>`` or of a YAML file.
+
+    Raises ConfigError.
+    """
     path = Path(what)
     if path.suffix not in (".yaml", ".yml"):
         question, _, name = str(what).partition("/")

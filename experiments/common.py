@@ -63,7 +63,9 @@ def named_by(kind: str, key: str) -> Callable[[Sequence[Record]], str]:
 
 
 def records_of(records: Iterable[Record], kind: str) -> list[Record]:
-    """Select records of a kind; those made when an arm was only a name get its fields from old_arms.csv."""
+    """Select records of a kind; those made when an arm was only a name get its fields from
+    old_arms.csv.
+    """
     found = []
     for record in of_kind(records, kind):
         config = record["config"]
@@ -96,7 +98,9 @@ def with_interval(row: Mapping[str, str], column: str) -> list[float]:
 
 
 def without_speeds(kind: Kind, *more: Callable[..., list[Table]]) -> Kind:
-    """Leave out the speed of training runs that shared a machine, which timings of arms in turns have; add tables."""
+    """Leave out the speed of training runs that shared a machine, which timings of arms in turns
+    have; add tables.
+    """
 
     def tables(records: Sequence[Record], **others: Any) -> list[Table]:
         made = kind.tables(records)
@@ -119,7 +123,9 @@ def name_bars(ax: Axes, labels: Sequence[str], shown: bool = True) -> None:
 
 
 def of_planned(seeds: int, planned: int, diverged: int = 0) -> Cell:
-    """Say how many seeds have a value, if fewer than planned, and how many diverged; values: seeds and planned."""
+    """Say how many seeds have a value, if fewer than planned, and how many diverged; values: seeds
+    and planned.
+    """
     text = f"{seeds} of {planned}" if seeds < planned else str(seeds)
     return Cell(text + f", {diverged} diverged" * bool(diverged), (seeds, planned))
 

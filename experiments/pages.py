@@ -1,12 +1,14 @@
-"""Fill the tables of pages from committed tables, and draw their intervals: ``python -m experiments.pages``.
+"""Fill the tables of pages from committed tables, and draw their intervals: ``python -m
+experiments.pages``.
 
-pages.yaml says for each page which tables stand between ``<!-- table: name -->`` and ``<!-- end -->``. A table has ``head``
-(titles), ``cells`` (what is read from a row) and ``rows``: labels, then a mapping of ``from`` (a CSV file), ``cells`` if the
-table's do not fit, and values that choose the row. ``*`` stands for each item of
-``across``, of whose last one ``tail`` is read, and ``*2`` for what stands behind its ``|``. A cell is ``column:format`` or
-``column±spread:format``, with its interval where there are columns ``_low`` and ``_high``; ``column:word`` is that column's
-text, and a cell without a colon its own.
-Instead ``copy`` is a committed Markdown table as it is, and ``image`` (with ``alt``) a figure; without the file it is not run.
+pages.yaml says for each page which tables stand between ``<!-- table: name -->`` and ``<!-- end
+-->``. A table has ``head`` (titles), ``cells`` (what is read from a row) and ``rows``: labels, then
+a mapping of ``from`` (a CSV file), ``cells`` if the table's do not fit, and values that choose the
+row. ``*`` stands for each item of ``across``, of whose last one ``tail`` is read, and ``*2`` for
+what stands behind its ``|``. A cell is ``column:format`` or ``column±spread:format``, with its
+interval where there are columns ``_low`` and ``_high``; ``column:word`` is that column's text, and
+a cell without a colon its own. Instead ``copy`` is a committed Markdown table as it is, and
+``image`` (with ``alt``) a figure; without the file it is not run.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ def source_row(folder: Path, source: dict[str, Any]) -> dict[str, str]:
 
 
 def numbers(folder: Path, source: dict[str, Any], column: str) -> list[float]:
-    """Return a number of the row that a source names, with its interval if it has one; [] without such a row."""
+    """Return a number of the row that a source names, with its interval if it has one; [] without
+    such a row.
+    """
     return with_interval(source_row(folder, source), column)
 
 
@@ -93,7 +97,8 @@ def filled(page: str, tables: dict[str, Any]) -> str:
 
 
 def draw(name: str, spec: dict[str, Any]) -> None:
-    """Draw intervals of rows as a forest: one line each, margins as bands, the number of seeds in the label.
+    """Draw intervals of rows as a forest: one line each, margins as bands, the number of seeds in
+    the label.
 
     A row of a label alone is a heading. ``margin``: of all rows, or in a source of its own row.
     """

@@ -95,7 +95,10 @@ def reproduce(what: str, overrides: Sequence[str] = ()) -> None:
 
 
 def load_step(path: Path, overrides: Sequence[str], output: Path) -> Callable[[], Any]:
-    """Check a bench or sweep, whose records go to ``output``; return what runs it. Raises ConfigError."""
+    """Check a bench or sweep, whose records go to ``output``; return what runs it.
+
+    Raises ConfigError.
+    """
     keys = [override.replace("{output}", str(output)) for override in overrides] + [f"output={output}"]
     if "bench" in read_yaml(path):
         load_bench(path, keys)
@@ -150,7 +153,9 @@ def comparison(headlines: Sequence[Headline], folder: Path, made: Mapping[str, s
 
 
 def number_of(headline: Headline, tables: Mapping[str, str]) -> list[float]:
-    """Return a headline's number, with its interval if it has one, of CSV files by name; [] without it."""
+    """Return a headline's number, with its interval if it has one, of CSV files by name; [] without
+    it.
+    """
     rows = (row_of(tables.get(f"{name}.csv", ""), headline.row) for name in (headline.table, headline.alone))
     return with_interval(next(filter(None, rows), {}), headline.column)
 

@@ -11,7 +11,8 @@ if not ON_GPU:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ["HF_HUB_OFFLINE"] = "1"
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # torch.cuda.is_available() does not initialise CUDA
+# torch.cuda.is_available() does not initialise CUDA
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch  # noqa: E402
@@ -35,7 +36,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.fixture(autouse=True)
 def no_process_group(monkeypatch):
-    """Leave later tests neither a process group of this process nor its environment variables, whose port is in use."""
+    """Leave later tests neither a process group of this process nor its environment variables,
+    whose port is in use.
+    """
     for name in ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE", "NODE_RANK", "LOCAL_RANK", "RANK"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -46,7 +49,9 @@ def no_process_group(monkeypatch):
 
 @pytest.fixture(autouse=ON_GPU)
 def gpu_memory(request, tmp_path_factory):
-    """Give memory back after each test; one that is marked large has the GPU to itself among the processes that test."""
+    """Give memory back after each test; one that is marked large has the GPU to itself among the
+    processes that test.
+    """
     with open(tmp_path_factory.getbasetemp().parent / "gpu.lock", "w") as lock:
         large = request.node.get_closest_marker("large")
         fcntl.flock(lock, fcntl.LOCK_EX if large else fcntl.LOCK_SH)

@@ -1,4 +1,5 @@
-"""Count the files of the package that a new reader meets, by the functions that run on synthetic data.
+"""Count the files of the package that a new reader meets, by the functions that run on synthetic
+data.
 
 python tests/count_files.py [list]        a whole `train` and `report`
 python tests/count_files.py step [list]   one training step: its documents read, arranged and trained on
@@ -21,7 +22,8 @@ entered: set[str] = set()
 
 
 def note(frame, event, _):
-    if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # not the body of a module or class
+    # not the body of a module or class
+    if event == "call" and frame.f_code.co_flags & inspect.CO_OPTIMIZED:
         entered.add(frame.f_code.co_filename)
 
 
@@ -32,7 +34,9 @@ def watch(function):
 
 
 def step_alone(module_class):
-    """Count from the second step's end to the third's: nothing is validated, saved or checked there."""
+    """Count from the second step's end to the third's: nothing is validated, saved or checked
+    there.
+    """
     take_step = module_class.training_step
 
     def training_step(module, step, index):

@@ -1,4 +1,5 @@
-"""Operators under sanitizers: forward and backward of random shapes, strides and optional arguments.
+"""Operators under sanitizers: forward and backward of random shapes, strides and optional
+arguments.
 
 python tests/fuzz.py cpu 400 [seed]     # backend, number of calls
 """

@@ -1,7 +1,9 @@
-"""Compare two commits to the bit, on one machine: python tests/golden.py record|compare FILE [part ...].
+"""Compare two commits to the bit, on one machine: python tests/golden.py record|compare FILE [part
+...].
 
-Record in a checkout of the older commit, compare in one of the newer, with this same script: the package is that of the
-current folder. Only public functions, commands and files are used. PARTS are the parts.
+Record in a checkout of the older commit, compare in one of the newer, with this same script: the
+package is that of the current folder. Only public functions, commands and files are used. PARTS are
+the parts.
 """
 
 from __future__ import annotations
@@ -155,7 +157,9 @@ def record_of(run: Path) -> dict[str, Any]:
 
 
 def results_of(folder: Path, name: str) -> dict[str, object]:
-    """Losses, other numbers that repeat, and a hash of the final weights of the run in ``runs/<name>``."""
+    """Losses, other numbers that repeat, and a hash of the final weights of the run in
+    ``runs/<name>``.
+    """
     run = run_folder(folder, name)
     record, times = record_of(run), re.compile("second|memory|wall|time")
     curves = record["curves"]

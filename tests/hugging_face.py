@@ -1,4 +1,6 @@
-"""Small Hugging Face models, what they give document by document, and their own path where the peers' kernels are installed."""
+"""Small Hugging Face models, what they give document by document, and their own path where the
+peers' kernels are installed.
+"""
 
 import copy
 import importlib
@@ -12,9 +14,11 @@ from operators import slow_unless
 
 MAMBA1, MAMBA2 = ("Mamba", "FalconMamba", "Jamba", "Zamba"), ("Mamba2",)
 HYBRIDS2 = ("Bamba", "GraniteMoeHybrid", "FalconH1", "NemotronH", "Zamba2")
-DELTA = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "OlmoHybrid", "KimiLinear", "Lfm2", "Lfm2Moe")  # or a short convolution
+# or a short convolution
+DELTA = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe", "OlmoHybrid", "KimiLinear", "Lfm2", "Lfm2Moe")
 FAMILIES = MAMBA1 + MAMBA2 + HYBRIDS2 + DELTA
-OF_EACH_KIND = ("Mamba", "Bamba", "Qwen3Next")  # a pure Mamba; attention beside Mamba-2; beside the gated delta rule
+# a pure Mamba; attention beside Mamba-2; beside the gated delta rule
+OF_EACH_KIND = ("Mamba", "Bamba", "Qwen3Next")
 every_family = pytest.mark.parametrize("family", FAMILIES)
 # For long tests: ``make test`` runs one family of each kind, ``make test-slow`` the others.
 every_family_slowly = pytest.mark.parametrize("family", slow_unless(OF_EACH_KIND, FAMILIES))
@@ -101,7 +105,9 @@ def modeling(family):
 
 
 def take_own_path(monkeypatch):
-    """Unwrap transformers' functions where the peers' kernels are installed, which would get tensors of a CPU."""
+    """Unwrap transformers' functions where the peers' kernels are installed, which would get
+    tensors of a CPU.
+    """
     for family in FAMILIES:
         module = modeling(family)
         for name, function in list(vars(module).items()):
@@ -148,7 +154,8 @@ def delta_config(family, config):
         config |= {"num_dense_layers": 3 - experts, "num_experts": experts}
     if family.startswith("Qwen3"):
         config["num_experts"] = experts * (family == "Qwen3_5Moe" or experts > 1)
-    # Every expert of every token: fewer, and a token's bits move with the number of tokens that share its expert.
+    # Every expert of every token: fewer, and a token's bits move with the number of tokens that
+    # share its expert.
     return config | {"moe_intermediate_size": 12, "num_experts_per_tok": experts} | OWN_DELTA[family]
 
 
@@ -230,7 +237,9 @@ def alone(model, tokens, rows):
 
 
 def loss_and_gradients(model, documents, tokens, rows):
-    """Return cross entropy inside documents, given the logits of each, summed, and every parameter's gradient."""
+    """Return cross entropy inside documents, given the logits of each, summed, and every
+    parameter's gradient.
+    """
     pairs = [(logits[:-1].double(), tokens[b, a + 1 : e]) for logits, (b, a, e) in zip(documents, places(rows))]
     total = sum(F.cross_entropy(logits, targets, reduction="sum") for logits, targets in pairs if len(targets))
     model.zero_grad()
@@ -254,7 +263,8 @@ def check_same(packed, model, logits, tokens, rows, tolerance):
     wanted, gradients = loss_and_gradients(model, [single[0] for single, _ in expected], tokens, rows)
     assert abs(loss - wanted) < tolerance * wanted and found.keys() == gradients.keys()
     for name, gradient in gradients.items():
-        assert error(found[name], gradient) < 10 * tolerance, name  # two float32 results; norms cancel most of x_proj's
+        # two float32 results; norms cancel most of x_proj's
+        assert error(found[name], gradient) < 10 * tolerance, name
 
 
 def refused(packed, **arguments):

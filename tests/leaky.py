@@ -1,4 +1,6 @@
-"""A plugin with a mixer that leaks: each token reads the mean of its row so far, whatever documents the row holds."""
+"""A plugin with a mixer that leaks: each token reads the mean of its row so far, whatever documents
+the row holds.
+"""
 
 import torch
 from torch import nn

@@ -1,7 +1,8 @@
-"""The packed operators token by token: the specification, in loops that say what they compute and nothing else.
+"""The packed operators token by token: the specification, in loops that say what they compute and
+nothing else.
 
-Every backend is held against them in float64; autograd differentiates them. Sums and states are float32, or float64
-for float64 activations.
+Every backend is held against them in float64; autograd differentiates them. Sums and states are
+float32, or float64 for float64 activations.
 
 Shapes: B rows, L slots, S documents, D channels, N states, W taps, H heads, P channels of a head.
 """
@@ -109,10 +110,12 @@ def ssd_pack_loops(a: SsdArguments) -> tuple[Tensor, Tensor]:
 
 
 def mamba3_loops(mixer: PackedMamba3, hidden: Tensor, layout: SequenceLayout, states: tuple) -> tuple[Tensor, list]:
-    """Mix hidden (B, L, d_model) by Mamba-3's equations (arXiv 2603.15569), token by token; return also final states.
+    """Mix hidden (B, L, d_model) by Mamba-3's equations (arXiv 2603.15569), token by token; return
+    also final states.
 
-    With complex numbers, one for two coordinates that rotate: a state turns with its keys. ``states``, by document: k (H, N),
-    of MIMO (R, H, N), and v (H, P) of the token before, h (H, P, N), all in the frame of that token, where angles are zero.
+    With complex numbers, one for two coordinates that rotate: a state turns with its keys.
+    ``states``, by document: k (H, N), of MIMO (R, H, N), and v (H, P) of the token before, h (H, P,
+    N), all in the frame of that token, where angles are zero.
     """
     H, P, N, G, n, R = mixer.nheads, mixer.headdim, mixer.d_state, mixer.ngroups, mixer.num_angles, mixer.rank
     weights = [2 * [H * P], 2 * [R * G * N], 3 * [H], [n]]

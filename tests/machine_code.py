@@ -1,11 +1,13 @@
-"""Say whether two checkouts' kernels compile to the same machine code: the proof of a change of form.
+"""Say whether two checkouts' kernels compile to the same machine code: the proof of a change of
+form.
 
 ``python tests/machine_code.py OTHER [cuda/scan_any.cu ...]``, with OTHER another checkout, compiles
 each source of ``kernels/`` here and there with the flags of ``packmamba.ops.build`` and compares
 functions: the processor's instructions (objdump) and the GPU's with their registers (cuobjdump, of
 the wheel nvidia-cuda-cuobjdump; for ``PACKMAMBA_CUDA_ARCHS``, 90 by default; no GPU is needed).
 Names may differ, since symbols are numbered as they appear, and so may the order of functions and
-the lines of the sources, since ``__LINE__`` is defined away. Exit status 1 where a function differs.
+the lines of the sources, since ``__LINE__`` is defined away. Exit status 1 where a function
+differs.
 """
 
 import os

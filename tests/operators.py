@@ -1,4 +1,6 @@
-"""Layouts, random arguments for the packed operators, and the loops over documents that every backend is compared with."""
+"""Layouts, random arguments for the packed operators, and the loops over documents that every
+backend is compared with.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ PER_TOKEN = ("x", "u", "delta", "z", "B", "C")
 # mamba_ssm is a baseline: it takes one document a row.
 BACKENDS = [name for name in ops.BACKENDS if name not in ("auto", "mamba_ssm")]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-# Forward and gradients, relative to float64: rounding a bfloat16 output once is 1.66e-3; float16's is an eighth of it.
+# Forward and gradients, relative to float64: rounding a bfloat16 output once is 1.66e-3; float16's
+# is an eighth of it.
 TOLERANCES = {
     torch.bfloat16: (2e-3, 5e-3),
     torch.float16: (5e-4, 2e-3),
@@ -54,7 +57,8 @@ AWKWARD = {
     "splits": _layout([3, 1, 9], [7, 8], [], [16], row_length=16, first=(5, 0, 0, 64)),
     "shorter-than-the-convolution": _layout([1, 2, 1, 3], [2, 1], row_length=9, first=(1, 2)),
     "chunk-edges": _layout([63, 64, 1], [65, 2], [127], [128], [129], row_length=130, first=(0, 3, 0, 9, 0)),
-    # Rounding one token's output once may cost more than a tolerance; of many tokens' outputs it costs 1.66e-3 in bfloat16.
+    # Rounding one token's output once may cost more than a tolerance; of many tokens' outputs it
+    # costs 1.66e-3 in bfloat16.
     "one-slot": _layout(*[[1]] * 24, [], row_length=1),
 }
 LONG = _layout([7, 2047, 1], [2049], [8, 2048], row_length=2060, first=(3, 0, 0))
@@ -103,7 +107,9 @@ every_backend = pytest.mark.parametrize("backend", [on(backend) for backend in B
 
 @dataclass
 class Case:
-    """One call: tensors by argument name, other arguments, and the gradients that flow in from above."""
+    """One call: tensors by argument name, other arguments, and the gradients that flow in from
+    above.
+    """
 
     operator: str
     layout: SequenceLayout
@@ -157,7 +163,8 @@ def random_case(
     parameter_dtype: torch.dtype | None = None,
     headdim: int = 3,
 ) -> Case:
-    """Arguments as a model gives them: x, u and z, B and C are slices of wider tensors, delta is around its usual size.
+    """Arguments as a model gives them: x, u and z, B and C are slices of wider tensors, delta is
+    around its usual size.
 
     Of ssd_pack ``channels`` are heads, in two groups if they are even.
     """
@@ -224,7 +231,9 @@ def assert_results(case: Case, backend: str, dtype: torch.dtype, expected: dict[
 
 
 def documents_of(case: Case, results: dict[str, Tensor], s: int) -> Any:
-    """Yield document s of the results by name: its positions of per-token tensors, its row of states."""
+    """Yield document s of the results by name: its positions of per-token tensors, its row of
+    states.
+    """
     tokens = slice(int(case.layout.starts[s]), int(case.layout.ends[s]))
     for name, value in results.items():
         if name == "y" or name.removeprefix("grad ") in PER_TOKEN:

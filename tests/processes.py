@@ -1,4 +1,6 @@
-"""Processes that tests start: as a user does, or forked from a server that has imported what a run needs."""
+"""Processes that tests start: as a user does, or forked from a server that has imported what a run
+needs.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ FORKS.set_forkserver_preload(["lightning", "torchmetrics", "packmamba.cli", "pac
 
 
 def fork(function: Callable, *arguments: Any, output: Path, **environment: str) -> multiprocessing.Process:
-    """Start ``function(*arguments)`` in a process and process group of its own, its exit status what it returns (None: 0).
+    """Start ``function(*arguments)`` in a process and process group of its own, its exit status
+    what it returns (None: 0).
 
     Its standard streams are appended to ``output``; ``environment`` is added to this process's.
     """
@@ -41,7 +44,8 @@ def _child(function: Callable, arguments: tuple, output: Path, environment: dict
     faulthandler.enable(2)  # an abort says where
     os.environ.clear()
     os.environ.update(environment)
-    multiprocessing.set_start_method(None, force=True)  # data loaders' workers start as anywhere else
+    # data loaders' workers start as anywhere else
+    multiprocessing.set_start_method(None, force=True)
     torch.set_num_threads(1)
     sys.exit(function(*arguments))
 
@@ -73,7 +77,9 @@ def kill(*processes: multiprocessing.Process) -> None:
 
 
 def statuses(*processes: multiprocessing.Process, timeout: float = 300) -> list[int]:
-    """Wait for the processes' exit statuses; -9 for one that had to be killed after ``timeout`` seconds."""
+    """Wait for the processes' exit statuses; -9 for one that had to be killed after ``timeout``
+    seconds.
+    """
     for process in processes:
         process.join(timeout)
     kill(*(process for process in processes if process.is_alive()))
@@ -99,7 +105,9 @@ def _hold(folder: Path, locked: Any) -> None:
 
 @contextlib.contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
-    """Let the system refuse longer files, as a full disk does: Python ignores the signal that comes with it."""
+    """Let the system refuse longer files, as a full disk does: Python ignores the signal that comes
+    with it.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:

@@ -18,7 +18,8 @@ from packmamba.lab.fit import fit
 from packmamba.lab.run_id import run_folder
 from packmamba.training.datamodule import PackedDataModule, StepDataset
 
-# One-token documents, documents longer than a row (pieces, or continuations), and everything between.
+# One-token documents, documents longer than a row (pieces, or continuations), and everything
+# between.
 LENGTHS = [1, 2, 30, 7, 1, 55, 16, 3, 24, 12, 5, 1, 9, 40, 17]
 
 
@@ -39,10 +40,13 @@ TINY = """name=tiny data.source=jsonl data.begin_token=null data.end_token=null 
 
 
 def tiny_config(folder: Path, *overrides: str) -> Config:
-    """Rows of 24 slots, steps of about 96 tokens, forward passes of at most 72 slots: several batches a step."""
+    """Rows of 24 slots, steps of about 96 tokens, forward passes of at most 72 slots: several
+    batches a step.
+    """
     places = [f"runs_dir={folder}/runs", f"data.path={write_documents(folder)}", f"data.cache_dir={folder}/cache"]
     keys = OmegaConf.from_dotlist([*TINY, *places, *overrides])
-    return resolve(Config, [(keys, "tiny")])  # ``load_config`` makes a layer of each key, which takes 0.1 s
+    # ``load_config`` makes a layer of each key, which takes 0.1 s
+    return resolve(Config, [(keys, "tiny")])
 
 
 def data_of(config: Config) -> PackedDataModule:
@@ -53,7 +57,9 @@ def data_of(config: Config) -> PackedDataModule:
 
 
 def gradients_of_ranks(module, data, ranks: int, step: int) -> tuple[list[torch.Tensor], torch.Tensor, int]:
-    """Sum the gradients of ranks, as all-reduce does; return the loss and the number of targets, too."""
+    """Sum the gradients of ranks, as all-reduce does; return the loss and the number of targets,
+    too.
+    """
     module.zero_grad()
     shares = [StepDataset(data.schedule(ranks), rank)[step] for rank in range(ranks)]
     loss = sum(module.accumulate(share, torch.Tensor.backward) for share in shares)

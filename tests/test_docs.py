@@ -1,4 +1,6 @@
-"""README and docs/: code blocks run on little data, links lead somewhere, proofs name tests that exist."""
+"""README and docs/: code blocks run on little data, links lead somewhere, proofs name tests that
+exist.
+"""
 
 import ast
 import glob

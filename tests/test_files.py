@@ -1,4 +1,6 @@
-"""A disk without space: one error that names the path, nothing half written, and earlier files stay whole."""
+"""A disk without space: one error that names the path, nothing half written, and earlier files stay
+whole.
+"""
 
 import pytest
 import torch

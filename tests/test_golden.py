@@ -1,6 +1,8 @@
-"""Values of 2e9bfb9 that are the same on every machine: plans, documents of steps, synthetic corpora, float64 losses.
+"""Values of 2e9bfb9 that are the same on every machine: plans, documents of steps, synthetic
+corpora, float64 losses.
 
-In a checkout, ``PYTHONPATH=. python tests/test_golden.py`` records them. tests/golden.py compares more.
+In a checkout, ``PYTHONPATH=. python tests/test_golden.py`` records them. tests/golden.py compares
+more.
 """
 
 import json
@@ -34,7 +36,8 @@ LOSSES = [name for name in RUNS if name not in STEPS_ALONE and ", " not in name]
 
 def steps(folder, name):
     """Hashes of the tokens, targets and layouts of each of a run's first steps."""
-    keys = OmegaConf.from_dotlist(arguments(folder, name, RUNS[name])[1:])  # one layer: one a key takes 0.1 s
+    # one layer: one a key takes 0.1 s
+    keys = OmegaConf.from_dotlist(arguments(folder, name, RUNS[name])[1:])
     data = PackedDataModule.from_config(resolve(Config, [(keys, name)]))
     data.setup()
     results = [data.corpora.corpus_hash]
@@ -46,7 +49,9 @@ def steps(folder, name):
 
 
 def losses(folder, name):
-    """Training and validation losses in float64 of the reference backend, from weights that are the same on every machine."""
+    """Training and validation losses in float64 of the reference backend, from weights that are the
+    same on every machine.
+    """
     make = MambaLM.__init__
 
     def make_exactly(model, *arguments, **keys):

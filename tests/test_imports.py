@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# A floor's parts, from below. At their top, modules import only from their own part and those before it; inside functions
-# also from later parts of their floor. A module belongs to the longest name that begins its own.
+# A floor's parts, from below. At their top, modules import only from their own part and those
+# before it; inside functions also from later parts of their floor. A module belongs to the longest
+# name that begins its own.
 FLOORS = {
     "library": "errors files layout ops nn isolation testing integrations",
     "training": "registry config data training.boundary training evaluation",

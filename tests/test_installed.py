@@ -1,4 +1,6 @@
-"""A wheel from the source distribution, installed apart from the checkout, with kernels and configurations."""
+"""A wheel from the source distribution, installed apart from the checkout, with kernels and
+configurations.
+"""
 
 import os
 import re
@@ -42,7 +44,9 @@ print([(row["target"], row["problem"]) for row in build.info()][0])
 
 @pytest.mark.slow
 def test_a_wheel_with_kernels_runs_without_a_compiler(tmp_path):
-    """Of three instruction sets the machine's best, or the one that PyTorch is told to take, is chosen."""
+    """Of three instruction sets the machine's best, or the one that PyTorch is told to take, is
+    chosen.
+    """
     wheels, target = tmp_path / "wheels", tmp_path / "installed"
     pip("wheel", "-w", wheels, ROOT, PACKMAMBA_PREBUILT="cpu", TMPDIR=str(tmp_path))
     (wheel,) = wheels.iterdir()
@@ -92,7 +96,8 @@ def test_a_wheel_builds_installs_and_trains(tmp_path):
 
 def test_a_release_has_absolute_links(tmp_path):
     """An index shows README alone."""
-    (tmp_path / "python").write_text('#!/bin/sh\ncp "$5/README.md" "$5/pyproject.toml" "$4"\n')  # in place of its build
+    # in place of its build
+    (tmp_path / "python").write_text('#!/bin/sh\ncp "$5/README.md" "$5/pyproject.toml" "$4"\n')
     (tmp_path / "python").chmod(0o755)
     environment = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
     subprocess.run([ROOT / ".ci/release", "https://host/us", tmp_path], env=environment, check=True)

@@ -1,4 +1,6 @@
-"""The fixture and the callbacks of packmamba.testing catch a leak of the model that trains, and change no bit of a training."""
+"""The fixture and the callbacks of packmamba.testing catch a leak of the model that trains, and
+change no bit of a training.
+"""
 
 import os
 from contextlib import nullcontext
@@ -230,7 +232,9 @@ def fit_rank(patched):
 @pytest.mark.slow
 @pytest.mark.parametrize("patched", [True, False])
 def test_ranks_check_their_own_batches(patched, tmp_path):
-    """Where one rank alone has two documents in a row, neither waits for the other; a leak ends its process."""
+    """Where one rank alone has two documents in a row, neither waits for the other; a leak ends its
+    process.
+    """
     ranks = fork_ranks(2, fit_rank, patched, output=tmp_path / "output.txt")
     ended = statuses(*(ranks if patched else ranks[1:]))
     assert ended == ([0, 0] if patched else [3]), (tmp_path / "output.txt").read_text()[-2000:]

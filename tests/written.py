@@ -40,7 +40,8 @@ def write_rows(path: Path, rows) -> Path:
 def write_lines(path: Path, texts=TEXTS) -> Path:
     lines = "".join(json.dumps({"id": i, "text": text}) + "\n" for i, text in enumerate(texts)).encode()
     if path.suffix == ".gz":
-        lines = gzip.compress(lines[:5000]) + gzip.compress(lines[5000:])  # members follow each other
+        # members follow each other
+        lines = gzip.compress(lines[:5000]) + gzip.compress(lines[5000:])
     elif path.suffix == ".zst":
         zstandard = pytest.importorskip("zstandard")
         lines = zstandard.compress(lines[:5000]) + zstandard.ZstdCompressor().compress(lines[5000:])

@@ -1,4 +1,6 @@
-"""Tabulate the library's tables without speeds of shared machines, and how each arm's loss rises with position."""
+"""Tabulate the library's tables without speeds of shared machines, and how each arm's loss rises
+with position.
+"""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,6 @@
-"""Arms by their configuration, losses by place and package; tables and figures of starts, order and leaks."""
+"""Arms by their configuration, losses by place and package; tables and figures of starts, order and
+leaks.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ def name_of(run: pd.Series) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """Hold the setting that compared arms share; T is the length of rows, or of the rows that whole is compared with."""
+    """Hold the setting that compared arms share; T is the length of rows, or of the rows that whole
+    is compared with.
+    """
 
     T: int
     tokens: int
@@ -86,7 +90,9 @@ class Arm:
 
     @functools.cached_property
     def places(self) -> pd.DataFrame:
-        """Return nats and targets by seed, package and start of places, of the seeds that did not diverge."""
+        """Return nats and targets by seed, package and start of places, of the seeds that did not
+        diverge.
+        """
         points = replace(self, runs=self.runs[self.runs["val_loss"].notna()]).points("perplexity.by_group")
         return points if len(points) else pd.DataFrame([], columns=["seed", "group", "start", "nats", "targets"])
 
@@ -125,7 +131,9 @@ def arms_by_setting(records: Sequence[Record]) -> Settings:
 
 
 def of_one_start(*some: Arm) -> list[Arm]:
-    """Each without the seeds of which these arms' runs went on from different weights: they are no pairs."""
+    """Each without the seeds of which these arms' runs went on from different weights: they are no
+    pairs.
+    """
     starts = [arm.runs["started_from_checksum"] for arm in some if "started_from_checksum" in arm.runs]
     apart = pd.concat([pd.Series(dtype=object), *starts], axis=1).nunique(axis=1) > 1
     lost = apart.index[apart]
@@ -135,7 +143,9 @@ def of_one_start(*some: Arm) -> list[Arm]:
 def paired(
     arm: Arm, other: Arm, low: float, high: float, less: tuple[Arm, Arm] | None = None
 ) -> tuple[np.ndarray, np.ndarray] | None:
-    """Return nats of one arm minus the other's (seeds, packages) and targets (packages,); ``less``: minus these two's too."""
+    """Return nats of one arm minus the other's (seeds, packages) and targets (packages,); ``less``:
+    minus these two's too.
+    """
     sides = [one.losses(low, high) for one in of_one_start(arm, other, *reversed(less or ()))]
     differences, targets = sides[0]
     for sign, (nats, theirs) in zip((-1, 1, -1), sides[1:]):
@@ -168,11 +178,14 @@ def spans(T: int) -> dict[str, tuple[float, float]]:
 
 
 COLORS = {"noise": "#E69F00", "foreign": "#0072B2", "own": "#009E73", "shuffled": "#D55E00"}
-LEAST, MOST = 5, 16  # powers of two between which places are drawn: before them differences are many times larger
+# powers of two between which places are drawn: before them differences are many times larger
+LEAST, MOST = 5, 16
 
 
 def starts_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw the difference from zero against the place in the document over T, at the two T with most seeds and shuffled rows."""
+    """Draw the difference from zero against the place in the document over T, at the two T with
+    most seeds and shuffled rows.
+    """
     shown = [(s, here) for s, here in arms_by_setting(records).items() if not s.tuning and _pairs(here) > 1]
     shown.sort(key=lambda one: ("shuffled" not in one[1], one[0].after, -_pairs(one[1])))
     settings = list({s.T: (s, here) for s, here in reversed(shown)}.values())[::-1][:2]
@@ -277,7 +290,9 @@ LEAK = tuple((name, name, "rows") for name in (*list(LEAKS.values())[1:], "learn
 
 
 def starts_tables(records: Sequence[Record]) -> list[Table]:
-    """Primary outcomes, the ladder, order, leaks, context gain, and the arms; ``records`` are of one corpus."""
+    """Primary outcomes, the ladder, order, leaks, context gain, and the arms; ``records`` are of
+    one corpus.
+    """
     settings = arms_by_setting(records)
     final = {setting: here for setting, here in settings.items() if not setting.tuning}
     tables = [
@@ -296,7 +311,9 @@ def starts_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _with_rows(settings: Settings) -> Settings:
-    """Staggered pools, with the shuffled rows of ``leak.yaml`` beside them, whose documents lie in one stream."""
+    """Staggered pools, with the shuffled rows of ``leak.yaml`` beside them, whose documents lie in
+    one stream.
+    """
     rows = {s: here["rows"] for s, here in settings.items() if "rows" in here}
     beside = {s: rows.get(replace(s, stagger=False)) for s in settings if s.stagger}
     return {s: settings[s] | ({"rows": other} if other else {}) for s, other in beside.items()}
@@ -366,7 +383,9 @@ def _contrasts(name: str, title: str, settings: Settings, pairs: Sequence[tuple[
 
 
 def _exploratory(settings: Settings) -> Table:
-    """Make a row for each contrast of at least three seeds that is not primary; Holm over all of them."""
+    """Make a row for each contrast of at least three seeds that is not primary; Holm over all of
+    them.
+    """
     ordered, rows = _with_rows(settings), []
     for setting, here in settings.items():
         for family, some in ((LADDER, here), (ORDER, ordered.get(setting, {})), (LEAK, here)):
@@ -451,7 +470,9 @@ def _leaks(settings: Settings) -> Table:
 
 
 def _lengths(settings: Settings) -> Table:
-    """One arm at several T, and what own gains over zero: as many tokens a step, cut into rows of other lengths."""
+    """One arm at several T, and what own gains over zero: as many tokens a step, cut into rows of
+    other lengths.
+    """
     spans_of = {"all places": (0, np.inf), "first 512": (0, 512), "2048 to 16,384": (2048, 16384)}
     spans_of |= {"from 8192 on": (8192, np.inf)}
     rows = []

@@ -28,9 +28,11 @@ from packmamba.errors import UserError
 from packmamba.files import space_for, write_whole
 
 SIMILARITY = 0.5
-LARGEST_SHARE = 0.25  # of the validation split that one package may have, so that none is most of it
+# of the validation split that one package may have, so that none is most of it
+LARGEST_SHARE = 0.25
 QUANTILES = (0.01, 0.1, 0.5, 0.9, 0.99)
-REACHES = (16384, 65536)  # lengths for which the card counts documents: what long contexts can be measured on
+# lengths for which the card counts documents: what long contexts can be measured on
+REACHES = (16384, 65536)
 TOKENIZER_BYTES = 1 << 26
 
 
@@ -42,7 +44,9 @@ class Package(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A file that may become documents; ``functions``: (n, 256) signatures, ``sizes``: bytes of each function."""
+    """A file that may become documents; ``functions``: (n, 256) signatures, ``sizes``: bytes of
+    each function.
+    """
 
     hash: str
     size: int
@@ -54,8 +58,9 @@ class Candidate(NamedTuple):
 def make_manifest(path: Path, names: Sequence[str] = (), fraction: float = 0.1, seed: int = 0) -> None:
     """Write the manifest of the named packages, or of all that are installed.
 
-    Files whose estimated Jaccard similarity is at least SIMILARITY form a cluster, of which the largest stays; likewise the
-    functions of the files that stay. Packages are drawn for validation until they hold ``fraction`` of the bytes.
+    Files whose estimated Jaccard similarity is at least SIMILARITY form a cluster, of which the
+    largest stays; likewise the functions of the files that stay. Packages are drawn for validation
+    until they hold ``fraction`` of the bytes.
     """
     packages = installed(names)
     jobs = [(package, name) for package in packages for name in package.paths]
@@ -130,7 +135,10 @@ def largest(cluster: np.ndarray, sizes: list[int]) -> list[bool]:
 
 
 def validation_packages(sizes: Mapping[str, int], fraction: float, seed: int) -> list[str]:
-    """Choose the packages that are held out; ``sizes`` are the bytes of each. Raises ConfigError if none is left to train on."""
+    """Choose the packages that are held out; ``sizes`` are the bytes of each.
+
+    Raises ConfigError if none is left to train on.
+    """
     wanted = fraction * sum(sizes.values())
     filled = {name: size for name, size in sizes.items() if size}
     limit = max(LARGEST_SHARE * wanted, min(filled.values()))
@@ -174,7 +182,9 @@ def spread(lengths: np.ndarray) -> dict[str, Any]:
 
 
 def train_tokenizer(corpus: Corpus, size: int, path: Path) -> None:
-    """Train a byte-level BPE tokenizer of ``size`` tokens on documents, as bytes, in random order, TOKENIZER_BYTES at most."""
+    """Train a byte-level BPE tokenizer of ``size`` tokens on documents, as bytes, in random order,
+    TOKENIZER_BYTES at most.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     def texts() -> Iterator[str]:

@@ -1,8 +1,10 @@
-"""Near-duplicates among many texts: MinHash signatures, and clusters of texts with a high estimated Jaccard similarity.
+"""Near-duplicates among many texts: MinHash signatures, and clusters of texts with a high estimated
+Jaccard similarity.
 
-A text is the set of its runs of five tokens; a token is a word or a sign, and white space is nothing. A signature holds the least
-value of that set under each of 256 hash functions; the share of equal entries of two signatures estimates the Jaccard similarity
-of their sets with a standard deviation of at most 0.03 (Broder 1997).
+A text is the set of its runs of five tokens; a token is a word or a sign, and white space is
+nothing. A signature holds the least value of that set under each of 256 hash functions; the share
+of equal entries of two signatures estimates the Jaccard similarity of their sets with a standard
+deviation of at most 0.03 (Broder 1997).
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from numpy.typing import NDArray
 
 SHINGLE = 5
 FUNCTIONS = 256
-BAND = 4  # columns that two signatures must share to be compared: of the 64 bands 98 % of pairs at 0.5 share one
+# columns that two signatures must share to be compared: of the 64 bands 98 % of pairs at 0.5 share
+# one
+BAND = 4
 ROUNDS = 64  # maximum texts of a bucket that the others in it are compared with
 
 _random = np.random.default_rng(5)
@@ -28,7 +32,9 @@ _KIND = np.array(
 
 
 def shingles(text: bytes) -> NDArray[np.uint32]:
-    """Hash the text's runs of five tokens, each once, sorted; a shorter text is one run, a text without tokens has none."""
+    """Hash the text's runs of five tokens, each once, sorted; a shorter text is one run, a text
+    without tokens has none.
+    """
     characters = np.frombuffer(text, np.uint8)
     kind = _KIND[characters]
     edges = np.diff((kind == 1).astype(np.int8), prepend=np.int8(0), append=np.int8(0))
@@ -56,9 +62,11 @@ def signature(text: bytes) -> NDArray[np.uint32]:
 
 
 def clusters(signatures: NDArray[np.uint32], threshold: float = 0.5) -> NDArray[np.int64]:
-    """Cluster (n, 256) signatures: (n,), each text's cluster as the smallest number of a text in it.
+    """Cluster (n, 256) signatures: (n,), each text's cluster as the smallest number of a text in
+    it.
 
-    Two texts whose estimated similarity is at least ``threshold`` are in one cluster, and so are all that such pairs link.
+    Two texts whose estimated similarity is at least ``threshold`` are in one cluster, and so are
+    all that such pairs link.
     """
     count = len(signatures)
     weights = np.random.default_rng(6).integers(0, 2**63, FUNCTIONS, dtype=np.uint64) | np.uint64(1)
@@ -78,7 +86,9 @@ def clusters(signatures: NDArray[np.uint32], threshold: float = 0.5) -> NDArray[
 
 
 def _link(parent: NDArray[np.int64], keys: NDArray[np.uint64], signatures: NDArray, threshold: float) -> None:
-    """Join the clusters of similar texts with equal keys; ``parent`` is each text's root before and after."""
+    """Join the clusters of similar texts with equal keys; ``parent`` is each text's root before and
+    after.
+    """
     # One text of each cluster in a bucket: the others meet elsewhere.
     _, buckets = np.unique(keys, return_inverse=True)
     _, members = np.unique(buckets.astype(np.int64) * len(parent) + parent, return_index=True)

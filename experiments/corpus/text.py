@@ -1,4 +1,6 @@
-"""Build a corpus of English from the documentation and dictionaries of named packages, without near-copies, split by group."""
+"""Build a corpus of English from the documentation and dictionaries of named packages, without
+near-copies, split by group.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ ROW_LENGTHS = (1024, 2048, 4096)
 
 
 class Text(NamedTuple):
-    """A document. ``group`` is ``source:part``; ``gloss`` is a dictionary's (headword, part of speech, first, last character)."""
+    """A document. ``group`` is ``source:part``; ``gloss`` is a dictionary's (headword, part of
+    speech, first, last character).
+    """
 
     source: str
     part: str
@@ -159,7 +163,9 @@ def content_of(path: Path) -> bytes:
 def pages(
     root: Path, source: str, base: str, files: str, read: Callable[[str], str], skipped: str = "^$", folders: int = 0
 ) -> Iterator[Text]:
-    """Read files as sections of at least SECTION characters; a group is the path's first ``folders``, or a page."""
+    """Read files as sections of at least SECTION characters; a group is the path's first
+    ``folders``, or a page.
+    """
     (folder,) = root.glob(base)
     for path in sorted(folder.rglob(files)):
         name = path.relative_to(folder)
@@ -225,7 +231,9 @@ def wordnet(root: Path) -> Iterator[Text]:
 def interfaces(
     root: Path, source: str, files: str, service: Callable[[Path], str], key: str, read: Callable[[str], str]
 ) -> Iterator[Text]:
-    """Read operations and shapes of each service's newest version, a stable one before others: ``key``, and its members'."""
+    """Read operations and shapes of each service's newest version, a stable one before others:
+    ``key``, and its members'.
+    """
     paths = sorted(root.glob(files), key=lambda path: (not re.search("alpha|beta", path.name), path))
     for name, path in {service(path): path for path in paths}.items():
         content = json.loads(content_of(path))
@@ -298,7 +306,9 @@ READERS: dict[str, tuple[str, Callable[..., Iterator[Text]], tuple[Any, ...]]] =
 
 
 def unpack(packages: Path, folder: Path) -> dict[str, dict[str, Any]]:
-    """Unpack the ``.deb`` and ``.whl`` files of a folder: each source's package, version, file, hash, licence, and root."""
+    """Unpack the ``.deb`` and ``.whl`` files of a folder: each source's package, version, file,
+    hash, licence, and root.
+    """
     found = {}
     for path in sorted([*packages.glob("*.deb"), *packages.glob("*.whl")]):
         package, version = path.stem.split("_" if path.suffix == ".deb" else "-")[:2]
@@ -330,7 +340,9 @@ def signed(text: str) -> np.ndarray:
 
 
 def split_of(texts: list[Text], seed: int) -> list[str]:
-    """Draw groups of each family for test, then for validation, until they hold HELD_OUT of its bytes."""
+    """Draw groups of each family for test, then for validation, until they hold HELD_OUT of its
+    bytes.
+    """
     families: dict[str, Counter[str]] = defaultdict(Counter)
     for one in texts:
         families[one.family][one.part] += len(one.text.encode())
@@ -344,9 +356,11 @@ def split_of(texts: list[Text], seed: int) -> list[str]:
 
 
 def build(packages: dict[str, dict[str, Any]], output: Path, seed: int = 0) -> None:
-    """Write ``corpus/{train,validation}.jsonl``, ``sealed/test.jsonl``, items of both, and the manifest ``text.jsonl.gz``.
+    """Write ``corpus/{train,validation}.jsonl``, ``sealed/test.jsonl``, items of both, and the
+    manifest ``text.jsonl.gz``.
 
-    Of texts whose estimated Jaccard similarity (words in lower case) is at least SIMILARITY the longest stays, before any split.
+    Of texts whose estimated Jaccard similarity (words in lower case) is at least SIMILARITY the
+    longest stays, before any split.
     """
     names = [name for name in READERS if name in packages]
     with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -376,7 +390,9 @@ def build(packages: dict[str, dict[str, Any]], output: Path, seed: int = 0) -> N
 
 
 def describe(corpus: Corpus) -> dict[str, Any]:
-    """Count a split: by source documents, groups, tokens and quantiles of lengths; and the dose by row length."""
+    """Count a split: by source documents, groups, tokens and quantiles of lengths; and the dose by
+    row length.
+    """
     groups, sources = np.asarray(corpus.groups), np.array([name.split(":")[0] for name in corpus.group_names])
     table = {}
     for source in dict.fromkeys(sources.tolist()):
@@ -389,7 +405,9 @@ def describe(corpus: Corpus) -> dict[str, Any]:
 
 
 def dose(lengths: np.ndarray, row_length: int) -> dict[str, float]:
-    """Pack documents, cut to ``row_length``, in random order: shares behind another and of padding; tokens after the cut."""
+    """Pack documents, cut to ``row_length``, in random order: shares behind another and of padding;
+    tokens after the cut.
+    """
     cut = np.random.default_rng(0).permutation(np.minimum(lengths, row_length))
     ends = np.searchsorted(np.cumsum(cut), np.arange(1, STEPS + 1) * TOKENS_PER_STEP, "right")
     plans = [plan_rows(step, row_length, "greedy") for step in np.split(cut, ends)[:STEPS] if len(step)]
@@ -399,7 +417,9 @@ def dose(lengths: np.ndarray, row_length: int) -> dict[str, float]:
 
 
 def make_sample(output: Path, path: Path) -> None:
-    """Write a small corpus of the dictionaries' first groups by hash: train and validation lines, gzipped."""
+    """Write a small corpus of the dictionaries' first groups by hash: train and validation lines,
+    gzipped.
+    """
     rows = []
     for split, size in SAMPLE_BYTES.items():
         groups: dict[str, list[str]] = defaultdict(list)

@@ -1,4 +1,6 @@
-"""Questions of the text corpus: four choices, last words, and pairs to fine-tune on, of the documents of one split each."""
+"""Questions of the text corpus: four choices, last words, and pairs to fine-tune on, of the
+documents of one split each.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> None:
 
 
 def write_items(folder: Path, split: str, rows: Rows, seed: int = 0) -> None:
-    """Write ``<task>.<split>.jsonl`` of the lines of a split: items if it is held out, and pairs of questions and answers."""
+    """Write ``<task>.<split>.jsonl`` of the lines of a split: items if it is held out, and pairs of
+    questions and answers.
+    """
     for task in MAKERS if split != "train" else ("pairs",):
         write_lines(folder / f"{task}.{split}.jsonl", MAKERS[task](rows, seed))
 
 
 def glosses(rows: Rows) -> list[tuple[dict[str, Any], str, str, str]]:
-    """Find (line, headword, part of speech, gloss): a gloss of at least 30 characters that does not give its word away."""
+    """Find (line, headword, part of speech, gloss): a gloss of at least 30 characters that does not
+    give its word away.
+    """
     found = []
     for row in rows:
         if row.get("gloss"):
@@ -55,7 +61,9 @@ def headwords(rows: Rows, seed: int) -> Items:
 
 
 def modules(rows: Rows, seed: int) -> Items:
-    """Ask which of four modules has an option; options with a description of another module are left out."""
+    """Ask which of four modules has an option; options with a description of another module are
+    left out.
+    """
     rng, options, heads = np.random.default_rng([seed, 2]), [], {}
     for row in rows:
         if source(row) == "ansible":
@@ -73,10 +81,11 @@ def modules(rows: Rows, seed: int) -> Items:
 def choose(
     id: str, row: Any, question: str, right: str, contexts: dict[str, str], text: str, rng: np.random.Generator
 ) -> Items:
-    """Make an item of the right choice among CHOICES - 1 others in random order; none if there are too few.
+    """Make an item of the right choice among CHOICES - 1 others in random order; none if there are
+    too few.
 
-    ``choices`` continue ``context``, ``answer`` is the right one's index. The other way round ``continuation`` follows each of
-    ``contexts``, in the corpus's own form.
+    ``choices`` continue ``context``, ``answer`` is the right one's index. The other way round
+    ``continuation`` follows each of ``contexts``, in the corpus's own form.
     """
     others = sorted(contexts.keys() - {right})
     if len(others) >= CHOICES - 1:

@@ -1,4 +1,6 @@
-"""Tables of what models answer that were trained under each scheme: seeds that solve a task, and nats of the answers."""
+"""Tables of what models answer that were trained under each scheme: seeds that solve a task, and
+nats of the answers.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from packmamba.lab.report.tables import Cell, Table, make_table, number, ruled
 
 MARGIN = 0.02  # nats an answer, named before the runs
 COMPARED = ("packed-reset", "packed-leak")  # with padded
-SOLVED = 0.9  # accuracy from which a seed has solved a task: it is learned suddenly, so a mean of seeds says little
+# accuracy from which a seed has solved a task: it is learned suddenly, so a mean of seeds says
+# little
+SOLVED = 0.9
 
 
 def task_of(records: Sequence[Record]) -> str:
@@ -26,7 +30,8 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
     task, arms = task_of(records), aggregate.training_arms(records)
     baseline = next((arm for arm in arms if arm.name == "padded"), None)
     rulings = {} if baseline is None else _rule(task, arms, baseline)
-    # No loss is below zero, so a rate beyond the end of the grid lowers an arm's by all of it at most.
+    # No loss is below zero, so a rate beyond the end of the grid lowers an arm's by all of it at
+    # most.
     gains = {arm.name: arm[f"{task}.nats"].mean() if _at_an_end(arm) else 0.0 for arm in arms}
     rows = []
     for arm in arms:
@@ -72,7 +77,9 @@ def answers_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _rule(task: str, arms: Sequence[Arm], baseline: Arm) -> dict[str, Ruling]:
-    """Rule on each arm minus the baseline: those named beforehand are one family, the others another."""
+    """Rule on each arm minus the baseline: those named beforehand are one family, the others
+    another.
+    """
     comparisons = {}
     for arm in arms:
         if arm is not baseline:

@@ -1,4 +1,6 @@
-"""Time models in Hugging Face's Trainer: as they come, flattened as they come, and patched, in turns."""
+"""Time models in Hugging Face's Trainer: as they come, flattened as they come, and patched, in
+turns.
+"""
 
 from __future__ import annotations
 
@@ -42,11 +44,14 @@ class Arm:
     """Hold an arm of the table; sizes that it does not name are the bench's.
 
     Attributes:
-        batches: padded to the batch's longest; the same with all documents sorted by length before; flattened into one row.
-        kernels: transformers' own path, on mamba-ssm's kernels or on PyTorch alone; None where it is patched.
+        batches: padded to the batch's longest; the same with all documents sorted by length before;
+            flattened into one row.
+        kernels: transformers' own path, on mamba-ssm's kernels or on PyTorch alone; None where it
+            is patched.
         patched: by ``packmamba.integrations.transformers.patch``.
         leaks: documents change what follows them; for the legend.
-        multiple_of: rows end in padding up to a multiple of so many tokens, as collators' ``pad_to_multiple_of``.
+        multiple_of: rows end in padding up to a multiple of so many tokens, as collators'
+            ``pad_to_multiple_of``.
     """
 
     batches: str
@@ -60,13 +65,18 @@ class Arm:
     rounds: int = 1
 
     def arranged(self, documents: Documents) -> Documents:
-        """Return the first documents, as many as it takes, in the order in which they are trained on."""
+        """Return the first documents, as many as it takes, in the order in which they are trained
+        on.
+        """
         first = self.warm_up_steps * self.documents_per_step
         rest = documents[first : first + self.steps * self.documents_per_step]
         return [*documents[:first], *(sorted(rest, key=len, reverse=True) if self.batches == "grouped" else rest)]
 
     def collate(self, features: list[dict[str, list[int]]]) -> dict[str, Tensor]:
-        """A batch as transformers' collators make it. A document's first token is no target: Trainer divides by what is."""
+        """A batch as transformers' collators make it.
+
+        A document's first token is no target: Trainer divides by what is.
+        """
         if self.batches == "flattened":
             from transformers import DataCollatorWithFlattening
 
@@ -95,7 +105,9 @@ def functions_of(modeling: Any) -> dict[str, Any]:
 
 
 def check_kernels(modeling: Any) -> None:
-    """Raise ConfigError unless transformers' module of a model has found the peers' kernels for training."""
+    """Raise ConfigError unless transformers' module of a model has found the peers' kernels for
+    training.
+    """
     for name, function in functions_of(modeling).items():
         if not name.endswith("_update"):  # which generates
             if inspect.getclosurevars(function).nonlocals.get("is_new_implementation") is False:
@@ -112,7 +124,9 @@ def on_torch_alone(modeling: Any) -> Any:
 
 
 class Measured:
-    """One model as transformers makes it and the same patched; an arm borrows one of them for a turn."""
+    """One model as transformers makes it and the same patched; an arm borrows one of them for a
+    turn.
+    """
 
     def __init__(self, model: Any, config: SpeedConfig, device: torch.device) -> None:
         self.modeling = sys.modules[type(model).__module__]
@@ -137,7 +151,9 @@ class Measured:
             model.cpu()
 
     def evaluate(self, arm: Arm, *batches: Documents) -> tuple[Tensor, float]:
-        """Return logits (tokens, vocab) and the last batch's loss, in float32 as in training, of the arm's batches."""
+        """Return logits (tokens, vocab) and the last batch's loss, in float32 as in training, of
+        the arm's batches.
+        """
         found, loss = [], float("nan")
         with self.borrowed(arm) as model, torch.no_grad():
             for documents in batches:
@@ -148,7 +164,9 @@ class Measured:
         return torch.cat(found), loss
 
     def train(self, arm: Arm, documents: Documents) -> Turn:
-        """Trainer on these documents in this order, from the start; timed behind the arm's first ``warm_up_steps``."""
+        """Trainer on these documents in this order, from the start; timed behind the arm's first
+        ``warm_up_steps``.
+        """
         from transformers import Trainer, TrainerCallback, TrainingArguments
 
         c, device, losses, times = self.config, self.device, list[Tensor](), list[float]()
@@ -192,8 +210,9 @@ class Turn:
 
 
 GATE_DOCUMENTS, GATE_LENGTH = 6, 100
-# A patched arm's logits in float32 may differ from single documents' by ``TIMES`` what transformers' own padded batch differs
-# on the same path, or ``ROUNDING`` if that is more, relative: rounding, which random weights amplify from layer to layer.
+# A patched arm's logits in float32 may differ from single documents' by ``TIMES`` what
+# transformers' own padded batch differs on the same path, or ``ROUNDING`` if that is more,
+# relative: rounding, which random weights amplify from layer to layer.
 ROUNDING, TIMES = 1e-5, 10
 
 
@@ -229,7 +248,9 @@ class TrainerConfig(SpeedConfig):
 
 
 def run(c: IntegrationConfig, records_path: Path, progress: bool = True) -> None:
-    """Append a record of kind ``integration`` for each arm; RuntimeError if a patched one differs from single documents."""
+    """Append a record of kind ``integration`` for each arm; RuntimeError if a patched one differs
+    from single documents.
+    """
     sizes = load_config(None, [f"model={c.model}", *c.overrides]).model
     find_kernels()  # before transformers looks for them
     from transformers import MambaConfig, MambaForCausalLM
@@ -244,7 +265,9 @@ def run(c: IntegrationConfig, records_path: Path, progress: bool = True) -> None
 
 
 def run_trainer(c: TrainerConfig, records_path: Path, progress: bool = True) -> None:
-    """Append a record of kind ``trainer`` for each model and arm; of an arm that does not run, its error."""
+    """Append a record of kind ``trainer`` for each model and arm; of an arm that does not run, its
+    error.
+    """
     models = chosen_models(c.models, c.only)
     find_kernels()
     from transformers import AutoModelForCausalLM
@@ -340,9 +363,11 @@ def _counts(arm: Arm, documents: Documents) -> tuple[int, int]:
 
 
 class Gate:
-    """Compare an arm's logits with single documents', relative, and its loss with that of the documents padded; in float32.
+    """Compare an arm's logits with single documents', relative, and its loss with that of the
+    documents padded; in float32.
 
-    Single documents are computed by transformers without kernels. Its own arms are reported as they are, ours must agree.
+    Single documents are computed by transformers without kernels. Its own arms are reported as they
+    are, ours must agree.
     """
 
     def __init__(self, measured: Measured, documents: Documents, margin: float) -> None:

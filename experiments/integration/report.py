@@ -113,7 +113,9 @@ def _after_first_turn(record: Record) -> Record:
 
 
 def _over(patched: Record | None, record: Record, extremes: bool = False) -> Cell:
-    """Patched's speed over the arm's, turn by turn: the mean with its 95 % interval, or the median and extremes."""
+    """Patched's speed over the arm's, turn by turn: the mean with its 95 % interval, or the median
+    and extremes.
+    """
     if patched is None or not (_rates(patched) and _rates(record)):
         return Cell("-", (None,) * 3)
     ratios = pd.Series(_rates(patched)) / pd.Series(_rates(record))
@@ -130,7 +132,9 @@ def _rates(record: Record) -> list[float]:
 
 
 def _place(record: Record) -> list[Any]:
-    """Order a run's arms: the slow path last, as transformers makes them before patched ones, arms beside their -8."""
+    """Order a run's arms: the slow path last, as transformers makes them before patched ones, arms
+    beside their -8.
+    """
     c = record["config"]
     return [c["kernels"] == "torch", c["patched"], list(BATCHES).index(c["batches"]), c.get("multiple_of", 1)]
 

@@ -1,4 +1,6 @@
-"""Check which of transformers' state-space, linear-attention and hybrid models leak when documents are packed."""
+"""Check which of transformers' state-space, linear-attention and hybrid models leak when documents
+are packed.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ class AuditConfig:
 
 
 def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
-    """Append a record per model and boundary argument; metrics are 1, 0 or null, and tokens reached."""
+    """Append a record per model and boundary argument; metrics are 1, 0 or null, and tokens
+    reached.
+    """
     arms = chosen_models(c.models, c.only)
     for name, of in arms.items():
         make_configuration(name, of, c.shared)  # before any work
@@ -53,7 +57,8 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
     logging.getLogger("transformers").setLevel(logging.ERROR)
     provenance()
     if c.device != "cpu":
-        os.environ.setdefault("MAMBA_DETERMINISTIC", "1")  # one block size each: others take minutes to build
+        # one block size each: others take minutes to build
+        os.environ.setdefault("MAMBA_DETERMINISTIC", "1")
         find_kernels()
     chosen = [boundaries for boundaries in c.boundaries if boundaries != TRL or _version(TRL)]
     arms |= {f"{name}{PATCHED}": of for name, of in arms.items() if of.get("patch")}
@@ -74,7 +79,10 @@ def run(c: AuditConfig, records_path: Path, progress: bool = True) -> None:
 
 
 def chosen_models(models: dict[str, Any], only: list[str]) -> dict[str, dict[str, Any]]:
-    """Select the models that ``only`` names, all where it is empty. Raises ConfigError for an unknown name."""
+    """Select the models that ``only`` names, all where it is empty.
+
+    Raises ConfigError for an unknown name.
+    """
     for name in only:
         if name not in models:
             raise ConfigError(f"only: unknown model '{name}'{suggest(name, models)}")
@@ -98,7 +106,9 @@ class Collated(CheckedModel):
 
 
 def find_kernels() -> None:
-    """Make mamba-ssm's kernels importable one by one, before transformers asks: the whole package wants more than they do."""
+    """Make mamba-ssm's kernels importable one by one, before transformers asks: the whole package
+    wants more than they do.
+    """
     for module, name in (
         ("selective_scan_interface", "selective_scan_fn"),
         ("triton.selective_state_update", "selective_state_update"),
@@ -109,7 +119,10 @@ def find_kernels() -> None:
 
 
 def make_configuration(name: str, of: dict[str, Any], shared: dict[str, Any]) -> Any:
-    """Make a transformers configuration of this type. Raises ConfigError for an unknown type or key."""
+    """Make a transformers configuration of this type.
+
+    Raises ConfigError for an unknown type or key.
+    """
     from transformers import CONFIG_MAPPING
 
     if name not in CONFIG_MAPPING:

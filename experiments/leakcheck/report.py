@@ -12,7 +12,9 @@ from packmamba.lab.report.tables import Cell, Table, make_table
 
 
 def latest(records: Sequence[Record]) -> dict[str, list[Record]]:
-    """By device, of the newest version of transformers that was audited there, by arm and argument the latest; in their order."""
+    """By device, of the newest version of transformers that was audited there, by arm and argument
+    the latest; in their order.
+    """
     given = aggregate.of_kind(records, "audit")
     found: dict[str, list[Record]] = {}
     for device in sorted({r["config"]["device"].partition(":")[0] for r in given}):

@@ -1,4 +1,6 @@
-"""The arms of the experiment, as data: the fields that their records hold, and what tables call them."""
+"""The arms of the experiment, as data: the fields that their records hold, and what tables call
+them.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +35,14 @@ class _Fields:
 class GpuArm(_Fields):
     """On a GPU."""
 
-    operator: str  # scan, conv, projections (the block's matrix products) or schedule (making it, once a batch)
+    # scan, conv, projections (the block's matrix products) or schedule (making it, once a batch)
+    operator: str
     implementation: str = "packmamba"  # A name in gpu_implementations._implementation
-    # packed: rows with boundaries; unpacked: the row as one document; by-document: each alone; padded: one batch.
+    # packed: rows with boundaries; unpacked: the row as one document; by-document: each alone;
+    # padded: one batch.
     packing: str = "packed"
-    # Source of boundaries in kernels: schedule; indices, one for each token; null where there are none.
+    # Source of boundaries in kernels: schedule; indices, one for each token; null where there are
+    # none.
     boundaries: str | None = "schedule"
     with_states: bool = False  # an initial state goes in, the final one comes out
 
@@ -54,7 +59,8 @@ class GpuArm(_Fields):
 GPU_ARMS = {
     "scan": GpuArm("scan", label="ssm_pack"),
     "scan-states": GpuArm("scan", with_states=True, label="ssm_pack, states in and out"),
-    "scan-indices": GpuArm("scan", boundaries="indices", label="ssm_pack, an index per token"),  # the paper's mechanism
+    # the paper's mechanism
+    "scan-indices": GpuArm("scan", boundaries="indices", label="ssm_pack, an index per token"),
     "mamba-ssm-unpacked": GpuArm("scan", "mamba-ssm", "unpacked", None, label="mamba-ssm, not packed"),  # leaks
     "mamba-ssm-by-document": GpuArm("scan", "mamba-ssm", "by-document", None, label="mamba-ssm, document by document"),
     "mamba-ssm-padded": GpuArm("scan", "mamba-ssm", "padded", None, label="mamba-ssm, padded"),
@@ -72,9 +78,11 @@ GPU_ARMS = {
 class CpuArm(_Fields):
     """On a CPU, for both operators."""
 
-    implementation: str  # packmamba, compiled; reference, vectorised PyTorch; or transformers, its slow path
+    # packmamba, compiled; reference, vectorised PyTorch; or transformers, its slow path
+    implementation: str
     packing: str = "packed"  # packed, or by-document: each alone
-    # new: through the public operator, which allocates its results; at_hand: packmamba's kernels into memory that is there.
+    # new: through the public operator, which allocates its results; at_hand: packmamba's kernels
+    # into memory that is there.
     memory: str = "new"
 
     @property

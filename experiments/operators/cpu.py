@@ -1,4 +1,6 @@
-"""The packed operators, forward and backward: ours, the reference and transformers' slow path, beside the machine's rates."""
+"""The packed operators, forward and backward: ours, the reference and transformers' slow path,
+beside the machine's rates.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,15 @@ from packmamba.ops.scan import allocate_scan
 
 # ||a - b|| / ||b|| against float64, of outputs and of gradients.
 TOLERANCES = {"float32": (1e-5, 5e-5), "bfloat16": (2e-3, 5e-3), "float64": (1e-9, 1e-9)}
-# Per token, channel and state. Forward: delta A, delta u B, the step, y. Backward: the first three again, y for the gate,
-# and dC, dh, dB, sum dh B, carry, carry h, sum A, dA.
+# Per token, channel and state. Forward: delta A, delta u B, the step, y. Backward: the first three
+# again, y for the gate, and dC, dh, dB, sum dh B, carry, carry h, sum A, dA.
 MULTIPLY_ADDS, EXPONENTIALS = 4 + 4 + 8, 2
-# Take a turn with the arms: what the machine can do is the best of all turns, as other processes may slow one.
+# Take a turn with the arms: what the machine can do is the best of all turns, as other processes
+# may slow one.
 RATES = "rates"
 
-Call = Callable[[], dict[str, Tensor]]  # forward and backward: the output y and the gradient of each input
+# forward and backward: the output y and the gradient of each input
+Call = Callable[[], dict[str, Tensor]]
 
 
 @dataclass
@@ -52,9 +56,11 @@ class Config:
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Append one record per operator and arm: forward and backward; RuntimeError if one is wrong, or faster than the rates allow.
+    """Append one record per operator and arm: forward and backward; RuntimeError if one is wrong,
+    or faster than the rates allow.
 
-    bound_seconds: what the scan's multiply-adds and exponentials take at the measured rates; the convolution's bytes, copied.
+    bound_seconds: what the scan's multiply-adds and exponentials take at the measured rates; the
+    convolution's bytes, copied.
     """
     build.load("cpu")
     provenance()
@@ -105,8 +111,8 @@ def _run_operator(c: Config, operator: Operator, records_path: Path, progress: b
 
 
 def machine_rates(rounds: int = 3) -> dict[str, float]:
-    """Measure float32 multiply-adds and exponentials a second from registers, and bytes a second by copying 64 MiB into
-    memory that is there and into new memory; the best of ``rounds`` each.
+    """Measure float32 multiply-adds and exponentials a second from registers, and bytes a second by
+    copying 64 MiB into memory that is there and into new memory; the best of ``rounds`` each.
     """
     kernels = torch.ops.packmamba_cpu
     threads, lanes, repeats = torch.get_num_threads(), kernels.float32_lanes(), 50_000
@@ -142,7 +148,9 @@ def _bound(c: Config, operator: str, arm: CpuArm, rates: dict[str, float]) -> fl
 
 
 def draw_documents(c: Config, tokens: int) -> SequenceLayout:
-    """One full row of documents, log-uniform between the shortest and the longest; the last is cut to fit."""
+    """One full row of documents, log-uniform between the shortest and the longest; the last is cut
+    to fit.
+    """
     generator = np.random.Generator(np.random.PCG64(c.seed))
     lengths: list[int] = []
     while sum(lengths) < tokens:
@@ -164,7 +172,8 @@ class Operator:
     kernels: Callable[[], Call]  # ours, into memory that is there
     theirs: str  # name of transformers' implementation of one document, channels first
     alone: Callable[[Callable[..., Tensor], dict[str, Tensor], slice], Tensor]
-    checked: dict[str, Tensor]  # the leaves in float64; where channels are independent, the first ones stand for all
+    # the leaves in float64; where channels are independent, the first ones stand for all
+    checked: dict[str, Tensor]
 
     def call(self, arm: CpuArm) -> Call:
         if arm.memory == "at_hand":
@@ -271,7 +280,9 @@ def _differentiated(function: Callable[[dict[str, Any]], Tensor], leaves: dict[s
 
 
 def _check_results(what: str, results: dict[str, Tensor], expected: dict[str, Tensor], dtype: str) -> None:
-    """RuntimeError unless every result agrees with the float64 reference, which may be of the first channels only."""
+    """RuntimeError unless every result agrees with the float64 reference, which may be of the first
+    channels only.
+    """
     for name, value in expected.items():
         got = results[name].double()
         for dim, size in enumerate(value.shape):
@@ -290,6 +301,7 @@ def _transformers(name: str) -> Callable[..., Tensor]:
     try:
         from transformers.models.mamba import modeling_mamba
 
-        return inspect.unwrap(getattr(modeling_mamba, name))  # not the peers' kernel, where that is installed
+        # not the peers' kernel, where that is installed
+        return inspect.unwrap(getattr(modeling_mamba, name))
     except (ImportError, AttributeError):
         raise ConfigError(f"arms: transformers needs a version of transformers that has Mamba's {name}") from None

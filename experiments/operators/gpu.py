@@ -1,4 +1,6 @@
-"""Time and memory of the packed operators on a GPU, beside the peers', against tokens, channels and documents."""
+"""Time and memory of the packed operators on a GPU, beside the peers', against tokens, channels and
+documents.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Config:
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Append one record per shape and arm, timed in turns over all layouts; RuntimeError if one is wrong."""
+    """Append one record per shape and arm, timed in turns over all layouts; RuntimeError if one is
+    wrong.
+    """
     if not torch.cuda.is_available():
         raise ConfigError("bench gpu_operators: needs a GPU")
     provenance()  # of the code as it is now, not as it may be after minutes
@@ -70,7 +74,10 @@ def run(c: Config, records_path: Path, progress: bool = True) -> None:
 
 
 def draw_shape(c: Config, shape: str) -> tuple[int, int, str, list[list[int]]]:
-    """Tokens, channels, documents, and the documents' lengths of every row. ValueError if it is none."""
+    """Tokens, channels, documents, and the documents' lengths of every row.
+
+    ValueError if it is none.
+    """
     tokens, channels, documents = (part.strip() for part in shape.split(","))
     if int(channels) % HEAD_CHANNELS or int(channels) < 1:
         raise ValueError(f"expected channels to be a multiple of {HEAD_CHANNELS}")
@@ -78,7 +85,9 @@ def draw_shape(c: Config, shape: str) -> tuple[int, int, str, list[list[int]]]:
 
 
 def draw_rows(documents: str, tokens: int, layouts: int, seed: int) -> list[list[int]]:
-    """Rows of whole documents in order, the last one cut to fill the row; one row if their length is fixed."""
+    """Rows of whole documents in order, the last one cut to fill the row; one row if their length
+    is fixed.
+    """
     if tokens < 1 or layouts < 1:
         raise ValueError("expected at least one token and one layout")
     if documents in LENGTH_DISTRIBUTIONS:
@@ -134,13 +143,17 @@ def _statistics(phase: str, values: Sequence[float] | None = None) -> Metrics:
 
 COPY_BYTES = 2**31
 CHECKED_CHANNELS = 16
-PAD_TO = 2048  # padded documents are at least as long as their distribution's longest, where that is at most this
+# padded documents are at least as long as their distribution's longest, where that is at most this
+PAD_TO = 2048
 
 Errors = dict[str, tuple[float, float | None]]
 
 
 class Prepared:
-    """Make and check the arms of one shape; leave out peers that are not installed. RuntimeError if one is wrong."""
+    """Make and check the arms of one shape; leave out peers that are not installed.
+
+    RuntimeError if one is wrong.
+    """
 
     def __init__(
         self,
@@ -158,18 +171,23 @@ class Prepared:
         distribution = LENGTH_DISTRIBUTIONS.get(documents)
         pad_to = distribution.longest if distribution and distribution.longest <= PAD_TO else 0
         self.arms, references = gpu_implementations.build(arms, inputs, some, pad_to)
-        # What the allocator hands out next is this, so that an element that is not written fails the check.
+        # What the allocator hands out next is this, so that an element that is not written fails
+        # the check.
         torch.full((8 * tokens * channels,), torch.nan, device="cuda")
         self.errors = check(self.arms, references, self.layouts[0], some, TOLERANCES[dtype])
         self._waits = {name: launch_cycles(lambda: arm.phases(self.layouts[0])) for name, arm in self.arms.items()}  # noqa: B023
 
     def seconds(self, name: str) -> list[float]:
-        """Forward and, where there is one, backward of an arm, a mean over the layouts; of one layout, five times."""
+        """Forward and, where there is one, backward of an arm, a mean over the layouts; of one
+        layout, five times.
+        """
         layouts = self.layouts if len(self.layouts) > 1 else self.layouts * 5
         return device_seconds((self.arms[name].phases(layout) for layout in layouts), self._waits[name])
 
     def memory(self, name: str) -> tuple[float, float]:
-        """Measure an arm's memory, in activations: saved by its forward besides outputs, and its backward's peak."""
+        """Measure an arm's memory, in activations: saved by its forward besides outputs, and its
+        backward's peak.
+        """
         arm = self.arms[name]
         assert arm.backward is not None
         call = arm.prepare(self.layouts[0])
@@ -187,7 +205,9 @@ class Prepared:
 
 
 def device_seconds(runs: Iterable[Phases], wait: int) -> list[float]:
-    """Time each phase on the GPU, a mean over runs; before each it waits ``wait`` cycles, so that the host has launched it."""
+    """Time each phase on the GPU, a mean over runs; before each it waits ``wait`` cycles, so that
+    the host has launched it.
+    """
     marks = []
     gc.collect()
     gc.disable()  # a collection between two launches would show
@@ -210,7 +230,9 @@ def _event() -> torch.cuda.Event:
 
 
 def launch_cycles(phases: Callable[[], Phases]) -> int:
-    """Return GPU cycles in which the host surely launches all phases: twice the slowest of three runs, after a warm-up."""
+    """Return GPU cycles in which the host surely launches all phases: twice the slowest of three
+    runs, after a warm-up.
+    """
     taken = []
     for _ in range(4):
         run = phases()
@@ -234,7 +256,10 @@ def check(
     some: torch.Tensor,
     tolerances: tuple[float, float, float],
 ) -> Errors:
-    """(output error, gradient error) of every arm that can be held against float64. RuntimeError if one is wrong."""
+    """(output error, gradient error) of every arm that can be held against float64.
+
+    RuntimeError if one is wrong.
+    """
     expected: dict[str, torch.Tensor] = {}
     errors: Errors = {}
     for name, arm in arms.items():

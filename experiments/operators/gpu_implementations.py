@@ -1,4 +1,6 @@
-"""Call each implementation of the operators on a GPU: T tokens of one row, S documents, D channels, N states."""
+"""Call each implementation of the operators on a GPU: T tokens of one row, S documents, D channels,
+N states.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,8 @@ from packmamba import SequenceLayout, ops
 from packmamba.ops.cuda import schedule
 from packmamba.ops.mamba_ssm import _peer as find_peer
 
-Phases = Iterator[Any]  # a generator: what precedes its first yield is not timed, each further yield ends a phase
+# a generator: what precedes its first yield is not timed, each further yield ends a phase
+Phases = Iterator[Any]
 STATES = 16
 # Where the channels lie; None: the tensor has none; the last dimension if not named.
 _CHANNEL_DIM = {"A": 0, "D": 0, "delta_bias": 0, "weight": 0, "bias": 0, "initial_state": 1, "B": None, "C": None}
@@ -25,7 +28,9 @@ _CHANNEL_DIM = {"A": 0, "D": 0, "delta_bias": 0, "weight": 0, "bias": 0, "initia
 
 @dataclass
 class Call:
-    """One call of a public operator: differentiable tensors by argument name, and the gradients of its outputs."""
+    """One call of a public operator: differentiable tensors by argument name, and the gradients of
+    its outputs.
+    """
 
     operator: str
     tensors: dict[str, Tensor]
@@ -46,7 +51,9 @@ class Call:
         return dict(zip(names, [*outputs, *self.backward(outputs)]))
 
     def within(self, some: Tensor) -> Call:
-        """The same, but gradients flow in through some channels alone, so that those of B and C are sums over these."""
+        """The same, but gradients flow in through some channels alone, so that those of B and C are
+        sums over these.
+        """
         dims = enumerate(self.grads)
         grads = [torch.zeros_like(g).index_copy(_dim(i), some, g.index_select(_dim(i), some)) for i, g in dims]
         return Call(self.operator, self.tensors, self.options, grads, self.layout)
@@ -68,7 +75,9 @@ class Call:
 
 
 def _dim(output: int) -> int:
-    """Return the channel dimension of an operator's output: the last of y, the second of the final state."""
+    """Return the channel dimension of an operator's output: the last of y, the second of the final
+    state.
+    """
     return 1 if output else 2
 
 
@@ -107,7 +116,8 @@ class Inputs:
             "A": -torch.arange(1, STATES + 1, device=device).to(wide).repeat(channels, 1), "B": B, "C": C,
             "D": normal(channels, dtype=wide), "z": z, "delta_bias": normal(channels, dtype=wide) / 2 - 3,
         }  # fmt: skip
-        # Float32, as under mixed precision, of values that bfloat16 has too: the peer takes them so.
+        # Float32, as under mixed precision, of values that bfloat16 has too: the peer takes them
+        # so.
         conv = {"x": u, "weight": normal(channels, 4).to(wide), "bias": normal(channels).to(wide)}
         scan, conv = ({name: t.detach().requires_grad_() for name, t in each.items()} for each in (scan, conv))
         return cls(scan, conv, normal(1, tokens, channels))
@@ -117,7 +127,8 @@ class Inputs:
         return self.dy.shape[2]
 
 
-Reference = Callable[[SequenceLayout], Tensor]  # (1, T, some) in float64: what outputs must agree with
+# (1, T, some) in float64: what outputs must agree with
+Reference = Callable[[SequenceLayout], Tensor]
 
 
 def references(inputs: Inputs, some: Tensor) -> dict[str, Reference]:
@@ -139,19 +150,24 @@ def references(inputs: Inputs, some: Tensor) -> dict[str, Reference]:
     }
 
 
-HEAD_CHANNELS, HEAD_STATES = 64, 128  # Mamba-2's channels that share a step size, and states of each
+# Mamba-2's channels that share a step size, and states of each
+HEAD_CHANNELS, HEAD_STATES = 64, 128
 
 
 @dataclass
 class Implementation:
-    """Hold an arm's calls: ``prepare(layout)``, not timed, ``forward(prepared)``, ``backward(outputs, prepared)``."""
+    """Hold an arm's calls: ``prepare(layout)``, not timed, ``forward(prepared)``,
+    ``backward(outputs, prepared)``.
+    """
 
     forward: Callable[[Any], Any]
     backward: Callable[[Any, Any], Any] | None = None
     prepare: Callable[[SequenceLayout], Any] = lambda layout: layout
-    output: Callable[[Any, Any], Tensor] | None = None  # (1, T, D), of outputs and what was prepared
+    # (1, T, D), of outputs and what was prepared
+    output: Callable[[Any, Any], Tensor] | None = None
     expects: str = ""  # which of ``references`` the output must agree with
-    gradients: bool = False  # true if ``prepare`` gives a Call, whose gradients are held against float64 too
+    # true if ``prepare`` gives a Call, whose gradients are held against float64 too
+    gradients: bool = False
 
     def phases(self, layout: SequenceLayout) -> Phases:
         """Forward and backward, for the clock."""
@@ -215,7 +231,9 @@ Batch = tuple[Tensor, ...]  # channels first: u, delta, B, C, z, dy; or what the
 
 
 def mamba(peer: Any, packing: str, inputs: Inputs, pad_to: int) -> Implementation:
-    """Call mamba-ssm's scan at its own binding, on contiguous copies; unpacked, document by document, or padded as a batch."""
+    """Call mamba-ssm's scan at its own binding, on contiguous copies; unpacked, document by
+    document, or padded as a batch.
+    """
     held = {name: tensor.detach() for name, tensor in inputs.scan.items()}
     tokens_of = (*(held[name] for name in ("u", "delta", "B", "C", "z")), inputs.dy)
 
@@ -253,7 +271,9 @@ def mamba(peer: Any, packing: str, inputs: Inputs, pad_to: int) -> Implementatio
 
 
 def ssd(scan: Callable[..., Tensor], inputs: Inputs, some: Tensor, name: str) -> tuple[Implementation, Reference]:
-    """Return a Mamba-2 scan, heads of 64 channels and 128 states, and its reference ``name``: ssm_pack by channel."""
+    """Return a Mamba-2 scan, heads of 64 channels and 128 states, and its reference ``name``:
+    ssm_pack by channel.
+    """
     held = {name: inputs.scan[name].detach() for name in ("u", "delta", "z")}
     tokens, channels = inputs.dy.shape[1:]
     heads, device = channels // HEAD_CHANNELS, inputs.dy.device
@@ -297,7 +317,9 @@ def causal_conv(convolve: Callable[..., Tensor], inputs: Inputs) -> Implementati
 def _implementation(
     arm: GpuArm, inputs: Inputs, some: Tensor, pad_to: int, references: dict[str, Reference]
 ) -> Implementation:
-    """An arm's implementation, which may add a reference; ImportError or ValueError if a peer is not installed."""
+    """An arm's implementation, which may add a reference; ImportError or ValueError if a peer is
+    not installed.
+    """
     if arm.implementation == "packmamba":
         return packmamba(arm, inputs)
     if arm.implementation == "torch":
@@ -321,7 +343,9 @@ def _implementation(
 def build(
     arms: Mapping[str, GpuArm], inputs: Inputs, some: Tensor, pad_to: int
 ) -> tuple[dict[str, Implementation], dict[str, Reference]]:
-    """The arms' implementations, and what their outputs must agree with; a peer that is missing is named once."""
+    """The arms' implementations, and what their outputs must agree with; a peer that is missing is
+    named once.
+    """
     made: dict[str, Implementation] = {}
     expected, missing = references(inputs, some), {}
     for name, arm in arms.items():

@@ -20,17 +20,18 @@ UNPACKED, BY_DOCUMENT, PADDED = (GPU_ARMS[f"mamba-ssm-{name}"] for name in ("unp
 BESIDE_SCAN = (*(f"mamba-ssm-{name}" for name in ("unpacked", "by-document", "padded")), "mamba2-ssd", "scan-states")
 CONV, CONV_INDICES, CAUSAL_CONV = (GPU_ARMS[name] for name in ("conv1d", "conv1d-indices", "causal-conv1d"))
 SSD, PEER_SSD, PROJECTIONS = GPU_ARMS["ssd"], GPU_ARMS["mamba2-ssd"], GPU_ARMS["projections"]
-# config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are medians of interleaved rounds,
-# spreads interquartile ranges, activations bfloat16 tensors of tokens x channels, errors relative to float64, position bytes
-# what all warps read together; null where it was not measured or has no meaning.
-# What the hardware allows, per token and channel. The scan forward: of its exponentials, one a state, three quarters on the
-# special-function units (16 a clock), the rest as polynomials; or u, delta, z read and y, kept states written. Backward:
-# instruction slots (128 a clock) a state: 18 multiply-adds, 2 exponentials, 1.5 exchanges; or 14 bytes, u, delta, z, dy and
-# three gradients. The convolution: bytes alone.
-# Mamba-2's scan, heads of 64 channels, 128 states: products on tensor cores (4096 operations a clock in bfloat16; float32 takes
-# three products for one) in chunks of 128 tokens. Forward: states, outputs from them, and scores, of which a mask leaves half.
-# Backward: five products of states, and scores twice. Or 6 and 10 bytes.
-# In other dtypes bytes grow with an element's.
+# config: tokens, channels, documents (their distribution or length), states, dtype. Seconds are
+# medians of interleaved rounds, spreads interquartile ranges, activations bfloat16 tensors of
+# tokens x channels, errors relative to float64, position bytes what all warps read together; null
+# where it was not measured or has no meaning. What the hardware allows, per token and channel. The
+# scan forward: of its exponentials, one a state, three quarters on the special-function units (16 a
+# clock), the rest as polynomials; or u, delta, z read and y, kept states written. Backward:
+# instruction slots (128 a clock) a state: 18 multiply-adds, 2 exponentials, 1.5 exchanges; or 14
+# bytes, u, delta, z, dy and three gradients. The convolution: bytes alone. Mamba-2's scan, heads of
+# 64 channels, 128 states: products on tensor cores (4096 operations a clock in bfloat16; float32
+# takes three products for one) in chunks of 128 tokens. Forward: states, outputs from them, and
+# scores, of which a mask leaves half. Backward: five products of states, and scores twice. Or 6 and
+# 10 bytes. In other dtypes bytes grow with an element's.
 EXPONENTIALS, FORWARD_BYTES = 0.75, 10
 BACKWARD_SLOTS, BACKWARD_BYTES = 21.5, 14
 SSD_OPERATIONS, SSD_BYTES = (4 * 128 + 128, 10 * 128 + 2 * 128), (6, 10)
@@ -52,7 +53,9 @@ Shapes = Mapping[Shape, Arms]
 def by_shape(
     records: Sequence[Record], dtype: str = "bfloat16", holding: GpuArm | None = None
 ) -> dict[Shape, dict[GpuArm, Record]]:
-    """Arms of each shape, which were timed in turns: those of its latest commit, or of the latest that timed ``holding``."""
+    """Arms of each shape, which were timed in turns: those of its latest commit, or of the latest
+    that timed ``holding``.
+    """
     runs: dict[tuple[Shape, str], dict[GpuArm, Record]] = {}
     for record in sorted(records_of(records, "gpu_operators"), key=lambda record: record["time"]):
         config = record["config"]
@@ -100,7 +103,9 @@ def ssd_limit(record: Record) -> tuple[float, ...]:
 
 
 def copy_shares(record: Record) -> tuple[float, float]:
-    """Divide the time to copy a convolution's bytes by the time that it takes, forward and backward."""
+    """Divide the time to copy a convolution's bytes by the time that it takes, forward and
+    backward.
+    """
     config, metrics = record["config"], record["metrics"]
     moved = config["tokens"] * config["channels"] / metrics["copy_bytes_per_second"]
     return CONV_BYTES[0] * moved / metrics["forward_seconds"], CONV_BYTES[1] * moved / metrics["backward_seconds"]
@@ -300,7 +305,9 @@ Points = Sequence[tuple[float, Arms]]
 
 
 def gpu_operators_figures(records: Sequence[Record]) -> list[Figure]:
-    """Against tokens, channels and the documents' mean length; only axes along which there are points."""
+    """Against tokens, channels and the documents' mean length; only axes along which there are
+    points.
+    """
     found = by_shape(records)
     one_length = [shape for shape in found if shape.documents.isdecimal() or shape.documents == "one"]
     by_tokens = _along(found, lambda s: s.tokens, lambda s: (s.channels, s.documents) == (4096, "documents-2k"))

@@ -2,8 +2,9 @@
 
 python -m experiments.operators.mamba3_peer FILE      needs a GPU and mamba-ssm
 
-SISO, one row of 16,384 tokens, float32 weights under bfloat16 autocast, forward and backward, projections included. Small
-mixers of the same weights are first held against ours in float64, mamba-ssm's on one document alone.
+SISO, one row of 16,384 tokens, float32 weights under bfloat16 autocast, forward and backward,
+projections included. Small mixers of the same weights are first held against ours in float64,
+mamba-ssm's on one document alone.
 """
 
 import json

@@ -89,8 +89,9 @@ def _limit(operator: str, rates: dict[str, float]) -> str:
     )
 
 
-# config: operator, implementation and sizes. One implementation of one operator, forward and backward; arms of one operator were
-# timed in turns. bound_seconds is what the machine's rates, measured in the same run, allow. Spreads are interquartile ranges.
+# config: operator, implementation and sizes. One implementation of one operator, forward and
+# backward; arms of one operator were timed in turns. bound_seconds is what the machine's rates,
+# measured in the same run, allow. Spreads are interquartile ranges.
 KINDS = {
     "operators": Kind(operators_tables, operators_figures),
     "gpu_operators": Kind(gpu_operators_tables, gpu_operators_figures),

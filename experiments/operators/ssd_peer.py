@@ -2,8 +2,9 @@
 
 python -m experiments.operators.ssd_peer FILE DTYPE...      needs a GPU and mamba-ssm
 
-Both are captured as CUDA graphs of four passes, so that no launch counts, and replayed in turns. Each is held against float64
-first, with few heads: ours must be within the tests' tolerances, mamba-ssm's errors are written beside its times.
+Both are captured as CUDA graphs of four passes, so that no launch counts, and replayed in turns.
+Each is held against float64 first, with few heads: ours must be within the tests' tolerances,
+mamba-ssm's errors are written beside its times.
 """
 
 import json
@@ -112,7 +113,9 @@ def replayed(graph: torch.cuda.CUDAGraph) -> float:
 
 
 def host_time(scan: Scan, tensors: list[Tensor], layout: SequenceLayout, grad: Tensor) -> float:
-    """Return the milliseconds that the host takes to launch one eager pass both ways, with an idle GPU before it."""
+    """Return the milliseconds that the host takes to launch one eager pass both ways, with an idle
+    GPU before it.
+    """
     torch.cuda.synchronize()
     begin = time.perf_counter()
     results(scan, tensors, layout, grad)

@@ -52,7 +52,10 @@ class Arm:
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Append one record per strategy, row length, buffer and seed; strategies plan in turns. RuntimeError if a plan is wrong."""
+    """Append one record per strategy, row length, buffer and seed; strategies plan in turns.
+
+    RuntimeError if a plan is wrong.
+    """
     corpus = f"{c.distribution} ({LENGTH_DISTRIBUTIONS[c.distribution]}), {c.num_documents} documents"
     shared = {key: getattr(c, key) for key in ("distribution", "num_documents", "overlong", "rounds")}
     provenance()  # of the code as it is now, not as it may be after minutes
@@ -97,7 +100,9 @@ def _measure(c: Config, lengths: np.ndarray, row_length: int, bar: tqdm) -> Iter
 
 
 def check_plan(plan: RowPlan, lengths: np.ndarray) -> None:
-    """RuntimeError unless every token of documents of these lengths is in one row once and no row is overfull."""
+    """RuntimeError unless every token of documents of these lengths is in one row once and no row
+    is overfull.
+    """
     by_place = np.lexsort([plan.start, plan.document])
     document, start, end = plan.document[by_place], plan.start[by_place], (plan.start + plan.length)[by_place]
     opens = np.diff(document, prepend=-1) != 0

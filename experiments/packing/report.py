@@ -36,7 +36,9 @@ _STYLES: dict[str, dict[str, Any]] = {
 
 
 def packing_tables(records: Sequence[Record]) -> list[Table]:
-    """Padding and planning time by strategy and row length, greedy's padding by buffer, and the intervals of all these."""
+    """Padding and planning time by strategy and row length, greedy's padding by buffer, and the
+    intervals of all these.
+    """
     plans = _plans(records)
     data, seeds = f"({_data(plans)})", plans["seed"].nunique()
     overlong = ", ".join(sorted(plans["config.overlong"].dropna().unique()))
@@ -69,7 +71,9 @@ def packing_tables(records: Sequence[Record]) -> list[Table]:
 def _table(
     name: str, title: str, values: pd.Series, form: str, *notes: str, more: Sequence[dict[str, Any]] = ()
 ) -> Table:
-    """Make a row for each strategy or buffer, with a cell for each row length; ``more``: rows of no known row length."""
+    """Make a row for each strategy or buffer, with a cell for each row length; ``more``: rows of no
+    known row length.
+    """
     rows: dict[Any, dict[str, Any]] = {}
     for (group, length), some in values.groupby(level=[0, 1], sort=False):
         cell = _interval_cell(some) if form == "[]" else some
@@ -81,7 +85,9 @@ def _table(
 
 
 def packing_figures(records: Sequence[Record]) -> list[Figure]:
-    """Padding and planning time against row length, and greedy's padding against its buffer; one corpus's records."""
+    """Padding and planning time against row length, and greedy's padding against its buffer; one
+    corpus's records.
+    """
     plans = _plans(records)
     return [_by_row_length(plans), *([_by_buffer(plans)] if plans["buffer"].nunique() > 1 else [])]
 
@@ -137,7 +143,9 @@ def _log_log(ax: Axes, ticks: Sequence[int], label: str) -> None:
 
 
 def _plans(records: Sequence[Record]) -> pd.DataFrame:
-    """Return the latest record of every plan and seed: row_length, buffer, per_million (seconds), strategy with its buffer."""
+    """Return the latest record of every plan and seed: row_length, buffer, per_million (seconds),
+    strategy with its buffer.
+    """
     plans = aggregate.frame(records, "packing")
     plans["row_length"], plans["buffer"] = plans["config.row_length"], plans["config.buffer"]
     plans["per_million"] = 1e6 * plans["planning_seconds"] / plans["num_documents"]

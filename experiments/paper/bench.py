@@ -1,4 +1,6 @@
-"""The measurements of arXiv 2408.03865 on one device: speed by model size and dtype, padding, and time against length."""
+"""The measurements of arXiv 2408.03865 on one device: speed by model size and dtype, padding, and
+time against length.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class Size(Model):
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Append records of kind ``paper``, by ``config.part``; RuntimeError if arms disagree on the losses of the same documents."""
+    """Append records of kind ``paper``, by ``config.part``; RuntimeError if arms disagree on the
+    losses of the same documents.
+    """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()  # of the code as it is now, not as it may be after minutes
     count_padding(c, records_path)
@@ -70,7 +74,9 @@ def count_padding(c: Config, records_path: Path) -> None:
 
 
 def time_lengths(c: Config, device: torch.device, records_path: Path, progress: bool) -> None:
-    """Record the seconds of convolution, scan and products of one block, forward and backward, against a sequence's length."""
+    """Record the seconds of convolution, scan and products of one block, forward and backward,
+    against a sequence's length.
+    """
     config = replace(c, overrides=["model.n_layer=1", "model.vocab_size=256"])
     model = Size(config, c.length_model, device, records_path, progress)
     module = model.build()

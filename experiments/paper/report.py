@@ -1,4 +1,6 @@
-"""One table of the paper's numbers beside those of this machine, and time against a sequence's length."""
+"""One table of the paper's numbers beside those of this machine, and time against a sequence's
+length.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from packmamba.lab.report.figures import Figure, axes, finish, legend_below
 from packmamba.lab.report.html import Kind
 from packmamba.lab.report.tables import Table, make_columns, make_table, number, word
 
-# arXiv 2408.03865, A100. 3.91x, 19.1 %, 0.41 % and 5.05x (the largest ratio over the sizes) as a summary of it reports them.
+# arXiv 2408.03865, A100. 3.91x, 19.1 %, 0.41 % and 5.05x (the largest ratio over the sizes) as a
+# summary of it reports them.
 LARGEST, KERNELS = 5.05, 3.91
 PADDING = {"next_fit": ("padding, documents as received", 0.191), "greedy": ("padding, greedy packing", 0.0041)}
 SINGLE, PACKED = "mamba-ssm-single", "packed"

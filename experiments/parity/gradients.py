@@ -44,11 +44,13 @@ class Config:
 
 
 def run(c: Config, records_path: Path, progress: bool = True) -> None:
-    """Append one record per arm and precision: gradients of the steps in ``at``, from the weights of one model that trains.
+    """Append one record per arm and precision: gradients of the steps in ``at``, from the weights
+    of one model that trains.
 
-    Each arm is compared with the first in the same precision, the first with its own in the first precision. The curve
-    ``gradients`` has the norm of the difference over the norm, the same of the parameter where it is largest, and the difference
-    of the loss; metrics are the largest over steps. RuntimeError if arms have other targets in a step.
+    Each arm is compared with the first in the same precision, the first with its own in the first
+    precision. The curve ``gradients`` has the norm of the difference over the norm, the same of the
+    parameter where it is largest, and the difference of the loss; metrics are the largest over
+    steps. RuntimeError if arms have other targets in a step.
     """
     provenance()
     begun = time.perf_counter()

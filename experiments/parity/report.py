@@ -24,7 +24,9 @@ Pair = tuple[Arm, Arm]
 
 
 def apart(arm: Arm, other: Arm, curve: str = "train") -> pd.Series:
-    """Size of the difference of two arms' losses, nats per target, by (seed, step); empty without a seed of both."""
+    """Size of the difference of two arms' losses, nats per target, by (seed, step); empty without a
+    seed of both.
+    """
     both = [one.points(curve) for one in (arm, other)]
     if any(points.empty for points in both):
         return pd.Series(dtype=float)
@@ -153,7 +155,9 @@ def _sums(arm: Arm, other: Arm, where: str = "") -> tuple[np.ndarray, np.ndarray
 
 
 def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
-    """Tabulate arms of as many steps as their baseline: as far as pieces reach, farther on, and all without one package."""
+    """Tabulate arms of as many steps as their baseline: as far as pieces reach, farther on, and all
+    without one package.
+    """
     rows = []
     for arm, baseline in _pairs(arms):
         points, cut = arm.points(BY_PACKAGE), arm.says("data.cut_documents")
@@ -184,7 +188,9 @@ def _places(records: Sequence[Record], arms: Sequence[Arm]) -> Table:
 
 
 def _leak(arms: Sequence[Arm]) -> Table:
-    """Make a row for each leak arm and stretch of places, over padded and over the same rows with reset."""
+    """Make a row for each leak arm and stretch of places, over padded and over the same rows with
+    reset.
+    """
     by_name = {arm.name: arm for arm in arms}
     rows: list[dict[str, Any]] = []
     family: dict[int, Comparison] = {}
@@ -211,8 +217,10 @@ def _leak(arms: Sequence[Arm]) -> Table:
 
 
 def _baseline(arm: Arm, arms: Sequence[Arm]) -> Arm | None:
-    """Padded, else packed with reset; of the control packed with reset, else padded. Of the arm's own precision, rate and
-    validation documents."""
+    """Padded, else packed with reset; of the control packed with reset, else padded.
+
+    Of the arm's own precision, rate and validation documents.
+    """
     wanted = ["greedy", "padded"] if arm.says("data.strategy") == "next_fit" else ["padded", "greedy"]
     alike = [peer for peer in arms if all(peer.says(key) == arm.says(key) for key in ALIKE[:-1])]
     alike = [peer for peer in alike if not peer.leaks]
@@ -259,7 +267,9 @@ MOST_PLACES = 6
 
 
 def gradient_tables(records: Sequence[Record]) -> list[Table]:
-    """Tabulate differences of gradients between arms, at places along a run, a table for each; ``records`` are of one corpus."""
+    """Tabulate differences of gradients between arms, at places along a run, a table for each;
+    ``records`` are of one corpus.
+    """
     of_seeds: dict[int, dict[tuple[str, str], Record]] = {}
     for record in aggregate.of_kind(records, "gradients"):
         of_seeds.setdefault(record["seed"], {})[record["arm"], record["config"]["computed_in"]] = record
@@ -268,7 +278,9 @@ def gradient_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Table:
-    """Tabulate one run: every place has a column, or with many only the place where a difference is largest."""
+    """Tabulate one run: every place has a column, or with many only the place where a difference is
+    largest.
+    """
     places = sorted({point["step"] for r in latest.values() for point in r["curves"]["gradients"]})
     shown = places if len(places) <= MOST_PLACES else []
     rows = []
@@ -292,7 +304,9 @@ def _gradient_table(seed: int, latest: Mapping[tuple[str, str], Record]) -> Tabl
 
 
 def speed_tables(records: Sequence[Record]) -> list[Table]:
-    """Tabulate how many steps of each arm take as long as one of padded or packed; ``records`` are of one corpus."""
+    """Tabulate how many steps of each arm take as long as one of padded or packed; ``records`` are
+    of one corpus.
+    """
     rows, timed, median = [], aggregate.timed_arms(records), "seconds_per_step_median"
     for arm in timed:
         peers = {peer.name.split(",")[0]: peer[median].mean() for peer in timed if peer.setting == arm.setting}

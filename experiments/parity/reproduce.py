@@ -13,7 +13,8 @@ TINY = (
     *(*steps_of(40), "trainer.threads=1"),
 )
 SMALL = (*TINY, "jobs=1", "grid.seed=[1,2,3]", "common={data.row_length: 256}")
-# Rows of two documents of the longest: of one, a step whose documents all have that length has no leak.
+# Rows of two documents of the longest: of one, a step whose documents all have that length has no
+# leak.
 GRADIENTS = (
     f"keys=[{', '.join(key for key in TINY if 'precision' not in key)}]",
     "arms={padded: [data.strategy=padded, data.row_length=null], packed-reset: [data.strategy=greedy, data.row_length=512], "

@@ -36,7 +36,9 @@ Method = Callable[[Sequence[Request]], list[Score]]
 
 @dataclass(frozen=True)
 class Workload:
-    """Contexts with ``continuations`` continuations each, of random ids; lengths in tokens are log-normal."""
+    """Contexts with ``continuations`` continuations each, of random ids; lengths in tokens are
+    log-normal.
+    """
 
     contexts: int
     context: int
@@ -45,7 +47,9 @@ class Workload:
     sigma: float = 0.5
 
     def draw(self, vocab_size: int, seed: int) -> list[Request]:
-        """Draw requests, those of one context next to each other, of a quarter to four times the median length."""
+        """Draw requests, those of one context next to each other, of a quarter to four times the
+        median length.
+        """
         rng = np.random.Generator(np.random.PCG64(seed))
 
         def ids(median: int) -> list[int]:
@@ -57,7 +61,9 @@ class Workload:
 
 
 def padded(model: MambaLM, batch: int) -> Method:
-    """Batch as lm-evaluation-harness does: longest first, each padded to its longest; logits of continuations alone."""
+    """Batch as lm-evaluation-harness does: longest first, each padded to its longest; logits of
+    continuations alone.
+    """
 
     def run(requests: Sequence[Request]) -> list[Score]:
         order = sorted(range(len(requests)), key=lambda i: -len(requests[i][0]) - len(requests[i][1]))
@@ -94,7 +100,9 @@ def _one_batch(model: MambaLM, requests: list[Request]) -> list[Score]:
 
 
 def harness(model: MambaLM, batch: int, slow: bool) -> Method:
-    """Call lm-evaluation-harness' class ``hf`` around transformers' Mamba; ``slow``: its path without kernels."""
+    """Call lm-evaluation-harness' class ``hf`` around transformers' Mamba; ``slow``: its path
+    without kernels.
+    """
     from lm_eval.models.huggingface import HFLM
 
     theirs, tokenizer = _transformers(model)
@@ -118,7 +126,8 @@ def _transformers(model: MambaLM) -> tuple[Any, Any]:
     with tempfile.TemporaryDirectory() as folder:
         model.save_pretrained(folder, format="huggingface")
         theirs = AutoModelForCausalLM.from_pretrained(folder)
-        write_tokenizer(folder, "bytes", None, "</s>")  # requests are ids already, but the class wants one
+        # requests are ids already, but the class wants one
+        write_tokenizer(folder, "bytes", None, "</s>")
         tokenizer = AutoTokenizer.from_pretrained(folder)
     moved: Any = theirs
     return moved.to(next(model.parameters()).device).eval(), tokenizer
@@ -155,7 +164,9 @@ class ScoringConfig:
 
 
 def run(c: ScoringConfig, records_path: Path, progress: bool = True) -> None:
-    """Append records of kinds scoring and generation; RuntimeError if an arm's scores differ from the first arm's."""
+    """Append records of kinds scoring and generation; RuntimeError if an arm's scores differ from
+    the first arm's.
+    """
     workloads = {name: Workload(**fields) for name, fields in c.workloads.items()}
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()
@@ -227,7 +238,9 @@ def _settings(c: ScoringConfig) -> dict[str, Any]:
 def _agreement(
     found: Sequence[Score], expected: Sequence[Score], requests: Sequence[Request], choices: int
 ) -> dict[str, float | None]:
-    """With the first arm's scores: the largest difference a token, greedy verdicts and best choices that differ."""
+    """With the first arm's scores: the largest difference a token, greedy verdicts and best choices
+    that differ.
+    """
     apart = [abs(a.log_likelihood - b.log_likelihood) for a, b in zip(found, expected)]
     per_token = [difference / len(continuation) for difference, (_, continuation) in zip(apart, requests)]
     sides = [[score.log_likelihood for score in scores] for scores in (found, expected)]

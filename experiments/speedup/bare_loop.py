@@ -1,4 +1,6 @@
-"""The bare loop: forward and backward of each arm's batches, after a gate that compares every token's loss."""
+"""The bare loop: forward and backward of each arm's batches, after a gate that compares every
+token's loss.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ class BareLoop:
             self.cases.append(Case(name, arm, loss, fed, [batch.to(model.device) for batch in chosen], targets))
 
     def gate(self) -> None:
-        """Raise RuntimeError unless every token's loss is that of its document alone, or of the row that leaks by our layers."""
+        """Raise RuntimeError unless every token's loss is that of its document alone, or of the row
+        that leaks by our layers.
+        """
         c = self.model.c
         few = random_documents(self.model.documents.lengths[:GATE_DOCUMENTS], self.model.vocab_size, c.seed)
         alone = self.token_losses(self.module.loss, feed(few, Arm("single"), c.slots)) if self.cases else torch.empty(0)
@@ -111,13 +115,16 @@ class BareLoop:
     def token_losses(self, loss: Loss, fed: Feed) -> Tensor:
         """The losses of all targets, document after document."""
         parts: dict[int, Tensor] = {}
-        for batch, documents in fed.all():  # with gradients, so that what is compiled is what is timed
+        # with gradients, so that what is compiled is what is timed
+        for batch, documents in fed.all():
             losses = loss(batch.to(self.model.device))[1].detach().cpu()[batch.loss_mask].double()
             parts |= zip(documents, losses.split([int(n) - 1 for n in batch.layout.lengths]))
         return torch.cat([parts[number] for number in sorted(parts)])
 
     def measure(self, cases: list[Case]) -> None:
-        """Times the cases in turns and records them; those that do not fit into memory are left out."""
+        """Times the cases in turns and records them; those that do not fit into memory are left
+        out.
+        """
         if not cases:
             return
         model, rounds = self.model, self.model.c.rounds
@@ -143,14 +150,17 @@ class BareLoop:
         self.module.zero_grad()
         peak = PeakMemory(self.model.device)
         taken = timing.seconds(lambda: self.forward_backward(case), self.model.device)
-        # A graph's memory is taken when it is captured, and kept: what other arms keep is not this one's.
+        # A graph's memory is taken when it is captured, and kept: what other arms keep is not this
+        # one's.
         if (most := peak.bytes()) is not None and turn == (0 if case.arm.graphs else self.model.c.rounds):
             weights = sum(parameter.numel() * parameter.element_size() for parameter in self.parameters)
             case.peak_memory_bytes = most - peak.held + weights
         return taken / len(case.batches)
 
     def rates(self, case: Case, times: list[float]) -> dict[str, Any]:
-        """Return the times in a case's record: seconds of a batch, that stand for all batches' mean."""
+        """Return the times in a case's record: seconds of a batch, that stand for all batches'
+        mean.
+        """
         batches, tokens, padding = case.batches, case.feed.tokens_per_batch, case.feed.padding_fraction
         return {
             "peak_memory_bytes": case.peak_memory_bytes,
@@ -176,7 +186,9 @@ def _difference(losses: Tensor, expected: Tensor) -> float:
 
 
 def odd_fraction(shapes: Iterable[tuple[int, ...]]) -> float:
-    """Return the share of slots of (rows, length) batches that lie in rows of odd length: slow in mamba-ssm's products."""
+    """Return the share of slots of (rows, length) batches that lie in rows of odd length: slow in
+    mamba-ssm's products.
+    """
     slots = [(rows * length, length % 2) for rows, length in shapes]
     return sum(count * odd for count, odd in slots) / sum(count for count, _ in slots)
 

@@ -15,7 +15,9 @@ from packmamba.lab.records import provenance
 
 
 class Sorted(Model):
-    """Name all records ``sorted``: arms that only this bench times share no table with arms of other runs."""
+    """Name all records ``sorted``: arms that only this bench times share no table with arms of
+    other runs.
+    """
 
     kind = "sorted"
 
@@ -28,11 +30,13 @@ def run_sorted(c: Config, records_path: Path, progress: bool = True) -> None:
 def run(c: Config, records_path: Path, progress: bool = True, sizes: type[Model] = Model) -> None:
     """Append records of kinds speedup and breakdown; each one's config holds its arm's fields.
 
-    All arms of a model share one set of weights and take turns. Every arm arranges the same documents; its time for all of
-    them is estimated from some of its batches, evenly spread over their sizes.
+    All arms of a model share one set of weights and take turns. Every arm arranges the same
+    documents; its time for all of them is estimated from some of its batches, evenly spread over
+    their sizes.
 
     Raises:
-        RuntimeError: arms disagree on the losses of the same documents; nothing of that model is recorded.
+        RuntimeError: arms disagree on the losses of the same documents; nothing of that model is
+            recorded.
     """
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     provenance()  # of the code as it is now, not as it may be after minutes

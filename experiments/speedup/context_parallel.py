@@ -1,9 +1,11 @@
-"""Time training passes over long rows that several GPUs share, and one GPU alone; write one JSON file.
+"""Time training passes over long rows that several GPUs share, and one GPU alone; write one JSON
+file.
 
 torchrun --nproc-per-node=R -m experiments.speedup.context_parallel FILE MODEL ROW_LENGTH...      needs R GPUs
 
-MODEL: a key of SIZES, of Mamba-2 in bfloat16 with each block recomputed. A pass is forward, backward and the sum of gradients
-over ranks. Rows hold one document, which crosses every edge, or documents of 57 to 2048 tokens, few of which cross one.
+MODEL: a key of SIZES, of Mamba-2 in bfloat16 with each block recomputed. A pass is forward,
+backward and the sum of gradients over ranks. Rows hold one document, which crosses every edge, or
+documents of 57 to 2048 tokens, few of which cross one.
 """
 
 import json

@@ -1,8 +1,10 @@
-"""Time the loss of a 130M model's head, forward and both gradients, in three forms; write one JSON file.
+"""Time the loss of a 130M model's head, forward and both gradients, in three forms; write one JSON
+file.
 
 python -m experiments.speedup.head_loss FILE TOKENS...      needs a GPU
 
-The forms are PyTorch's operators, the same compiled, and the kernel. They run in turns, each held against float64 first.
+The forms are PyTorch's operators, the same compiled, and the kernel. They run in turns, each held
+against float64 first.
 """
 
 import json

@@ -1,4 +1,6 @@
-"""Arms, configuration and records of the bench of whole models, and where a call's time goes by family of kernels."""
+"""Arms, configuration and records of the bench of whole models, and where a call's time goes by
+family of kernels.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ PARTS = BARE, BREAKDOWN, STEPS = "forward_backward", "breakdown", "steps"
 
 @dataclass
 class Arm:
-    """Hold an arm: how documents become rows, and what computes them. Its records hold all but ``parts``."""
+    """Hold an arm: how documents become rows, and what computes them.
+
+    Its records hold all but ``parts``.
+    """
 
     strategy: str = key(
         "best_fit_decreasing", "How documents become rows.", choices=sorted(STRATEGIES.keys() - {"concat_split"})
@@ -109,7 +114,10 @@ class Feed:
 
 
 def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
-    """The documents as the arm arranges them, in batches of at most ``slots`` slots. ValueError if a row cannot hold one."""
+    """The documents as the arm arranges them, in batches of at most ``slots`` slots.
+
+    ValueError if a row cannot hold one.
+    """
     corpus, data = cast(Corpus, documents), arm.data(max_tokens_per_batch=slots)
     rows = arrange(pieces_of(corpus, np.arange(len(documents.lengths))), data)
     rows = replace(rows, slots=-(-rows.slots // arm.multiple_of) * arm.multiple_of)
@@ -117,9 +125,11 @@ def feed(documents: Documents, arm: Arm, slots: int) -> Feed:
 
 
 class PeerLM(nn.Module):
-    """Run mamba-ssm's blocks as its users do: fast path, fused add and norm, residual in float32; eager.
+    """Run mamba-ssm's blocks as its users do: fast path, fused add and norm, residual in float32;
+    eager.
 
-    Shares its parameters with ``model``. Mamba-2's layers are told where packed documents lie; Mamba-1's cannot be, and leak.
+    Shares its parameters with ``model``. Mamba-2's layers are told where packed documents lie;
+    Mamba-1's cannot be, and leak.
     """
 
     backbone: Any
@@ -161,8 +171,9 @@ class PeerLM(nn.Module):
         return losses.sum(), losses.detach()
 
 
-# Of the losses of single tokens, against those of documents alone, in units of their standard deviation. Rounding through 48
-# blocks in bfloat16 makes 2.5e-2, and a leak 1.6e-1; through 24, 1e-2 and 5e-2.
+# Of the losses of single tokens, against those of documents alone, in units of their standard
+# deviation. Rounding through 48 blocks in bfloat16 makes 2.5e-2, and a leak 1.6e-1; through 24,
+# 1e-2 and 5e-2.
 TOLERANCES = {"bfloat16": 5e-2, "float32": 1e-4}
 DISTRIBUTION = "packmamba.data.lengths:LENGTH_DISTRIBUTIONS"
 
@@ -187,7 +198,10 @@ class Config:
     seed: int = key(0, "Of lengths, tokens and weights.", low=0)
 
     def taking_part(self, part: str) -> dict[str, Arm]:
-        """Return the arms that take part in a part. Raises ConfigError for an arm whose rows PackedDataModule cannot make."""
+        """Return the arms that take part in a part.
+
+        Raises ConfigError for an arm whose rows PackedDataModule cannot make.
+        """
         arms = {name: arm for name, arm in self.arms.items() if part in arm.parts}
         if part == STEPS and (rounded := [name for name, arm in arms.items() if arm.multiple_of > 1]):
             raise ConfigError(f"arms.{rounded[0]}.parts: expected no steps with multiple_of above 1, got {part}")
@@ -214,12 +228,15 @@ FAMILIES = {
     "norm and elementwise": r"triton|norm|aten::|at::native|at_cuda_detail",
 }
 OTHER = "other"
-LAUNCH = 10.0  # microseconds: shorter gaps between kernels are those of launching, whatever the host does
+# microseconds: shorter gaps between kernels are those of launching, whatever the host does
+LAUNCH = 10.0
 
 
 @dataclass
 class Breakdown:
-    """Hold the seconds of calls by family, of each kernel, slowest first, and in which no kernel ran."""
+    """Hold the seconds of calls by family, of each kernel, slowest first, and in which no kernel
+    ran.
+    """
 
     families: dict[str, float]
     kernels: list[tuple[str, str, float]]  # family, name, seconds
@@ -254,7 +271,9 @@ def sort_kernels(profiler: profile, on_gpu: bool, taken: float) -> Breakdown:
 
 
 def exclusive(events: Iterable[tuple[float, float, str]]) -> tuple[dict[str, float], float]:
-    """Sum the time of (start, end, name) by name, where several run of the one that started first, and gaps below ``LAUNCH``."""
+    """Sum the time of (start, end, name) by name, where several run of the one that started first,
+    and gaps below ``LAUNCH``.
+    """
     taken: dict[str, float] = {}
     covered, gaps = -math.inf, 0.0
     for start, end, name in sorted(events):
@@ -272,7 +291,8 @@ class Model:
     """All arms of a model size share one set of weights and arrange the same documents.
 
     Attributes:
-        kind: of all records, whose part then tells breakdowns from speeds; None: ``speedup`` and ``breakdown``.
+        kind: of all records, whose part then tells breakdowns from speeds; None: ``speedup`` and
+            ``breakdown``.
     """
 
     kind: Optional[str] = None
@@ -304,7 +324,9 @@ class Model:
         return f"{self.name}: {what}" if self.progress else None
 
     def speed(self, seconds: list[float], tokens: float, rate: float, padding_fraction: float) -> dict[str, Any]:
-        """Return the fields of a record of speed; flop_parameters are those outside the embedding, head included."""
+        """Return the fields of a record of speed; flop_parameters are those outside the embedding,
+        head included.
+        """
         lm = self.lm
         embedding = 0 if self.config.model.tie_embeddings else lm.backbone.embedding.weight.numel()
         return {
@@ -323,8 +345,9 @@ class Model:
     ) -> None:
         """Record so many calls, which take so many seconds without the profiler.
 
-        It slows the host, so no more is idle than those seconds leave; but where the GPU ran slower while it was profiled they
-        leave too little, and kernels do not follow each other closer than they were seen to.
+        It slows the host, so no more is idle than those seconds leave; but where the GPU ran slower
+        while it was profiled they leave too little, and kernels do not follow each other closer
+        than they were seen to.
         """
         metrics = {family: taken / calls for family, taken in found.families.items()}
         metrics["idle"] = min(found.idle, max(found.gaps, seconds - sum(found.families.values()))) / calls

@@ -1,4 +1,7 @@
-"""Tables and figures of whole models: schemes, where time goes. Spreads are interquartile ranges."""
+"""Tables and figures of whole models: schemes, where time goes.
+
+Spreads are interquartile ranges.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from packmamba.lab.report.tables import Cell, Table, make_table
 OURS, PEER = "packmamba", "mamba-ssm"
 # Times single, packed, on an A100: arXiv 2408.03865.
 PAPER = {"1.4b": 3.06, "2.8b": 2.62}
-# FLOP/s of dense bfloat16 products by card, of the SXM datasheets: nvidia.com/en-us/data-center/h100, h200.
+# FLOP/s of dense bfloat16 products by card, of the SXM datasheets:
+# nvidia.com/en-us/data-center/h100, h200.
 PEAKS = {"H100 80GB HBM3": 989e12, "H200": 989e12}
 _THEIRS, _OURS = "#E69F00", "#0072B2"
 
@@ -32,7 +36,8 @@ class Arm(NamedTuple):
     @classmethod
     def of(cls, record: Record) -> Arm:
         config = record["config"]
-        strategy = "padded_sorted" if config.get("sorted_by_length") else config["strategy"]  # as it was a key
+        # as it was a key
+        strategy = "padded_sorted" if config.get("sorted_by_length") else config["strategy"]
         return cls(strategy, *(config.get(name, cls._field_defaults[name]) for name in cls._fields[1:]))
 
     @property
@@ -65,9 +70,11 @@ def card(record: Record) -> str:
 
 
 def utilisation(record: Record, counted: bool = False) -> float | None:
-    """Return FLOP/s of non-padding tokens over the card's peak: 6 for each parameter, or all operations of the scan too.
+    """Return FLOP/s of non-padding tokens over the card's peak: 6 for each parameter, or all
+    operations of the scan too.
 
-    Operations of a state and channel: five in the forward (decay, input times B, their sum, times C, sum), ten in the backward.
+    Operations of a state and channel: five in the forward (decay, input times B, their sum, times
+    C, sum), ten in the backward.
     """
     c, metrics = record["config"], record["metrics"]
     states = c["n_layer"] * c["expand"] * c["d_model"] * c["d_state"]
@@ -77,14 +84,18 @@ def utilisation(record: Record, counted: bool = False) -> float | None:
 
 
 def speedup_tables(records: Sequence[Record]) -> list[Table]:
-    """Tabulate the paper's comparison, then every arm of each model size; of equal arms the latest record counts."""
+    """Tabulate the paper's comparison, then every arm of each model size; of equal arms the latest
+    record counts.
+    """
     bare, steps = by_model(records, "speedup", "forward_backward"), by_model(records, "speedup", "steps")
     tables = [_headline(bare, steps, by_model(records, "breakdown", "forward_backward"))] if bare else []
     return [*tables, *(_arms(model, bare, steps) for model in dict.fromkeys(model for model, _ in [*bare, *steps]))]
 
 
 def speedup_figures(records: Sequence[Record]) -> list[Figure]:
-    """Draw non-padding tokens per second of arms with their spread, and packed's ratio over each; a figure for each card."""
+    """Draw non-padding tokens per second of arms with their spread, and packed's ratio over each; a
+    figure for each card.
+    """
     bare = by_model(records, "speedup", "forward_backward")
     cards = dict.fromkeys(gpu for _, gpu in bare)
     return [_figure(gpu, {key[0]: arms for key, arms in bare.items() if key[1] == gpu}) for gpu in cards]
@@ -140,7 +151,9 @@ def _bars(packed: Arm | None) -> dict[str, Arm]:
 
 
 def by_model(records: Sequence[Record], kind: str, part: str) -> dict[Key, Arms]:
-    """Records of a kind and part by model size and card, smallest first, then by arm: the latest, if measured alike."""
+    """Records of a kind and part by model size and card, smallest first, then by arm: the latest,
+    if measured alike.
+    """
     of_kind = records_of(records, kind)
     latest = {(record["config"]["model"], card(record)): _settings(record) for record in of_kind}
     found: dict[Key, Arms] = {}
@@ -172,7 +185,8 @@ def _rate(record: Record | None) -> float | None:
 
 
 def _over(record: Record | None, other: Record | None, idle: float = 0.0) -> Cell:
-    """Format a ratio of speeds and its spread: both interquartile ranges, relative, added in quadrature.
+    """Format a ratio of speeds and its spread: both interquartile ranges, relative, added in
+    quadrature.
 
     idle: seconds of a batch in which the other's device waited for its host, which are taken off.
     """
@@ -357,7 +371,9 @@ def breakdown_tables(records: Sequence[Record]) -> list[Table]:
 
 
 def sorted_tables(records: Sequence[Record]) -> list[Table]:
-    """Tabulate arms of sorted batches beside packed rows; a model's rows are of one run, the latest."""
+    """Tabulate arms of sorted batches beside packed rows; a model's rows are of one run, the
+    latest.
+    """
     speeds, profiles = (by_model(records, "sorted", part) for part in ("forward_backward", "breakdown"))
     rows = []
     for key, arms in speeds.items():
@@ -403,11 +419,13 @@ def _milliseconds(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 KINDS = {
-    # A whole model. config: model, part (forward_backward: the bare loop; steps: whole optimizer steps) and its
-    # sizes. A batch stands for the mean of all the arm's batches of the same documents. peak_memory_bytes is null off a GPU,
-    # position_bytes (of one batch) and the gate's errors are null in steps.
+    # A whole model. config: model, part (forward_backward: the bare loop; steps: whole optimizer
+    # steps) and its sizes. A batch stands for the mean of all the arm's batches of the same
+    # documents. peak_memory_bytes is null off a GPU, position_bytes (of one batch) and the gate's
+    # errors are null in steps.
     "speedup": Kind(speedup_tables, speedup_figures),
-    # Arms of sorted batches, which only their own bench times; config.part: forward_backward or breakdown.
+    # Arms of sorted batches, which only their own bench times; config.part: forward_backward or
+    # breakdown.
     "sorted": Kind(sorted_tables),
     # Seconds of one call by family of kernels; their sum is seconds.
     "breakdown": Kind(breakdown_tables),

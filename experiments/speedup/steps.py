@@ -16,7 +16,8 @@ from packmamba.lab.benchmark import Arm as Stepping
 from packmamba.lab.fit import configured_runtime
 from packmamba.training.datamodule import PackedDataModule, StepDataset
 
-TURN_STEPS = 4  # steps of a turn: the device waits for the host at its start, as it does not in training
+# steps of a turn: the device waits for the host at its start, as it does not in training
+TURN_STEPS = 4
 
 
 def measure(model: Model) -> None:
@@ -48,14 +49,16 @@ def _measure(model: Model, arms: dict[str, Arm], configs: dict[str, Config]) -> 
             def turn(number: int) -> float:
                 places = range(number * count, (number + 1) * count)
                 steps = [own.steps[place].to(model.device) for place in places]
-                if arm.graphs and not number:  # each shape's graph is captured before anything is timed
+                # each shape's graph is captured before anything is timed
+                if arm.graphs and not number:
                     for place in range((c.rounds + 1) * count):
                         own.step(place)
                 peak, begun = PeakMemory(model.device), timing.now(model.device)
                 for step, place in zip(steps, places):
                     own.take(step, place)
                 seconds = timing.now(model.device) - begun
-                peaks[name] = None if arm.graphs else peak.bytes()  # graphs' memory was taken before
+                # graphs' memory was taken before
+                peaks[name] = None if arm.graphs else peak.bytes()
                 slots[name].append(sum(step.num_slots for step in steps) / count)
                 return seconds / count
 
@@ -73,7 +76,9 @@ def _measure(model: Model, arms: dict[str, Arm], configs: dict[str, Config]) -> 
 
 
 def step_config(model: Model, arm: Arm, cache: str) -> Config:
-    """Configure a run on synthetic documents, arranged by the arm as they come, as many in a step as in the others'."""
+    """Configure a run on synthetic documents, arranged by the arm as they come, as many in a step
+    as in the others'.
+    """
     c, tokens = model.c, model.c.slots
     if arm.strategy == "padded" and arm.row_length is not None:
         rows = max(1, c.slots // arm.row_length)  # whole batches

@@ -1,4 +1,6 @@
-"""Evaluate trained models at sizes within and beyond those of their training, untrained ones on every task."""
+"""Evaluate trained models at sizes within and beyond those of their training, untrained ones on
+every task.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +101,9 @@ def _ask_untrained(config: AnswersConfig, name: str, records_path: Path) -> None
 
 
 def _numbers(name: str, model: MambaLM, options: Mapping[str, Any], config: AnswersConfig) -> dict[str, float]:
-    """accuracy, answers and chance; of multiple choice the share of right choices, and how many there were."""
+    """accuracy, answers and chance; of multiple choice the share of right choices, and how many
+    there were.
+    """
     shared = DataConfig(), None, config.examples, config.examples_seed, default_max_slots(model)
     asked = EvalContext(*shared, options=dict(options), key="questions")
     found = evaluate(name, model, asked).metrics

@@ -1,4 +1,6 @@
-"""The task contradiction, a plugin: recall of what a key holds in this document, while others give it other values."""
+"""The task contradiction, a plugin: recall of what a key holds in this document, while others give
+it other values.
+"""
 
 from __future__ import annotations
 
@@ -12,11 +14,12 @@ from packmamba.data.tasks.base import Span, draw, make_example, span, within
 
 
 class Contradiction:
-    """A document is a list of events, ``write key value`` or ``read key answer``; the answer is the value written last to the
-    key in this document, or ``none``. A model whose state leaks answers with the predecessor's values.
+    """A document is a list of events, ``write key value`` or ``read key answer``; the answer is the
+    value written last to the key in this document, or ``none``. A model whose state leaks answers
+    with the predecessor's values.
 
-    Ids: 0 write, 1 read, 2 none, then keys, values and, with ``begin``, a token at the start of each document. With the
-    defaults 56 % of the answers are none. The last event is a read.
+    Ids: 0 write, 1 read, 2 none, then keys, values and, with ``begin``, a token at the start of
+    each document. With the defaults 56 % of the answers are none. The last event is a read.
     """
 
     WRITE, READ, NONE = 0, 1, 2
@@ -48,7 +51,9 @@ class Contradiction:
         return make_example(tokens, answers, load=events, notes={"held": held})
 
     def annotate(self, examples: Sequence[Example], answers: Sequence[np.ndarray], rows: Any) -> dict[str, float]:
-        """Return, of reads of keys that only the document before in the row wrote: accuracy, and how often its value is said."""
+        """Return, of reads of keys that only the document before in the row wrote: accuracy, and
+        how often its value is said.
+        """
         plan, intruding = rows.plan, []
         for piece in set(range(1, len(plan.document))).difference(plan.row_offsets.tolist()):
             example, left = examples[plan.document[piece]], examples[plan.document[piece - 1]].notes["held"]

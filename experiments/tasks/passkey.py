@@ -12,10 +12,11 @@ from packmamba.errors import expect
 
 
 class Passkey:
-    """Test passkey retrieval: code holds a line ``KEY_abc = 12345`` and other keys, and ends with ``print(KEY_abc) # ``.
+    """Test passkey retrieval: code holds a line ``KEY_abc = 12345`` and other keys, and ends with
+    ``print(KEY_abc) # ``.
 
-    ``length`` is in bytes; the key of ``digits`` digits stands at a share ``depth`` of it (None: 0.1, 0.5 or 0.9). ``load`` is
-    the distance from the key's line to the end of the question.
+    ``length`` is in bytes; the key of ``digits`` digits stands at a share ``depth`` of it (None:
+    0.1, 0.5 or 0.9). ``load`` is the distance from the key's line to the end of the question.
     """
 
     vocab_size, of_bytes, chance = 256, True, 0.1

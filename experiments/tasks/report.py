@@ -1,4 +1,6 @@
-"""Tables and figures of the tasks: are they learned, far beyond the training's sizes too, and by models that learned nothing?"""
+"""Tables and figures of the tasks: are they learned, far beyond the training's sizes too, and by
+models that learned nothing?
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def _pair(arms: Sequence[Arm]) -> tuple[Arm, Arm] | None:
 
 
 def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
-    """Tabulate leak minus reset, by seed, on reads of keys that only the predecessor wrote, in points."""
+    """Tabulate leak minus reset, by seed, on reads of keys that only the predecessor wrote, in
+    points.
+    """
     if (pair := _pair(arms)) is None:
         return []
     reset, leak = pair
@@ -84,7 +88,9 @@ def _leak_tables(arms: Sequence[Arm]) -> list[Table]:
 
 
 def leak_figures(records: Sequence[Record]) -> list[Figure]:
-    """Right answers of reset and leak as trained, a dot for each seed, and the best possible under leak."""
+    """Right answers of reset and leak as trained, a dot for each seed, and the best possible under
+    leak.
+    """
     if (pair := _pair(aggregate.training_arms(records))) is None:
         return []
     reset, leak = pair
@@ -154,7 +160,9 @@ def answers_figures(records: Sequence[Record]) -> list[Figure]:
 
 
 def _points(records: Sequence[Record]) -> tuple[pd.DataFrame, str, float]:
-    """One row for each seed and value; of a repeated run the latest; ``trained``: the value is among those of the training."""
+    """One row for each seed and value; of a repeated run the latest; ``trained``: the value is
+    among those of the training.
+    """
     latest = {(r["arm"], r["seed"]): r for r in sorted(aggregate.of_kind(records, "answers"), key=lambda r: r["time"])}
     rows, varied, chance = [], "", 0.0
     for (arm, seed), record in sorted(latest.items()):

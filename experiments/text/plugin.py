@@ -1,7 +1,9 @@
-"""The corpus as a source, the loss beyond a row's length read from three states, and the corpus's questions.
+"""The corpus as a source, the loss beyond a row's length read from three states, and the corpus's
+questions.
 
-``experiments/corpus/text.py`` builds the corpus: JSON lines ``{text, split, group}``, and items of its tasks. Of its
-held-out splits a run sees one, ``data.subset``: the pilot ``validation``, confirmatory runs ``test``, which nothing else reads.
+``experiments/corpus/text.py`` builds the corpus: JSON lines ``{text, split, group}``, and items of
+its tasks. Of its held-out splits a run sees one, ``data.subset``: the pilot ``validation``,
+confirmatory runs ``test``, which nothing else reads.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ def lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def open_natural_text(data: DataConfig, least: int = 0) -> Source:
-    """Open the corpus at ``data.path``, a folder or one file, with the held-out split ``data.subset``.
+    """Open the corpus at ``data.path``, a folder or one file, with the held-out split
+    ``data.subset``.
 
     Documents of fewer than ``least`` bytes, begin and end tokens counted, are left out.
     """
@@ -65,11 +68,14 @@ def open_natural_text(data: DataConfig, least: int = 0) -> Source:
 
 
 def beyond(model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate the loss of places ``after`` to ``most`` of documents, read on at ``after`` from three states.
+    """Evaluate the loss of places ``after`` to ``most`` of documents, read on at ``after`` from
+    three states.
 
-    ``loss``: the document's own state there; ``loss_zero``: zero; ``loss_foreign``: that of another document.
+    ``loss``: the document's own state there; ``loss_zero``: zero; ``loss_foreign``: that of another
+    document.
     """
-    every = replace(context, data=replace(context.data, validation_documents=None))  # long documents are few
+    # long documents are few
+    every = replace(context, data=replace(context.data, validation_documents=None))
     texts = validation("beyond", every, len(model.lm_head.weight))
     after, most = texts.options.values()
     which = [i for i, document in enumerate(texts.documents) if len(document) > after + 1]
@@ -111,7 +117,9 @@ def items(path: str, task: str, split: str) -> list[dict[str, Any]]:
 
 
 def choose(task: str, model: MambaLM, context: EvalContext) -> EvalResult:
-    """Evaluate which of four contexts makes a text likeliest: headwords of a gloss, modules of an option."""
+    """Evaluate which of four contexts makes a text likeliest: headwords of a gloss, modules of an
+    option.
+    """
     known = items(str(context.data.path), task, context.data.subset or "validation")[: context.examples]
     encode = lambda text: [BEGIN, *text.encode()]
     requests = [(encode(before), [*one["continuation"].encode()]) for one in known for before in one["contexts"]]
@@ -126,7 +134,8 @@ def choose(task: str, model: MambaLM, context: EvalContext) -> EvalResult:
 
 
 class Asked:
-    """Questions with an answer, of which alone there are targets: pairs, four choices, or a last word.
+    """Questions with an answer, of which alone there are targets: pairs, four choices, or a last
+    word.
 
     ``path``: of the corpus; ``task``: its items; ``end``: the end token belongs to the answer.
     """

@@ -1,4 +1,5 @@
-"""Verdicts of the primaries for each architecture, further contrasts, numerics, packers, answers, fine-tuning, the pilot.
+"""Verdicts of the primaries for each architecture, further contrasts, numerics, packers, answers,
+fine-tuning, the pilot.
 
 What was planned and has no run stands in the tables as ``not run``.
 """
@@ -30,7 +31,9 @@ INSIDE, START = "start < 2048", "start < 256"
 
 
 class Contrast(NamedTuple):
-    """An arm minus another at some places; ``sign`` of the prediction, 0 for either, None for equivalence."""
+    """An arm minus another at some places; ``sign`` of the prediction, 0 for either, None for
+    equivalence.
+    """
 
     name: str
     arm: str
@@ -89,7 +92,9 @@ Sums = tuple[Any, Any]
 
 
 def by_name(records: Sequence[Record]) -> Arms:
-    """Return arms by architecture and title; those of a learning-rate grid have its point in their title."""
+    """Return arms by architecture and title; those of a learning-rate grid have its point in their
+    title.
+    """
     arms = {}
     for arm in training_arms(records):
         rate = arm.name.partition(" lr=")[2]
@@ -98,7 +103,9 @@ def by_name(records: Sequence[Record]) -> Arms:
 
 
 def nats(arm: Arm | None, other: Arm | None, curve: str, where: str = "") -> Sums:
-    """Return differences of nats (seeds, groups) and targets (groups,); empty without one of the arms."""
+    """Return differences of nats (seeds, groups) and targets (groups,); empty without one of the
+    arms.
+    """
     if arm is None or other is None:
         return np.empty((0, 0)), np.empty(0)
     return statistics.difference_by_group(arm, other, curve, "nats", "targets", where)
@@ -119,7 +126,8 @@ def fulfilled(one: Contrast, found: Estimate | None, p: float, margin: float | N
 def registered(
     found: Mapping[Contrast, Estimate], p_same: float, margin: float | None
 ) -> dict[Contrast, tuple[float, str, str]]:
-    """Return p, verdict and prediction by the rule that was fixed beforehand: Holm over the four claims.
+    """Return p, verdict and prediction by the rule that was fixed beforehand: Holm over the four
+    claims.
 
     P1's claim is of equivalence, with ``p_same``, the others' of a difference.
     """
@@ -170,7 +178,9 @@ def verdicts(arms: Arms) -> Table:
 
 
 def exploratory(arms: Arms) -> Table:
-    """Make a row for each further contrast, and for models that are read on from other states than their documents' own."""
+    """Make a row for each further contrast, and for models that are read on from other states than
+    their documents' own.
+    """
     rows = []
     for mixer, title in MIXERS.items():
         found = [(one, nats(arms.get((mixer, one.arm)), arms.get((mixer, one.other)), *one[5:])) for one in EXPLORATORY]
@@ -193,7 +203,9 @@ def exploratory(arms: Arms) -> Table:
 
 
 def _read_from(arm: Arm | None, start: str) -> Sums:
-    """Return nats of an arm read on from these states minus from its documents' own (seeds, groups), and targets."""
+    """Return nats of an arm read on from these states minus from its documents' own (seeds,
+    groups), and targets.
+    """
     points = pd.DataFrame() if arm is None else arm.points(BEYOND)
     if points.empty:
         return np.empty((0, 0)), np.empty(0)
@@ -203,7 +215,9 @@ def _read_from(arm: Arm | None, start: str) -> Sums:
 
 
 def arms_table(arms: Arms, names: Sequence[str], table: str, heading: str, baseline: str, planned: int) -> Table:
-    """Make a row for each arm that was planned, with the difference of its loss from the baseline's."""
+    """Make a row for each arm that was planned, with the difference of its loss from the
+    baseline's.
+    """
     rows = []
     for mixer, title in MIXERS.items():
         for name in names:
@@ -289,7 +303,8 @@ def pilot(arms: Arms) -> list[Table]:
 
 
 def effect(*factors: int, at: str = "") -> dict[tuple[str, ...], float]:
-    """Return weights of runs (layout, micro-batch, precision): first minus second level of these factors, averaged.
+    """Return weights of runs (layout, micro-batch, precision): first minus second level of these
+    factors, averaged.
 
     Of several factors it is the difference of differences. ``at`` is a level that all runs have.
     """
@@ -341,7 +356,9 @@ def combine(arms: Mapping[tuple[str, ...], Arm], weights: Mapping[tuple[str, ...
 
 
 def numerics(records: Sequence[Record]) -> Table:
-    """Make the table of effects of layout, micro-batch and precision, interim until all runs are there."""
+    """Make the table of effects of layout, micro-batch and precision, interim until all runs are
+    there.
+    """
     arms = {}
     for arm in training_arms(records):
         run = (*arm.title.split("-"), arm.says("trainer.precision"))

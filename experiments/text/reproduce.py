@@ -24,10 +24,12 @@ SMALL = {
         *("trainer.cuda_graphs=false", "arms={shuffled: {data.shuffle_steps: 30}}"),
     ),
 }
-PLAIN = [key for key in TINY if not key.startswith("trainer.precision=")]  # which is in the sweep's grid
+# which is in the sweep's grid
+PLAIN = [key for key in TINY if not key.startswith("trainer.precision=")]
 SMALL_NUMERICS = (
     *(*PLAIN, f"data.path={SAMPLE}", "common.data.subset=validation", "data.validation_documents=100"),
-    "common.data.cut_documents=256",  # rows of 256, eight in a step, so that sizes of micro-batches differ
+    # rows of 256, eight in a step, so that sizes of micro-batches differ
+    "common.data.cut_documents=256",
     "arms={padded-24k: {data.max_tokens_per_batch: 1024}, reset-131k: {data.row_length: 256}, "
     "reset-24k: {data.max_tokens_per_batch: 1024, data.row_length: 256}}",
 )

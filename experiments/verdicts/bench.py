@@ -2,7 +2,8 @@
 
 A study has a baseline and some arms, all with as many seeds. A run's loss is its seed's, plus its
 arm's effect, plus noise of its own; contrasts of one study share the baseline, as those of a sweep
-do. ``packmamba.lab.report.statistics.rule``, which every report calls, gives the study its verdicts.
+do. ``packmamba.lab.report.statistics.rule``, which every report calls, gives the study its
+verdicts.
 """
 
 from __future__ import annotations
@@ -139,10 +140,11 @@ def simulate(study: Study, trials: int, seed: int) -> Counter[str]:
 
 
 def measure(c: Config, study: Study) -> dict[str, Any]:
-    """Return the record of a kind of study: the share of studies with a wrong claim, and how many there were.
+    """Return the record of a kind of study: the share of studies with a wrong claim, and how many
+    there were.
 
-    Where the share is near 5 % it is counted again over ``factor`` times as many studies, since chance moves 5 % of 4,000
-    studies by 0.7 % either way.
+    Where the share is near 5 % it is counted again over ``factor`` times as many studies, since
+    chance moves 5 % of 4,000 studies by 0.7 % either way.
     """
     began = time.perf_counter()
     trials = c.trials if study.groups == 1 else c.group_trials

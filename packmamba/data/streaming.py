@@ -6,11 +6,11 @@ A process of its own writes the corpus in shards, ahead of training.
     writer      shard 0 | shard 1 | ...       each whole or absent, of growing size
     training    window 0 = shard 0, shuffled; window 1 = shard 1; ...
 
-The first shard is small, so that training begins after seconds; later ones double, so that documents
-are shuffled over more of them. A shard ends with the first chunk of documents at which it has its
-tokens: it is a function of source and tokenizer, and a step, which waits for its shard, a function of
-its number. After the last shard all come again, in another order each epoch. What is held out of the
-first shard is the validation split; what is held out of later ones is left out.
+The first shard is small, so that training begins after seconds; later ones double, so that
+documents are shuffled over more of them. A shard ends with the first chunk of documents at which it
+has its tokens: it is a function of source and tokenizer, and a step, which waits for its shard, a
+function of its number. After the last shard all come again, in another order each epoch. What is
+held out of the first shard is the validation split; what is held out of later ones is left out.
 
 The writer goes on after the shards that are there. Each process that trains starts one, a lock lets
 one of them write, and it ends with the process that started it, so another one takes over.
@@ -49,7 +49,8 @@ DOUBLINGS = 6
 COMPLETE = "complete"
 ERROR = "error"
 LOCK = ".writer.lock"
-# Seconds between two looks for a shard, after which a wait is said, and for which a writer may be starting.
+# Seconds between two looks for a shard, after which a wait is said, and for which a writer may be
+# starting.
 INTERVAL = 0.2
 UNSAID = 5.0
 STARTING = 60.0

@@ -1,4 +1,4 @@
-"""Tasks of lm-evaluation-harness (extra ``[eval]``) as evaluations by name, in training and by ``eval``.
+"""Tasks of lm-evaluation-harness (extra ``[eval]``) as evaluations, in training and by ``eval``.
 
 Options of a task: ``limit`` (maximum examples), ``num_fewshot``, and ``include_path``, a folder of
 YAML tasks. Importing the harness takes seconds, so that only a name that is no evaluation does.

@@ -20,12 +20,12 @@ from packmamba.nn import MambaLM
 
 @register_model("packmamba")
 class PackMambaLM(TemplateLM):
-    """Score and generate packed: scores and greedy texts depend on neither the order nor the batch of requests.
+    """Score and generate packed: same results whatever the order and batch of requests.
 
     Args:
         pretrained: a checkpoint's folder, or a MambaLM.
-        tokenizer: for transformers' AutoTokenizer, or an object with ``encode``, ``decode`` and ``eos_token_id``; None:
-            ``pretrained``.
+        tokenizer: for transformers' AutoTokenizer, or an object with ``encode``, ``decode`` and
+            ``eos_token_id``; None: ``pretrained``.
         device: None: a folder's model on a GPU if there is one.
     """
 
@@ -39,7 +39,8 @@ class PackMambaLM(TemplateLM):
         **others: Any,
     ) -> None:
         super().__init__()
-        unknown = sorted(others.keys() - {"batch_size", "max_batch_size"})  # which the harness gives
+        # which the harness gives
+        unknown = sorted(others.keys() - {"batch_size", "max_batch_size"})
         expect(not unknown, "model_args", "pretrained, tokenizer, max_slots, device or dtype", unknown)
         if not isinstance(pretrained, MambaLM):
             tokenizer = pretrained if tokenizer is None else tokenizer

@@ -36,8 +36,8 @@ def read_config(folder: str | Path) -> Config:
     need((folder / "config.json").is_file(), str(folder), expected, f"no config.json{hint}")
     trained = (folder / CONFIGURATION).is_file()
     config = load_config(folder / CONFIGURATION if trained else None)
-    # The folder's tokenizer, since the path of training may not exist here. A checkpoint without one
-    # needs it from the user: bytes may be no ids of it.
+    # The folder's tokenizer, since the path of training may not exist here. A checkpoint without
+    # one needs it from the user: bytes may be no ids of it.
     if not trained or ((folder / TOKENIZER).is_file() and config.data.tokenizer != "bytes"):
         config.data.tokenizer = str(folder / TOKENIZER)
     if not trained:
@@ -46,7 +46,10 @@ def read_config(folder: str | Path) -> Config:
 
 
 def usable_device(device: str) -> str:
-    """Return a device that can be used, auto resolved. Raises ConfigError: a model fails later, and less clearly."""
+    """Return a device that can be used, auto resolved.
+
+    Raises ConfigError: a model fails later, and less clearly.
+    """
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
@@ -75,8 +78,8 @@ def load_model(folder: str | Path, device: str = "auto", dtype: str | None = Non
 class EvalContext:
     """Hold what an evaluation uses besides the model.
 
-    ``options`` are of key ``key``, names of evaluations of key ``names``. ``folder`` has a tokenizer
-    for transformers; None: one is made from ``data``.
+    ``options`` are of key ``key``, names of evaluations of key ``names``. ``folder`` has a
+    tokenizer for transformers; None: one is made from ``data``.
     """
 
     data: DataConfig

@@ -284,7 +284,8 @@ def predict_documents(
 
     They are read from a zero state, or in ``passes``.
 
-    ``targets(document, start, end)`` -> index of the activations that count, and the ids after them.
+    ``targets(document, start, end)`` -> index of the activations that count, and the ids after
+    them.
     """
     results: list[Predictions] = [[] for _ in documents]
     if passes is None:

@@ -34,7 +34,10 @@ def check(name: str, context: EvalContext, vocab_size: int | None = None) -> Non
 
 
 def evaluate(name: str, model: MambaLM, context: EvalContext) -> EvalResult:
-    """Run an evaluation, or a task of lm-evaluation-harness; float32 weights on a GPU under their training's autocast."""
+    """Run an evaluation, or a task of lm-evaluation-harness.
+
+    float32 weights on a GPU run under their training's autocast.
+    """
     weight = next(model.parameters())
     dtype = AUTOCAST.get(context.trainer.precision) if weight.is_cuda and weight.dtype == torch.float32 else None
     with torch.autocast("cuda", dtype) if dtype else nullcontext():

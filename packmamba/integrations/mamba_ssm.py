@@ -1,4 +1,7 @@
-"""mamba_ssm's Mamba layer with boundaries. Shapes: B rows, L slots, S documents, D d_inner, N d_state, W d_conv."""
+"""mamba_ssm's Mamba layer with boundaries.
+
+Shapes: B rows, L slots, S documents, D d_inner, N d_state, W d_conv.
+"""
 
 from typing import Any
 

@@ -507,7 +507,7 @@ class Samples(Callback):
             self.log_texts(each, samples, step)
 
     def prompt(self, corpus: Documents, number: int) -> list[int]:
-        """Return a document's tokens up to its first answer, or its first ones where all are trained on."""
+        """Return a document's tokens up to its first answer, or its first if all are trained on."""
         tokens, targets = corpus.read(number, start=0, length=int(corpus.lengths[number]), ends=True)
         # Half of a short document: its end token would end the prompt.
         length = min(self.PROMPT_TOKENS, (len(tokens) + 1) // 2)

@@ -266,7 +266,7 @@ def generate(words: list[str]) -> None:
 
 
 def export(words: list[str]) -> None:
-    """Write a trained model and its tokenizer in Hugging Face's format, in RUN/huggingface or FOLDER."""
+    """Write a trained model and tokenizer in Hugging Face's format: RUN/huggingface or FOLDER."""
     (folder, *target), keys = split(words, f"{RUN}, and a new folder", 1, 2)
     need(not keys, "export", "no keys", " ".join(keys))
     path = Path(target[0]) if target else Path(folder, "huggingface")
@@ -300,7 +300,7 @@ def _export(model: Any, path: Path) -> None:
 
 
 def leakcheck(words: list[str]) -> int:
-    """Check if anything crosses a document boundary in a model, also a Hugging Face one; exit status 1 if so."""
+    """Check if anything crosses document boundaries, in any model; exit status 1 if so."""
     (folder,), overrides = split(words, RUN, 1, 1)
     config = load(LeakcheckConfig, None, overrides)
     published = Path(folder, "config.json")
@@ -344,7 +344,7 @@ def leakcheck(words: list[str]) -> int:
 
 
 def report(words: list[str]) -> None:
-    """Make tables, figures and report.html of records or an experiment; several folders meet in one table."""
+    """Make tables, figures and report.html of records or experiments, of all folders in one."""
     folders, overrides = split(words, "folders of records or runs, or an experiment", 1, len(words))
     config = load(ReportConfig, None, overrides)
     from packmamba.lab.report.aggregate import with_items
@@ -382,7 +382,7 @@ def bench(words: list[str]) -> None:
 
 
 def reproduce(words: list[str]) -> None:
-    """Run an experiment from nothing and compare with its committed numbers; scale=small: in a minute."""
+    """Run an experiment, compare with its committed numbers; scale=small: in a minute."""
     names, overrides = split(words, "an experiment, or <experiment>/<step>", 0, 1)
     import_experiments("reproduce").reproduce("".join(names), overrides)
 
@@ -405,7 +405,7 @@ def import_experiments(name: str) -> Any:
 
 
 def kernels(words: list[str]) -> None:
-    """Show kernels, versions, GPUs, compilers and which backend runs; build: compile the kernels."""
+    """Show kernels, versions, GPUs, compilers and the backend that runs; build: compile kernels."""
     need(words in ([], ["build"]), "kernels", "nothing, or build", " ".join(words))
     for row in build.info() if words else ():
         if row["problem"] is None:

@@ -183,7 +183,10 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) 
 
 
 def _launcher(sweep: SweepConfig, runs: list[Config], progress: bool) -> Callable[..., None]:
-    """Return a function (configs, report=...) that trains runs here, or in slots; ``runs``: those that are left."""
+    """Return a function (configs, report=...) that trains runs here, or in slots.
+
+    ``runs``: those that are left.
+    """
     for config in runs:
         check_accelerator(config)
     if sweep.jobs == 1:

@@ -227,7 +227,7 @@ class MambaLM(nn.Module):
         return self._start(residual, embedded.new_zeros(()).to(dtype), norm.eps)
 
     def compile_blocks(self, **options: Any) -> None:
-        """Compile by torch.compile, block by block: one compilation serves all blocks and layouts."""
+        """Compile with torch.compile: one compilation for all blocks and layouts."""
         for layer in self.backbone.layers:
             layer.compile(**options)
         self._start = torch.compile(add_norm, **options)
@@ -260,7 +260,7 @@ class GatedMLP(nn.Module):
         self.fc2 = Projection(channels, d_model, bias=False)
 
     def forward(self, normed: Tensor, weight: Tensor) -> Tensor:
-        """Return (B, L, d_model) of ``normed`` (B, L, d_model) times ``weight`` (d_model,), the norm's."""
+        """Return ``normed`` (B, L, d_model) times ``weight`` (d_model,), the norm's."""
         x, gate = self.fc1(normed * weight.to(normed.dtype)).chunk(2, dim=-1)
         return self.fc2(x * F.silu(gate))
 
@@ -291,7 +291,7 @@ class Block(nn.Module):
     def forward(
         self, residual: Tensor, normed: Tensor, *layouts_and_state: Any
     ) -> tuple[Tensor, Tensor, State | None]:
-        """Return the stream (B, L, d_model) behind the block, the same normalised, and final states or None.
+        """Return the stream behind the block and its norm (both B, L, d_model), and final states.
 
         Args:
             residual, normed: (B, L, d_model), the stream before the block, and the same as
@@ -339,9 +339,10 @@ def _add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Te
 class _AddNorm(torch.autograd.Function):
     """Differentiate ``add_norm`` from the normalised sum and its factor alone.
 
-    With r the sum, s the factor and n = r s, gradients dn of n and ds of s add ``s (dn - n (mean(dn n)
-    + ds s / d_model))`` to that of r. The factor is a result, with a gradient of zero but in second
-    derivatives, since autograd takes what a function saves beside arguments and results for constant.
+    With r the sum, s the factor and n = r s, gradients dn of n and ds of s add ``s (dn - n (mean(dn
+    n) + ds s / d_model))`` to that of r. The factor is a result, with a gradient of zero but in
+    second derivatives, since autograd takes what a function saves beside arguments and results for
+    constant.
     """
 
     @staticmethod

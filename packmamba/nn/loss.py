@@ -20,7 +20,8 @@ from torch.autograd.function import once_differentiable
 from packmamba.ops.build import has_c_compiler
 from packmamba.ops.checks import accumulation_dtype
 
-# Maximum logits at a time: in bfloat16 about 200 MB; their gradients take as much, on a GPU the same.
+# Maximum logits at a time: in bfloat16 about 200 MB; their gradients take as much, on a GPU the
+# same.
 CHUNK_LOGITS = 2048 * 50304
 
 
@@ -59,7 +60,7 @@ def linear_cross_entropy(
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
-    """Compute losses and both gradients chunk by chunk in the forward, for a total whose gradient is 1.
+    """Compute losses and both gradients by chunks in the forward, for a total whose gradient is 1.
 
     Arguments are ``linear_cross_entropy``'s with B * L flattened, and whether gradients are enabled
     outside (in here they are not). The forward keeps dx (T, d_model) and dhead (V, d_model), the
@@ -124,7 +125,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 def _chunk(
     logits: Tensor, targets: Tensor, mask: Tensor, shares: Tensor | None, differentiable: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return losses (T,) of logits (T, V), and the gradient (T, V) of ``(shares * losses).sum()`` in the logits' dtype.
+    """Return losses (T,) of logits (T, V), and the gradient (T, V) of ``(shares * losses).sum()``.
+
+    The gradient has the logits' dtype.
 
     Both are zero where mask is False. Not differentiable: the second result is the losses again.
     """

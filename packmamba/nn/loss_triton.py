@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""Cross-entropy of a chunk of logits on a GPU, in Triton: losses, and the gradient in the logits' place.
+"""Cross-entropy of a chunk of logits on a GPU, in Triton; the gradient takes the logits' place.
 
 A program reads a token's logits twice: for their maximum and the sum of exponentials, and again,
 from the cache, for the gradient. Written as PyTorch's operators, a chunk is read and written about
@@ -56,7 +56,7 @@ def chunk_losses(
 def chunk_losses_and_gradient(
     logits: Tensor, targets: Tensor, mask: Tensor, shares: Tensor | None, differentiable: bool
 ) -> tuple[Tensor, Tensor]:
-    """Compute ``loss._chunk`` of contiguous logits (T, V), and write the gradient in their place."""
+    """Compute ``loss._chunk`` of contiguous logits (T, V); write the gradient in their place."""
     losses = logits.new_empty(len(logits), dtype=torch.float32)
     of_tokens = (None if tensor is None else tensor.contiguous() for tensor in (targets, mask, shares))
     block = min(BLOCK, triton.next_power_of_2(logits.shape[1]))

@@ -69,7 +69,7 @@ def find_folder(directory: str | Path, revision: str | None = None) -> Path:
 
 
 def _download(name: str, revision: str | None) -> Path:
-    """Download configuration and weights, in the first of ``WEIGHT_FILES`` that the checkpoint has."""
+    """Download configuration and weights, of the first of ``WEIGHT_FILES`` that there is."""
     from huggingface_hub import snapshot_download
 
     for weights in WEIGHT_FILES:

@@ -58,7 +58,7 @@ class ContextParallel:
         return max(ceil_div(row_length, self.size), LEAST_COLUMNS)
 
     def columns(self, tensor: Tensor) -> Tensor:
-        """Return this rank's columns of a tensor (B, row_length, ...), zero behind the row's end."""
+        """Return this rank's columns of (B, row_length, ...), zero behind the row's end."""
         width = self.width(tensor.shape[1])
         padded = F.pad(tensor, (*(0, 0) * (tensor.dim() - 2), 0, width * self.size - tensor.shape[1]))
         return padded[:, self.rank * width : (self.rank + 1) * width].contiguous()
@@ -137,7 +137,7 @@ class Crossing:
         return replace(self, **{name: move(part) for name, part in movable.items()})
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return the leaving documents' slots of a tensor (B, L, ...), as ``tail`` has them: (1, slots, ...)."""
+        """Return leaving documents' slots of (B, L, ...), as ``tail`` has them: (1, slots, ...)."""
         # Unbound, since each tensor[row] would have a gradient of the whole tensor's size.
         rows = tensor.unbind()
         # Without such documents a slot of padding, which is never read.
@@ -215,7 +215,8 @@ def entering_states(layout: SequenceLayout, of_tail: Any, implementation: Callab
 
     Args:
         layout: of the rank's columns.
-        of_tail: the scan's arguments for the documents that leave, whose layout is ``crossing.tail``.
+        of_tail: the scan's arguments for the documents that leave, whose layout is
+            ``crossing.tail``.
         implementation: of the scan.
     """
     crossing: Crossing = layout.crossing
@@ -258,7 +259,7 @@ def _of_documents(of_rows: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def _combine(added: Tensor, remains: Tensor, crossing: Crossing) -> Tensor:
-    """Return what enters each row (B, ...): of every earlier rank, ``added + remains * what entered it``."""
+    """Return what enters rows (B, ...): of earlier ranks, ``added + remains * entered``."""
     handed = _Gather.apply(torch.stack([added, remains]), crossing.context.group)
     # Ranks from this one on add 0 to 1 times what is there. They stay in the sum, so that in the
     # backward, too, all ranks gather.
@@ -272,7 +273,7 @@ def _combine(added: Tensor, remains: Tensor, crossing: Crossing) -> Tensor:
 
 
 def sum_before(numbers: Tensor, layout: SequenceLayout) -> Tensor:
-    """Sum numbers (B, L, ...) of each document on earlier ranks: (S, ...), 0 for one that begins here."""
+    """Sum numbers (B, L, ...) of each document on earlier ranks: (S, ...), 0 if it begins here."""
     crossing: Crossing = layout.crossing
     leaves = _spread(layout.documents == crossing.leaving[:, None], numbers)
     added = torch.where(leaves, numbers, 0).sum(1)
@@ -281,7 +282,7 @@ def sum_before(numbers: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def first_after(tensor: Tensor, layout: SequenceLayout) -> Tensor:
-    """Return the next rank's first column of a tensor (B, L, ...): (B, 1, ...), 0 if another document's."""
+    """Return the next rank's first column of (B, L, ...): (B, 1, ...), 0 if another document's."""
     context = layout.crossing.context
     # Out of the last rank nothing leaves, so that it may read any rank's.
     of_rank_after = _Gather.apply(tensor[:, :1], context.group)[(context.rank + 1) % context.size]
@@ -290,7 +291,7 @@ def first_after(tensor: Tensor, layout: SequenceLayout) -> Tensor:
 
 
 def _spread(flags: Tensor, like: Tensor) -> Tensor:
-    """Return flags (B,) or (B, L) in a shape that broadcasts with a tensor (B, ...) or (B, L, ...)."""
+    """Return flags (B,) or (B, L) in a shape that broadcasts with (B, ...) or (B, L, ...)."""
     return flags.view(*flags.shape, *(1,) * (like.dim() - flags.dim()))
 
 

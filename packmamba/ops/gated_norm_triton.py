@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The gated norm of Mamba-2 on a GPU, in Triton: ``rms_norm(y * silu(z)) * weight``, and its gradients.
+"""Mamba-2's gated norm on a GPU, in Triton: ``rms_norm(y * silu(z)) * weight``, and gradients.
 
 A program holds a token's channels of one group in registers, so that nothing is read twice. Written
 as PyTorch's operators, even compiled, the backward takes three times as long: intermediates are
@@ -98,7 +98,7 @@ def _slot_stride(part: Tensor) -> int:
 
 
 def forward(y: Tensor, z: Tensor, weight: Tensor, groups: int, epsilon: float) -> Tensor:
-    """Compute the norm of y (B, L, D), contiguous, gated by z, a slice of a contiguous (B, L, ...)."""
+    """Compute the norm of contiguous y (B, L, D) gated by z, a slice of contiguous (B, L, ...)."""
     out = torch.empty_like(y)
     width, constants = _launch_options(weight, groups)
     grid = (y.shape[0] * y.shape[1], groups)

@@ -100,7 +100,7 @@ class InnerArguments(NamedTuple):
 def layer_arguments(
     layer: Any, xz: Tensor, A: Tensor, D: Tensor, documents: tuple, return_state: bool, recompute: bool = False
 ) -> InnerArguments:
-    """Return the arguments of a layer that has Mamba's convolution and projections, ours or transformers'.
+    """Return arguments of a layer with Mamba's convolution and projections, ours or transformers'.
 
     documents: conv_layout, ssm_layout, conv_state and ssm_state.
     """

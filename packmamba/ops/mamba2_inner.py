@@ -60,7 +60,7 @@ class Mamba2Arguments(NamedTuple):
     return_state: bool
 
     def parts(self, projected: Tensor) -> tuple[Tensor, ...]:
-        """Split projected, or its gradient, into views: z (B, L, D), xBC (B, L, D + 2 G N), delta (B, L, H)."""
+        """Split projected, or its gradient, into views of z, xBC (B, L, D + 2 G N) and delta."""
         return projected.split((len(self.norm_weight), len(self.conv_weight), len(self.A)), dim=2)
 
     def parts_of_scan(self, xBC: Tensor) -> tuple[Tensor, ...]:
@@ -97,7 +97,10 @@ class Mamba2Arguments(NamedTuple):
 
 
 class Mamba2Saved(NamedTuple):
-    """Saved for the backward: the convolution's output (B, L, D + 2 G N), the scan's (B, L, D), and what it saved."""
+    """Saved for the backward: outputs of convolution and scan, and what the scan saved.
+
+    Of the convolution (B, L, D + 2 G N), of the scan (B, L, D).
+    """
 
     convolved: Tensor | None
     y: Tensor | None
@@ -208,7 +211,7 @@ def _walk(
 
 
 def _backward(a: Mamba2Arguments, saved: Mamba2Saved, grads: BlockOutputs) -> dict[str, Tensor | None]:
-    """Walk the block back: the norm, the scan, the convolution, each into parts of the gradients."""
+    """Walk the block back: norm, scan and convolution, each into parts of the gradients."""
     assert saved.y is not None and saved.convolved is not None
     gradients = _operator.signature.allocate_gradients(a)
     if a.ssm_layout.starts.numel() == 0:  # all padding: no kernel has work

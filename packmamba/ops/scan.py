@@ -107,7 +107,8 @@ class ScanArguments(NamedTuple):
 class ScanSaved(NamedTuple):
     """Saved for the backward, or None.
 
-    States every ``SAVED_TOKENS`` tokens (``allocate_scan``), of Mamba-2 where segments start (``ssd_triton``).
+    States every ``SAVED_TOKENS`` tokens (``allocate_scan``), of Mamba-2 where segments start
+    (``ssd_triton``).
     """
 
     states: Tensor | None

@@ -126,10 +126,11 @@ def on_cpu(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
 def by_channels(
     a: SsdArguments, scan: Callable[[ScanArguments], tuple[Tensor, Tensor | None]]
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute ``ops.ssd_pack`` by a scan of Mamba-1, all of whose channels read the same B and C: a group at a time.
+    """Compute ``ops.ssd_pack`` by Mamba-1's scan, a group at a time, which shares B and C.
 
-    Each channel takes the step size, the rate and D of its head. Computed in the accumulation dtype: gradients of step sizes
-    are summed over a head's channels, and are not to be rounded to 16 bits before.
+    Each channel takes the step size, the rate and D of its head. Computed in the accumulation
+    dtype: gradients of step sizes are summed over a head's channels, and are not to be rounded to
+    16 bits before.
     """
     dtype = a.A.dtype
     heads, channels = a.x.shape[2:]

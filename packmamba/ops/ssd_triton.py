@@ -48,7 +48,7 @@ class Problem:
     """Hold what the kernels are launched with, and launch them."""
 
     def __init__(self, a: Any, before_first: bool = False, after_last: bool = False) -> None:
-        """before_first, after_last: whether states before documents' first chunks (gradients after the last) are kept."""
+        """before_first, after_last: keep states before first chunks, gradients after last ones."""
         # B rows, L slots, H heads, P channels of a head; G groups of ``shared`` heads, N states.
         (rows, length, heads, channels), (groups, states) = a.x.shape, a.B.shape[2:]
         self.a, self.slots = a, rows * length
@@ -93,7 +93,7 @@ class Problem:
         return Activations(*(None if t is None else rows_of(t) for t in (a.x, a.B, a.C, z, dy)))
 
     def described(self, inputs: Activations, whole: bool) -> Tile:
-        """Return the tile for inputs, with tensor descriptors if strides and addresses are multiples of 16 bytes.
+        """Return inputs' tile; descriptors if strides and addresses are multiples of 16 bytes.
 
         whole: only if each tile is whole.
         """
@@ -144,7 +144,7 @@ class Problem:
         self.launch("walk_states", programs, inputs, forward, reverse, *tables, **roles)
 
     def between(self, outer: Tensor | None, last: Tensor | None, dy: Tensor | None = None) -> Tensor | None:
-        """Compute states before segments that are not a document's first, and ``last``, those after documents.
+        """Compute states before segments (no document's first), and ``last``, after documents.
 
         With dy the gradients of states after segments that
         are not a document's last; ``last``: before documents.
@@ -173,7 +173,7 @@ class Problem:
 
 @functools.cache
 def _second_stream(device: torch.device) -> torch.cuda.Stream:
-    """Return a stream for kernels beside those of the current stream; one, whose memory is used again."""
+    """Return a stream for kernels beside the current stream's; one, whose memory is used again."""
     return torch.cuda.Stream(device)
 
 
@@ -183,7 +183,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 
 def _run(function: Any, a: Any, *gradients: Any) -> Any:
-    """Call with memory for tensor descriptors from PyTorch, whatever allocator the user has set in Triton."""
+    """Call with PyTorch's memory for tensor descriptors, whatever allocator Triton has been set."""
     dense_names = ("A", "D", "delta_bias", "initial_state")
     a = a._replace(**{name: dense(getattr(a, name)) for name in dense_names})
     context = contextvars.copy_context()
@@ -192,7 +192,7 @@ def _run(function: Any, a: Any, *gradients: Any) -> Any:
 
 
 def forward(a: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Compute ``ops.ssd_pack``; return states where segments start, too, for the backward; None: there are none."""
+    """Compute ``ops.ssd_pack``; return states where segments start, too, or None."""
     return _run(_forward, a)
 
 

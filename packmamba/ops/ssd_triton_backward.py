@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 """Mamba-2's backward on a GPU, in Triton: kernels split so that each one's tiles stay in registers.
 
-Blocks, chunks and segments are those of ``ssd_triton_plan``, letters those of ``ssd_triton_forward``. For a chunk of one head
-with the state S before it, the gradient E of the state after it, steps d, scores ``G[i, j] = C[i] B[j]`` and decays
-``a[i, j]`` from token j to token i (from 0, the chunk's start; to Q, its end)::
+Blocks, chunks and segments are those of ``ssd_triton_plan``, letters those of
+``ssd_triton_forward``. For a chunk of one head with the state S before it, the gradient E of the
+state after it, steps d, scores ``G[i, j] = C[i] B[j]`` and decays ``a[i, j]`` from token j to token
+i (from 0, the chunk's start; to Q, its end)::
 
     dy x pairs    W[i, j] = (dy[i] x[j]) a[i, j],  j <= i
     dC[i] = sum over heads of   a[i, 0] dy[i] S + sum over j of W[i, j] d[j] B[j]
@@ -133,7 +134,7 @@ def state_part(
     along, rows, states, sums, decays, sizes, begin, count, k, block, first, last,
     tile: tl.constexpr, GRADIENT: tl.constexpr,
 ):  # fmt: skip
-    """Sum over heads ``scale * values @ state`` of a block; write ``decay * (values . state along)`` by head.
+    """Sum ``scale * values @ state`` over heads; write ``decay * (values . state along)``.
 
     The state before a chunk, dy and C; GRADIENT: the gradient of the state after it, x and B.
     """
@@ -168,7 +169,7 @@ def state_part(
 
 @triton.jit
 def state_parts(inputs, states, dstates, found, through, shares, decays, chunks, sizes, sums, tile: tl.constexpr):
-    """Compute the parts of dC, dB, passes and added that come of the states around a chunk, and ``through``.
+    """Compute what states around a chunk give to dC, dB, passes and added, and ``through``.
 
     shares: (2, shares of a group, G, K * CHUNK, N), of dC, then of dB.
     """
@@ -233,7 +234,9 @@ def pair_places(share, sizes, k, kind):
 
 @triton.jit
 def pair_parts(inputs, pairs, found, partial_D, decays, chunks, sizes, sums, tile: tl.constexpr):
-    """Take pairs of tokens of two blocks, over a share of a group's heads: ``pairs`` sums W d; sums of W G d and W G go to rows.
+    """Take pairs of tokens of two blocks, over a share of a group's heads.
+
+    ``pairs`` sums W d; sums of W G d and W G go to rows.
 
     pairs: see ``pair_places``; kinds are the first block with itself, the second with itself, later
     tokens of the second with earlier ones of the first. A block with itself writes passes, of_x and
@@ -397,7 +400,7 @@ def block_inputs(
 def finish(
     inputs, shares, number, pairs, pair_number, dB, dC, chunks, sizes, tile: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Compute dB and dC of a block and COLUMNS states of a group: shares in order, then pairs by C and B.
+    """Compute dB, dC of a block and COLUMNS states of a group: shares in order, pairs by C and B.
 
     number, pair_number: of a group's shares in ``shares`` and ``pairs``.
     """
@@ -455,7 +458,10 @@ def step_gradients(
     steps, A, found, through, ddelta, partial, decays, chunks, sizes,
     HEADS: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr,
 ):  # fmt: skip
-    """Compute ddelta of a chunk and HEADS heads, and its shares of the gradients of A and the bias: partial (2, K, H)."""
+    """Compute ddelta of a chunk and HEADS heads, and its shares of the gradients of A and the bias.
+
+    partial: (2, K, H), of those shares.
+    """
     k = tl.program_id(0)
     begin, count, before, after = load_chunk(chunks, k, sizes.before, sizes.after)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)

@@ -48,7 +48,7 @@ class Activations(NamedTuple):
 
 
 class Decays(NamedTuple):
-    """Step sizes, and logarithms of decays, by chunk: rows past its last token have no step and do not decay."""
+    """Step sizes and logarithms of decays, by chunk; past its last token no step and no decay."""
 
     steps: Any  # (H, K * CHUNK)
     totals: Any  # (H, K * CHUNK): from a block's start to each token, included
@@ -61,7 +61,8 @@ class Sizes(NamedTuple):
     heads: Any
     shared: Any  # heads of a group
     rows: Any  # K * CHUNK
-    # Columns of ``Plan.chunks``: where the state before a chunk is, and the gradient of the one after.
+    # Columns of ``Plan.chunks``: where the state before a chunk is, and the gradient of the one
+    # after.
     before: Any
     after: Any
 
@@ -131,7 +132,7 @@ def tokens_of(rows, begin, row_length, head):
 
 @triton.jit
 def view(base, count, stride, width, Q: tl.constexpr, WIDTH: tl.constexpr, DESCRIBED: tl.constexpr):
-    """Return a view of ``count`` rows of a width, which tiles (Q, WIDTH) are loaded from and stored to."""
+    """Return a view of ``count`` rows of a width, loaded and stored by tiles (Q, WIDTH)."""
     descriptor = base
     if DESCRIBED:
         # Tokens by channels: a view lies in one row of the batch, so one stride tells its tokens.
@@ -185,7 +186,7 @@ def view_part(rows, begin, count, head, part, sizes, Q: tl.constexpr, tile: tl.c
 
 @triton.jit
 def load_decays(decays, head, sizes, k, row, Q: tl.constexpr):
-    """Return step sizes of Q rows from a row of a chunk, and logarithms of decays from a block's start to each."""
+    """Return step sizes of Q rows of a chunk, and logarithms of decays from a block's start."""
     at = wide(head) * sizes.rows + wide(k) * CHUNK + row + tl.arange(0, Q)
     return tl.load(decays.steps + at), tl.load(decays.totals + at)
 
@@ -237,7 +238,7 @@ def state_places(index, head, part, sizes, tile: tl.constexpr):
 
 @triton.jit
 def first_state(outer, between, boundary, document, head, part, sizes, tile: tl.constexpr):
-    """Return the state that a segment begins with: the one between segments, its document's ``outer`` one, or zero."""
+    """Return a segment's first state: between segments, its document's ``outer``, or zero."""
     state = tl.zeros((tile.M, tile.T), tl.float32)
     if between is not None:
         if boundary >= 0:
@@ -254,7 +255,7 @@ def first_state(outer, between, boundary, document, head, part, sizes, tile: tl.
 def load_steps(
     steps, begin, count, row, head, sizes, Q: tl.constexpr, SOFTPLUS: tl.constexpr, LIMIT: tl.constexpr
 ):  # fmt: skip
-    """Return step sizes of Q tokens and some heads from a chunk's row, their derivatives, and which are of a token."""
+    """Return step sizes of Q tokens of some heads, their derivatives, and which are of a token."""
     is_head = head < sizes.heads
     rows = row + tl.arange(0, Q)
     inside = (rows < count)[:, None] & is_head[None, :]
@@ -290,7 +291,10 @@ def write_steps(
 
 @triton.jit
 def walk(inputs, D, initial, starts, y, decays, segments, order, sizes, tile: tl.constexpr):
-    """Walk a segment and write y. starts: states at starts of segments that are not a document's first."""
+    """Walk a segment and write y.
+
+    starts: states at starts of segments that are not a document's first.
+    """
     # Neighbouring programs share a segment, and its B and C; long segments start first.
     part = tl.program_id(0) % tile.parts
     head = tl.program_id(0) // tile.parts % sizes.heads
@@ -414,7 +418,7 @@ def walk_states(
     inputs, forward, reverse, decays, chunks, segments, order, sizes, tile: tl.constexpr,
     FORWARD: tl.constexpr, REVERSE: tl.constexpr,
 ):  # fmt: skip
-    """Walk the states of a segment and their gradients, which are two roles of programs, chunk by chunk.
+    """Walk a segment's states and their gradients, two roles of programs, chunk by chunk.
 
     forward, reverse: what the roles read and write: ``stored``; if there is one role only,
     ``between`` and ``last``, of walks from zero. FORWARD, REVERSE: whether the role is there.
@@ -449,7 +453,7 @@ def combine(
     outer, between, last, decays, segments, totals, documents, sizes, state_size,
     REVERSE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Add to each segment's state from zero what it began with: ``decay * state + local``, segment by segment.
+    """Add to segments' states from zero what they began with, in order: ``decay * state + local``.
 
     outer: states before a document's first segment, None: zero; between:
     at segments' ends, (..., H, P, N); last: after the last segment, None:

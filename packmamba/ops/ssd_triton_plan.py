@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Cut documents for Mamba-2's scan on a GPU: a layout's segments and chunks, as its Triton kernels read them.
+"""Cut documents for Mamba-2's scan on a GPU: segments and chunks, as Triton kernels read them.
 
-Segments end at multiples of 2048 of a document's positions, offsets included; chunks of 128 tokens, two blocks of 64 each,
-are counted from a segment's first token (one document, offset 70)::
+Segments end at multiples of 2048 of a document's positions, offsets included; chunks of 128 tokens,
+two blocks of 64 each, are counted from a segment's first token (one document, offset 70)::
 
     position    70                                  2048                       2200
     segment     |------------------------------------|--------------------------|
@@ -86,7 +86,7 @@ def _plan(layout: Any, offsets: Tensor | None, slots: int, longest: int | None) 
 
 @triton.jit
 def load_chunk(chunks, k, before=2, after=3):
-    """Return a chunk's first slot, tokens, and numbers of the boundaries before and after it; -1: there is none.
+    """Return a chunk's first slot, tokens, and numbers of boundaries before and after it; -1: none.
 
     Boundaries lie between two chunks of a document. ``before``,
     ``after``: columns of ``Plan.chunks``; the last column has the chunk's
@@ -98,7 +98,7 @@ def load_chunk(chunks, k, before=2, after=3):
 
 @triton.jit
 def load_segment(segments, i):
-    """Return as ``load_chunk``, of boundaries between segments; then the document and the first chunk."""
+    """Return as ``load_chunk``, of boundaries between segments; then document and first chunk."""
     entry = segments + 6 * i
     begin, count = tl.load(entry).to(tl.int64), tl.load(entry + 1)
     return begin, count, tl.load(entry + 2), tl.load(entry + 3), tl.load(entry + 4), tl.load(entry + 5)
@@ -106,7 +106,7 @@ def load_segment(segments, i):
 
 @triton.jit
 def load_documents(starts, ends, offsets, document, inside, segment):
-    """Return documents' first slots, tokens, tokens and chunks of their first segments, chunks, and segments."""
+    """Return documents' first slots, tokens, first segments' tokens and chunks, chunks, segments."""
     start = tl.load(starts + document, inside, 0)
     length = tl.load(ends + document, inside, 0) - start
     position = tl.zeros_like(start)
@@ -139,7 +139,7 @@ def count_pieces(starts, ends, offsets, totals, documents, segment, WIDTH: tl.co
 
 @triton.jit
 def find(totals, number, value):
-    """Return the place of the first total that is greater than a value, at most the last: by halves."""
+    """Return the place of the first total above a value, at most the last; by halves."""
     place = tl.zeros_like(value)
     size = number
     while size > 1:
@@ -154,7 +154,7 @@ def write_pieces(
     starts, ends, offsets, totals, documents, segment, chunks, chunks_bound, segments, segments_bound, padding, slots,
     WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Write WIDTH entries of ``Plan.chunks``, ``Plan.segments`` or ``Plan.padding``, by the program's second number."""
+    """Write WIDTH entries of ``Plan.chunks``, ``segments`` or ``padding`` by program_id(1)."""
     role = tl.program_id(1)
     i = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     # Role 2: padding. A slot's document is the first that ends after it.
@@ -196,7 +196,7 @@ def write_pieces(
 
 @triton.jit
 def write_piece(entry, inside, present, begin, count, place, number, boundary):
-    """Write first slots, tokens and boundaries of pieces at a place of their documents' numbers of pieces."""
+    """Write first slots, tokens and boundaries of pieces at their place among documents' pieces."""
     tl.store(entry, tl.where(present, begin, 0), inside)
     tl.store(entry + 1, tl.where(present, count, 0), inside)
     tl.store(entry + 2, tl.where(present & (place > 0), boundary, -1), inside)
@@ -205,7 +205,10 @@ def write_piece(entry, inside, present, begin, count, place, number, boundary):
 
 @triton.jit
 def sort_segments(segments, order, number, WIDTH: tl.constexpr):
-    """Write the places of WIDTH segments in ``Plan.order``, by counting those with more tokens, or as many and before."""
+    """Write the places of WIDTH segments in ``Plan.order``.
+
+    By counting those with more tokens, or as many and before.
+    """
     i, j = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH), tl.arange(0, WIDTH)
     count = tl.load(segments + 6 * i + 1, i < number, 0)[:, None]
     place = tl.zeros((WIDTH,), tl.int32)

@@ -381,7 +381,7 @@ class PackedLitModule(lightning.LightningModule):
     on_fit_end = on_fit_start
 
     def on_train_start(self) -> None:
-        """Forget the states of an earlier training, unless this one continues it or a checkpoint."""
+        """Forget states of an earlier training, unless this one continues it or a checkpoint."""
         if self.global_step == 0:
             self.boundary.reset()
 

@@ -105,7 +105,8 @@ def clip(optimizer: Optimizer, limit: float) -> None:
     optimizer.gradient_norm = clip_grad_norm_(parameters, limit)  # type: ignore[attr-defined]
 
 
-# Values of ``optimizer.schedule``: functions (config, progress after the warm-up, step from 1) -> height.
+# Values of ``optimizer.schedule``: functions (config, progress after the warm-up, step from 1) ->
+# height.
 #
 # Progress and height go from 0 to 1; a height of 0 is ``final_lr_fraction`` of the peak.
 SCHEDULES: dict[str, Callable[[OptimizerConfig, float, int], float]] = {

@@ -1,4 +1,6 @@
-"""Mixtures: shares of tokens by weight, passes without repeats, each source tokenized once, errors by entry."""
+"""Mixtures: shares of tokens by weight, passes without repeats, each source tokenized once, errors
+by entry.
+"""
 
 import pickle
 

@@ -1,4 +1,6 @@
-"""Packing strategies: properties that all hold, and each held to its definition, one document at a time."""
+"""Packing strategies: properties that all hold, and each held to its definition, one document at a
+time.
+"""
 
 import numpy as np
 import pytest
@@ -16,7 +18,9 @@ any_lengths = st.lists(st.integers(1, 100), max_size=60)
 
 @st.composite
 def fitting(draw):
-    """Draw mostly short documents and few distinct lengths: what makes packers reuse rows, and rows of equal room."""
+    """Draw mostly short documents and few distinct lengths: what makes packers reuse rows, and rows
+    of equal room.
+    """
     n = draw(row_lengths)
     length = st.integers(1, n) | st.integers(1, min(n, 4)) | st.just(max(n // 2, 1))
     return n, draw(st.lists(length, max_size=80))
@@ -75,7 +79,9 @@ def test_no_row_length(strategy):
 
 
 def naive(lengths, row_length, choose, decreasing=True, first=0):
-    """Put each document, longest first, into the row that ``choose`` takes of those with room, or into a new one."""
+    """Put each document, longest first, into the row that ``choose`` takes of those with room, or
+    into a new one.
+    """
     rows = []  # room, last change, documents
     order = sorted(range(len(lengths)), key=lambda d: -lengths[d]) if decreasing else range(len(lengths))
     for step, document in enumerate(order):

@@ -1,4 +1,6 @@
-"""Every token of an epoch is trained on exactly once, over all steps and ranks, whatever the keys; streams continue."""
+"""Every token of an epoch is trained on exactly once, over all steps and ranks, whatever the keys;
+streams continue.
+"""
 
 import itertools
 from collections import Counter
@@ -27,7 +29,9 @@ def small_windows(monkeypatch):
 
 
 def count(lengths, ranks, epoch=0, **keys):
-    """Count how often each token is trained on, and has a target, in an epoch over all ranks; check each step's numbers."""
+    """Count how often each token is trained on, and has a target, in an epoch over all ranks; check
+    each step's numbers.
+    """
     of_ranks = steps_of(lengths, ranks, **keys)
     planned = of_ranks[0].schedule
     windows = -(-len(lengths) // WINDOW)
@@ -63,8 +67,9 @@ def behind_of(layout):
 
 
 def expected(lengths, truncated=None, cut=None):
-    """Count the same for one epoch: each token once, and a target after each but a document's last; tails beyond ``truncated``
-    tokens of a piece are dropped, and a truncated piece ends a document."""
+    """Count the same for one epoch: each token once, and a target after each but a document's last;
+    tails beyond ``truncated`` tokens of a piece are dropped, and a truncated piece ends a document.
+    """
     trained, targets = [], []
     for length in lengths:
         for first in range(0, length, cut or length):

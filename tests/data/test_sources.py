@@ -131,7 +131,9 @@ REMOTE = ["text a.txt", "jsonl a.jsonl", "jsonl a.jsonl.gz", "jsonl a.jsonl.zst"
 
 @pytest.fixture(params=REMOTE)
 def uploaded(request, tmp_path):
-    """Return a source, a file's name, and a function that copies the folder of its files to memory://."""
+    """Return a source, a file's name, and a function that copies the folder of its files to
+    memory://.
+    """
     source, name = request.param.split()
     for number, path in enumerate([tmp_path / name, tmp_path / "deep" / name, tmp_path / ".hidden" / name]):
         path.parent.mkdir(exist_ok=True)

@@ -1,4 +1,6 @@
-"""What is trained on, validated on and tested on: single documents, fractions, test documents of another place."""
+"""What is trained on, validated on and tested on: single documents, fractions, test documents of
+another place.
+"""
 
 import itertools
 import json

@@ -1,4 +1,6 @@
-"""A streamed corpus: shards in the source's order, steps by number alone, a writer that dies, fails or is taken over."""
+"""A streamed corpus: shards in the source's order, steps by number alone, a writer that dies, fails
+or is taken over.
+"""
 
 import dataclasses
 import os
@@ -57,7 +59,9 @@ def test_given_steps_do_not_wait_for_the_last_shard(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("batching", ["matched", "stream"])
 def test_a_step_is_a_function_of_its_number(data, monkeypatch, batching):
-    """While shards are written, from a pickled corpus and when all are there; each epoch has every document."""
+    """While shards are written, from a pickled corpus and when all are there; each epoch has every
+    document.
+    """
     write_small_shards(monkeypatch, tokens=300)
     data = dataclasses.replace(data, batching=batching, tokens_per_step=256)
 
@@ -117,7 +121,9 @@ def test_a_writer_that_fails_is_a_line_where_its_shard_is_missing(data, tmp_path
 
 
 def test_the_writer_has_the_modules_of_its_parent(data, tmp_path, monkeypatch):
-    """Plugins, whatever module made their source, and no file of the current folder by a library's name."""
+    """Plugins, whatever module made their source, and no file of the current folder by a library's
+    name.
+    """
     (tmp_path / "maker.py").write_text("from packmamba.data.sources.files import open_jsonl as make")
     plugin = "from packmamba.data.sources import SOURCES\nfrom maker import make\nSOURCES['made'] = make"
     (tmp_path / "maker_plugin.py").write_text(plugin)

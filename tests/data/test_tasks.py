@@ -1,4 +1,6 @@
-"""Tasks are pure functions whose answers follow from their documents: a solver that only reads finds every one."""
+"""Tasks are pure functions whose answers follow from their documents: a solver that only reads
+finds every one.
+"""
 
 import hashlib
 import re

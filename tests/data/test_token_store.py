@@ -1,4 +1,6 @@
-"""A corpus comes back as it was tokenised, whole or absent, under a key of everything that decides it."""
+"""A corpus comes back as it was tokenised, whole or absent, under a key of everything that decides
+it.
+"""
 
 import dataclasses
 import json

@@ -1,4 +1,6 @@
-"""Tokenizers encode text alone, and a tokenizer beside a model encodes as in training, here and in transformers."""
+"""Tokenizers encode text alone, and a tokenizer beside a model encodes as in training, here and in
+transformers.
+"""
 
 import sys
 
@@ -12,7 +14,9 @@ from packmamba.data.tokenizer import ByteTokenizer, load_tokenizer, read_tokeniz
 
 @pytest.fixture
 def words(tmp_path):
-    """Words a, b, c and a special token; a gap in the ids; truncation, padding and a template that must not apply."""
+    """Words a, b, c and a special token; a gap in the ids; truncation, padding and a template that
+    must not apply.
+    """
     tokenizers = pytest.importorskip("tokenizers")
     vocabulary = {"[unk]": 0, "a": 1, "b": 2, "c": 9, "<|end|>": 4}
     made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[unk]"))

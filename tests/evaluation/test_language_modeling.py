@@ -1,4 +1,6 @@
-"""Losses and context gains of packed evaluation are those of the definition, one document at a time."""
+"""Losses and context gains of packed evaluation are those of the definition, one document at a
+time.
+"""
 
 import functools
 from dataclasses import replace

@@ -1,4 +1,6 @@
-"""lm-evaluation-harness says the same of our class and of its own for transformers, offline, on a random checkpoint."""
+"""lm-evaluation-harness says the same of our class and of its own for transformers, offline, on a
+random checkpoint.
+"""
 
 from __future__ import annotations
 

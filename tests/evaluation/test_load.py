@@ -1,4 +1,6 @@
-"""A run's folder is a model: eval, generate and export take it, and eval repeats the numbers of its record."""
+"""A run's folder is a model: eval, generate and export take it, and eval repeats the numbers of its
+record.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Packed scores are those of one document at a time, and depend on neither order nor company by one bit."""
+"""Packed scores are those of one document at a time, and depend on neither order nor company by one
+bit.
+"""
 
 import random
 

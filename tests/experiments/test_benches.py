@@ -1,4 +1,6 @@
-"""Each bench on a tiny case on a CPU: every arm is recorded and tabulated; a wrong arm is not timed."""
+"""Each bench on a tiny case on a CPU: every arm is recorded and tabulated; a wrong arm is not
+timed.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,8 @@ CPU |= {"threads": 1, "rounds": 3, "slow_rounds": 2}
 
 def test_operators_on_a_cpu(tmp_path, monkeypatch):
     names = ("multiply_adds", "exponentials", "copy_bytes", "copy_to_new_bytes")
-    rates = {f"{name}_per_second": 1e15 for name in names}  # no arm is faster, whatever else runs here
+    # no arm is faster, whatever else runs here
+    rates = {f"{name}_per_second": 1e15 for name in names}
     monkeypatch.setattr(cpu, "machine_rates", lambda: rates)
     records = records_of(cpu.run, configured(cpu.Config, CPU), tmp_path)
     expected = [*itertools.product(("scan", "conv"), CPU_ARMS)]
@@ -110,7 +113,8 @@ def convolve(x, weight, bias, seq_idx, activation):
 
 def test_operators_of_a_gpu_against_float64():
     """Run the GPU's bench as far as a CPU can, with stand-ins for the peers' kernels."""
-    torch.manual_seed(0)  # of the initial states: three channels' rounding may pass the limit by chance
+    # of the initial states: three channels' rounding may pass the limit by chance
+    torch.manual_seed(0)
     layout, some = SequenceLayout.from_lengths([[40, 1, 33, 26]], row_length=100), torch.tensor([0, 7, 63])
     inputs = gpu_implementations.Inputs.random(100, 128, 0, "cpu", torch.bfloat16)
     names = ("scan", "scan-states", "ssd", "conv1d", "projections")

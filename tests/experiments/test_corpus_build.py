@@ -1,4 +1,6 @@
-"""The corpus of installed packages: near-copies, the split, the manifest, and that other files are refused."""
+"""The corpus of installed packages: near-copies, the split, the manifest, and that other files are
+refused.
+"""
 
 import errno
 import importlib
@@ -77,7 +79,9 @@ class C:
 
 @pytest.fixture
 def site(tmp_path, monkeypatch):
-    """Four packages: two hold a near-copy of the other two's file, all hold the same method, one has odd files."""
+    """Four packages: two hold a near-copy of the other two's file, all hold the same method, one
+    has odd files.
+    """
     rng = np.random.default_rng(3)
     texts = {
         name: MODULE.format(doc=f'"""{" ".join(words(rng, 150))}"""', name=f"of_{name}", body=" + ".join(words(rng, 9)))
@@ -99,7 +103,8 @@ def site(tmp_path, monkeypatch):
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (info / "RECORD").write_text("".join(f"{file},,\n" for file in files))
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(build, "ProcessPoolExecutor", lambda mp_context: ThreadPoolExecutor(1))  # few files
+    # few files
+    monkeypatch.setattr(build, "ProcessPoolExecutor", lambda mp_context: ThreadPoolExecutor(1))
     importlib.invalidate_caches()
     return tmp_path
 

@@ -1,4 +1,6 @@
-"""The corpus of English: what readers read, near-copies, splits by group, items, and the same files of the same packages."""
+"""The corpus of English: what readers read, near-copies, splits by group, items, and the same files
+of the same packages.
+"""
 
 import gzip
 import json
@@ -28,7 +30,9 @@ def write(path, content):
 
 @pytest.fixture(scope="module")
 def packages(tmp_path_factory):
-    """Three packages: a dictionary, services that share a description, and pages of which two are near-copies."""
+    """Three packages: a dictionary, services that share a description, and pages of which two are
+    near-copies.
+    """
     root, rng = tmp_path_factory.mktemp("packages"), np.random.default_rng(0)
     heads = sorted({words(rng, 1) for _ in range(400)})
     for kind in ("verb", "adj", "adv"):

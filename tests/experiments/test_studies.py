@@ -132,7 +132,8 @@ def boundary_record(boundary, seed, effect=None):
 
 def test_known_effects_come_back():
     ladder = [boundary_record(boundary, seed) for seed in range(1, 9) for boundary in EFFECTS]
-    ladder += [boundary_record(boundary, 101, effect=(9.0, 9.0)) for boundary in EFFECTS]  # a tuning seed stays out
+    # a tuning seed stays out
+    ladder += [boundary_record(boundary, 101, effect=(9.0, 9.0)) for boundary in EFFECTS]
     found = {(row["outcome"], row["places"]): row for row in rows_of(BOUNDARIES, ladder, "primary")}
     expected = {"coverage": {"inside": 0.001, "beyond": -0.010}, "continuity": {"inside": 0.0, "beyond": -0.020}}
     assert len(found) == 4

@@ -1,4 +1,6 @@
-"""The study on natural text: its small sweeps make every table; verdicts and missing runs of invented records."""
+"""The study on natural text: its small sweeps make every table; verdicts and missing runs of
+invented records.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +232,8 @@ def test_what_did_not_run_is_counted_and_a_pilot_stays_out():
     assert float(arms["Mamba-1", "packed-leak"]["difference"]) == pytest.approx(0.02, abs=1e-3)
 
 
-REGISTERED = {  # of studies that are not run yet: where rows, streams and documents must be smaller than theirs
+# of studies that are not run yet: where rows, streams and documents must be smaller than theirs
+REGISTERED = {
     "rates.yaml": ("grid.seed=[17]", "common.data.cut_documents=256", "common.data.max_tokens_per_batch=1024"),
     "bpe.yaml": ("grid.seed=[1]", "common.data.tokenizer=bytes", "common.data.max_tokens_per_batch=1024"),
     "../beyond_rows/beyond_rows.yaml": (

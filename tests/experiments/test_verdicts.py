@@ -36,7 +36,9 @@ def test_the_bench_makes_its_tables(tmp_path):
 
 
 def test_committed_rates_are_at_most_5_percent():
-    """Of families with a false verdict, in every kind of study, over seeds and over groups; with an interval of its own."""
+    """Of families with a false verdict, in every kind of study, over seeds and over groups; with an
+    interval of its own.
+    """
     rates = table_files(read_records(FOLDER), KINDS)["rates.csv"]
     latest = {json.dumps(record["config"]): record["metrics"] for record in read_records(FOLDER)}
     trials = {metrics["wrong"]: metrics["trials"] for metrics in latest.values()}

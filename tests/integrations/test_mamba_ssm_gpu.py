@@ -1,4 +1,6 @@
-"""``replace`` on mamba_ssm's own MambaLMHeadModel, with its slow path and with its kernels: needs mamba-ssm and a GPU."""
+"""``replace`` on mamba_ssm's own MambaLMHeadModel, with its slow path and with its kernels: needs
+mamba-ssm and a GPU.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ FAST = ("selective_scan_fn", "causal_conv1d_fn", "causal_conv1d_update", "select
 
 @pytest.fixture(scope="module")
 def theirs():
-    """mamba_ssm's modules: the model, the layer's file, the state of generation, its reference scan."""
+    """mamba_ssm's modules: the model, the layer's file, the state of generation, its reference
+    scan.
+    """
     try:
         reference = _peer("mamba_ssm", "ops.selective_scan_interface", "selective_scan_ref")
         from mamba_ssm.models import config_mamba, mixer_seq_simple

@@ -27,7 +27,9 @@ BOUNDARIES = {
 
 
 class Mamba(nn.Module):
-    """Theirs, as the reference: its parameters under their names, its slow path by loops over tokens."""
+    """Theirs, as the reference: its parameters under their names, its slow path by loops over
+    tokens.
+    """
 
     def __init__(self, d_model, d_state=16, d_conv=4, expand=2, layer_idx=None, bias=False):
         super().__init__()

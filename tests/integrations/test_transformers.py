@@ -1,4 +1,6 @@
-"""Hugging Face's Mamba models, patched: packed and padded they are what the original is, document by document."""
+"""Hugging Face's Mamba models, patched: packed and padded they are what the original is, document
+by document.
+"""
 
 import copy
 import functools
@@ -52,7 +54,9 @@ def test_packed_is_the_original_document_by_document(family, config):
 @every_family_slowly
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_a_document_s_first_token_is_no_target(family, name):
-    """Labels of every token give the loss of the documents alone, of which transformers never asks the first."""
+    """Labels of every token give the loss of the documents alone, of which transformers never asks
+    the first.
+    """
     model, packed = both(family)
     tokens = random_tokens()[2:3]
     parts = [part for part in tokens.split([5, 1, 8], 1) if part.shape[1] > 1]
@@ -97,7 +101,8 @@ def test_padding_on_either_side(family, training):
     check_same(packed, model, logits, tokens, rows, 1e-5)
     for kind in (torch.bool, torch.float32):
         assert torch.equal(packed(tokens, attention_mask=mask.to(kind)).logits, logits)
-    # With a bias the original's padding reaches the tokens behind it; Kimi's gate lets it out behind a row's tokens.
+    # With a bias the original's padding reaches the tokens behind it; Kimi's gate lets it out
+    # behind a row's tokens.
     if not training and family != "KimiLinear":
         original = model(tokens, attention_mask=mask).logits
         assert error(logits, original) < 1e-5, "at padding too"
@@ -135,7 +140,8 @@ def test_every_way_to_say_where_documents_start(family):
         assert torch.equal(logits, expected.logits), name
         hidden = packed.base_model(batch["input_ids"], **{name: batch[name]}, use_cache=False)[0]
         assert torch.equal(packed.lm_head(hidden), logits), f"{name}, given to the backbone as TRL does"
-    for name in ("seq_idx", "cu_seq_lens_q"):  # as DataCollatorWithFlattening(position_ids_start=2) makes them
+    # as DataCollatorWithFlattening(position_ids_start=2) makes them
+    for name in ("seq_idx", "cu_seq_lens_q"):
         shifted = {"position_ids": batch["position_ids"] + 2, name: batch[name]}
         assert torch.equal(packed(batch["input_ids"], **shifted).logits, expected.logits)
     embedded = packed.get_input_embeddings()(batch["input_ids"])
@@ -148,7 +154,9 @@ def test_every_way_to_say_where_documents_start(family):
 
 
 def varlen_attention(query, key, value, mask, position_ids=None, cu_seq_lens_q=None, max_length_q=None, **rest):
-    """Stand in for transformers' call of flash attention, which takes one packed row by either argument."""
+    """Stand in for transformers' call of flash attention, which takes one packed row by either
+    argument.
+    """
     query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
     if cu_seq_lens_q is None or max_length_q is None:
         starts = torch.arange(key.shape[2])[None] == 0 if position_ids is None else position_ids == 0
@@ -162,7 +170,9 @@ def varlen_attention(query, key, value, mask, position_ids=None, cu_seq_lens_q=N
 
 @pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba", "Qwen3_5", "KimiLinear"])
 def test_flash_attention_of_one_packed_row(family, monkeypatch):
-    """Zamba's and Granite's attention is given no positions: without cumulative lengths it leaks by up to 0.49."""
+    """Zamba's and Granite's attention is given no positions: without cumulative lengths it leaks by
+    up to 0.49.
+    """
     monkeypatch.setattr("transformers.integrations.flash_attention._flash_attention_forward", varlen_attention)
     flash = transformers.integrations.flash_attention.flash_attention_forward
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_varlen", flash)
@@ -181,7 +191,9 @@ def test_flash_attention_of_one_packed_row(family, monkeypatch):
 
 @pytest.mark.parametrize("family", ["Qwen3Next", "OlmoHybrid", "KimiLinear"])
 def test_fla_s_operators_of_one_row(family, monkeypatch):
-    """They need a GPU; a stand-in has their arguments: one row without padding, and cumulative lengths."""
+    """They need a GPU; a stand-in has their arguments: one row without padding, and cumulative
+    lengths.
+    """
     rule = next(rule for name in mixer.RULES if (rule := getattr(modeling(family), name, None)))
 
     def by_cu_seqlens(q, k, v, *, g, beta, cu_seqlens, **options):
@@ -214,7 +226,10 @@ def attend_by_ends(query, key, value, ends, _, longest, *most, scale, window_siz
 )
 @pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba", *DELTA])
 def test_attention_reads_each_document_alone(family, kind, short, monkeypatch):
-    """Under a mask a neighbour's NaN has weight 0, and 0 x NaN is NaN. Eager attention still takes the mask."""
+    """Under a mask a neighbour's NaN has weight 0, and 0 x NaN is NaN.
+
+    Eager attention still takes the mask.
+    """
     served = mock.Mock(side_effect=models.varlen_attn if kind == "cuda" else attend_by_ends)
     monkeypatch.setattr(models, "varlen_attn", served)
     if kind == "cpu":
@@ -236,7 +251,9 @@ def test_attention_reads_each_document_alone(family, kind, short, monkeypatch):
 
 @every_family
 def test_no_bit_crosses_a_boundary(family):
-    """Unpatched, all that follows moves; patched, no bit, forward and backward, with the default cache and any mask of ones."""
+    """Unpatched, all that follows moves; patched, no bit, forward and backward, with the default
+    cache and any mask of ones.
+    """
     batch = collated([5, 1, 8], return_seq_idx=True, return_flash_attn_kwargs=True)
     tokens = batch["input_ids"]
     other = tokens.clone()
@@ -258,7 +275,8 @@ def test_no_bit_crosses_a_boundary(family):
 def test_leakcheck_passes_it_alone(family, boundaries):
     """With a bias the original's padding on the left reaches what follows it."""
     model, packed = both(family, use_bias=True)
-    takes_all = boundaries == "position_ids" and family != "Mamba"  # of Mamba the command's test takes all lengths
+    # of Mamba the command's test takes all lengths
+    takes_all = boundaries == "position_ids" and family != "Mamba"
     lengths = {} if takes_all else {"lengths": [5, 1, 8]}
     if boundaries == "position_ids" or (boundaries == "attention_mask" and family not in DELTA):
         assert not leakcheck(model, boundaries=boundaries, lengths=[5, 1, 8]).ok
@@ -283,7 +301,9 @@ def test_weights_and_names_stay(family, tmp_path):
 
 
 def test_enabled_classes_make_patched_models(tmp_path):
-    """As AutoModelForCausalLM and trainers make them; a saved folder says nothing of the patch, which a warning says."""
+    """As AutoModelForCausalLM and trainers make them; a saved folder says nothing of the patch,
+    which a warning says.
+    """
     tokens, models = random_tokens(), {}
     for family in FAMILIES:
         models[family] = both(family)[1]
@@ -329,7 +349,8 @@ def test_half_precision_and_autocast(family):
         mixed = packed(tokens, attention_mask=MASK, position_ids=POSITION).logits
     for logits in (mixed, half(tokens, attention_mask=MASK, position_ids=POSITION).logits):
         assert max(error(logits[b, a:e], single[0]) for single, (b, a, e) in reference) < 0.03
-    # As accelerate wraps a model for bf16=True: weights and logits are float32, what is between them is not.
+    # As accelerate wraps a model for bf16=True: weights and logits are float32, what is between
+    # them is not.
     forward = packed.forward
 
     @functools.wraps(forward)
@@ -372,7 +393,9 @@ def test_refuses_what_it_cannot_honour(begins, arguments):
 
 
 def test_a_replica_of_data_parallel_refuses_cumulative_lengths_alone():
-    """DataParallel cuts every argument along its first axis: rows stay whole, cumulative lengths do not."""
+    """DataParallel cuts every argument along its first axis: rows stay whole, cumulative lengths do
+    not.
+    """
     replica = patch(build("Mamba", num_hidden_layers=1))._replicate_for_data_parallel()
     assert "expected DistributedDataParallel" in refused(replica, cu_seq_lens_q=torch.tensor([0, 6, 12]))
 

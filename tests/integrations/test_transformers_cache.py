@@ -1,4 +1,6 @@
-"""Caches of patched Hugging Face models, under each name that they have there, and generation; the oracle is the original."""
+"""Caches of patched Hugging Face models, under each name that they have there, and generation; the
+oracle is the original.
+"""
 
 import inspect
 import warnings

@@ -1,4 +1,6 @@
-"""Patched Hugging Face models in training: checkpointing, torch.compile, LoRA, Trainer, TRL; the oracle is single documents."""
+"""Patched Hugging Face models in training: checkpointing, torch.compile, LoRA, Trainer, TRL; the
+oracle is single documents.
+"""
 
 import copy
 import json
@@ -75,7 +77,9 @@ def test_compiled_is_eager(family):
 
 
 def test_compiled_short_convolutions(monkeypatch):
-    """torch.compile must guard the functions that a layer's forward is given, not those of its module."""
+    """torch.compile must guard the functions that a layer's forward is given, not those of its
+    module.
+    """
     monkeypatch.undo()  # the module's own function has no defaults, as users find it
     torch._dynamo.reset()
     packed, tokens = both("Lfm2")[1], random_tokens()[:1]
@@ -208,7 +212,9 @@ def test_trl_sft_by_a_script(tmp_path, monkeypatch, request):
 @pytest.mark.extras
 @every_family
 def test_adapters_learn(family):
-    """Train adapters of each projection that PEFT takes; merged into the original they give its logits, document by document."""
+    """Train adapters of each projection that PEFT takes; merged into the original they give its
+    logits, document by document.
+    """
     peft = pytest.importorskip("peft")
     model, packed = both(family)
     linear = {name.split(".")[-1] for name, module in packed.named_modules() if isinstance(module, torch.nn.Linear)}
@@ -239,7 +245,9 @@ def split(row):
 @pytest.mark.extras
 @pytest.mark.parametrize("family", ["Mamba", "Mamba2"])
 def test_fine_tuning_has_the_gradients_of_trl(family, tmp_path, monkeypatch):
-    """Prompts and completions: one step of ``train configs/fine_tune.yaml``, and of TRL's trainer with a patched model."""
+    """Prompts and completions: one step of ``train configs/fine_tune.yaml``, and of TRL's trainer
+    with a patched model.
+    """
     trl, datasets = pytest.importorskip("trl"), pytest.importorskip("datasets")
     from packmamba.config import load_config
     from packmamba.lab.callbacks import RunMetrics

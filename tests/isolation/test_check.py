@@ -1,4 +1,6 @@
-"""leakcheck finds what crosses a document boundary and raises no false alarm: each model here is tight, or leaks, as made."""
+"""leakcheck finds what crosses a document boundary and raises no false alarm: each model here is
+tight, or leaks, as made.
+"""
 
 from functools import partial
 from types import SimpleNamespace
@@ -157,8 +159,10 @@ def test_a_small_move_without_a_gradient_is_rounding_only_where_tokens_are_route
     small = behind(lambda x: 2e-8 * x.cumsum(1).detach())
     assert leakcheck(Toy(small)).isolated_forward is False
     result = leakcheck(Toy(small, Experts()))
-    assert result.isolated_forward and "rounding alone" in str(result)  # it cannot be told from rounding
-    one = torch.ones(1, dtype=torch.bfloat16)  # that something is bfloat16 excuses no move in float32
+    # it cannot be told from rounding
+    assert result.isolated_forward and "rounding alone" in str(result)
+    # that something is bfloat16 excuses no move in float32
+    one = torch.ones(1, dtype=torch.bfloat16)
     assert leakcheck(Toy(behind(lambda x: 0.01 * x.mean(1, keepdim=True).detach() * (one + 0)), Experts())).leaks
 
 
@@ -169,7 +173,9 @@ def test_how_far_and_where():
     assert result.reach == 3 and not result.endless
 
     class Convolved(Toy):
-        """A convolution is a module of its own, longer than the row, as on Hugging Face's slow path."""
+        """A convolution is a module of its own, longer than the row, as on Hugging Face's slow
+        path.
+        """
 
         def forward(self, input_ids, **_):
             linear, conv1d = self.middle

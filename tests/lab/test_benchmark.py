@@ -37,7 +37,9 @@ def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "64-true"])
 def test_the_step_that_is_timed_is_the_one_that_trains(tmp_path, precision):
-    """Clipped, at its learning rate, in the run's precision: the weights after it are the run's, to the bit."""
+    """Clipped, at its learning rate, in the run's precision: the weights after it are the run's, to
+    the bit.
+    """
     config = tiny_config(tmp_path, f"trainer.precision={precision}", "optimizer.grad_clip=0.9", "trainer.max_steps=4")
     fit(config, progress=False)
     arm = benchmark.Arm(config)
@@ -52,12 +54,14 @@ def test_graphs_of_all_steps_are_captured_before_any_is_timed(tmp_path, monkeypa
     taken, take = [], benchmark.Arm.step
 
     def step(arm, number):
-        arm.config = replace(arm.config, trainer=replace(arm.config.trainer, cuda_graphs=True))  # a CPU has no graphs
+        # a CPU has no graphs
+        arm.config = replace(arm.config, trainer=replace(arm.config.trainer, cuda_graphs=True))
         taken.append(number)
         return take(arm, number)
 
     monkeypatch.setattr(benchmark.Arm, "step", step)
     config = tiny_config(tmp_path, "data.strategy=concat_split", f"trainer.boundary={boundary}", "trainer.max_steps=20")
     list(measure_throughput([config], rounds=3, output="x", progress=False))
-    captured = [1, 2, 3, 4] if boundary != "carry" else []  # rows that go on have one shape, and states in their order
+    # rows that go on have one shape, and states in their order
+    captured = [1, 2, 3, 4] if boundary != "carry" else []
     assert taken == [0, *captured, 1, 2, 3, 4]

@@ -1,4 +1,6 @@
-"""Callbacks of a run: metrics of the record, Lightning's weight averaging, loggers, evaluations, the progress bar."""
+"""Callbacks of a run: metrics of the record, Lightning's weight averaging, loggers, evaluations,
+the progress bar.
+"""
 
 from __future__ import annotations
 

@@ -219,7 +219,9 @@ def test_an_error_is_one_line(words, message, monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_an_error_comes_before_weights_and_slow_imports(tmp_path):
-    """A wrong word is answered at once: no file of weights is there, and nothing slow beside PyTorch is imported."""
+    """A wrong word is answered at once: no file of weights is there, and nothing slow beside
+    PyTorch is imported.
+    """
     MambaLM(40, 16, 1).save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").unlink()
     folder = str(tmp_path)

@@ -1,4 +1,6 @@
-"""Fine-tune a checkpoint on prompts and answers: which loss, which weights, on any ranks, after any stop."""
+"""Fine-tune a checkpoint on prompts and answers: which loss, which weights, on any ranks, after any
+stop.
+"""
 
 import json
 import warnings

@@ -1,4 +1,6 @@
-"""One run: its record, files and checks; the weights that it starts from; the settings of its process."""
+"""One run: its record, files and checks; the weights that it starts from; the settings of its
+process.
+"""
 
 import functools
 import itertools
@@ -76,7 +78,8 @@ def test_a_run_that_cannot_be_is_refused_by_its_key(tmp_path, monkeypatch, key, 
 
 
 def test_speed_leaves_out_the_first_steps_and_validation_and_checkpoints(tmp_path, monkeypatch):
-    clock = SimpleNamespace(perf_counter=itertools.count().__next__)  # each look at the clock takes a second
+    # each look at the clock takes a second
+    clock = SimpleNamespace(perf_counter=itertools.count().__next__)
     monkeypatch.setattr("packmamba.lab.callbacks.time", clock)
     save = lightning.Trainer.save_checkpoint
     slow = lambda *a, **k: [save(*a, **k), *(clock.perf_counter() for _ in range(99))]

@@ -119,7 +119,8 @@ def test_a_sweep_that_is_killed_twice_has_each_record_once(tmp_path):
     process = start(0)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    for config in configs:  # whose workers hold locks until they are dead and process 1 has waited for them
+    # whose workers hold locks until they are dead and process 1 has waited for them
+    for config in configs:
         wait_for_lock(run_folder(config))
     before = steps()
     time.sleep(0.5)

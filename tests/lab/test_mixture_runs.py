@@ -1,4 +1,6 @@
-"""Runs on a mixture and on a streamed corpus: losses and epochs of each source, ranks, and a stop in the middle."""
+"""Runs on a mixture and on a streamed corpus: losses and epochs of each source, ranks, and a stop
+in the middle.
+"""
 
 import json
 

@@ -1,4 +1,6 @@
-"""Experiments by name: benches of a user's own folder, steps from nothing, headline numbers beside the committed ones."""
+"""Experiments by name: benches of a user's own folder, steps from nothing, headline numbers beside
+the committed ones.
+"""
 
 import re
 import sys

@@ -1,4 +1,6 @@
-"""An interrupted run ends with the bits of an uninterrupted one; checkpoint files; ``trainer.deterministic``."""
+"""An interrupted run ends with the bits of an uninterrupted one; checkpoint files;
+``trainer.deterministic``.
+"""
 
 import contextlib
 import errno
@@ -84,7 +86,9 @@ def signal_at(monkeypatch, name, step, *signals):
 
 @pytest.mark.slow
 def test_a_run_killed_at_any_moment(tmp_path, whole):
-    """SIGKILL after a checkpoint, at a random moment of the next steps; then a half-written checkpoint as the newest."""
+    """SIGKILL after a checkpoint, at a random moment of the next steps; then a half-written
+    checkpoint as the newest.
+    """
     config = tiny_config(tmp_path, *KEYS, *SCHEMES["packed"])
     path, output = write_config(tmp_path / "killed.yaml", config), tmp_path / "output.txt"
     folder = run_folder(config) / "checkpoints"

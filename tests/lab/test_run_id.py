@@ -1,4 +1,6 @@
-"""Run ids: what decides them, how a run is continued with more steps, and who may train in a run's folder."""
+"""Run ids: what decides them, how a run is continued with more steps, and who may train in a run's
+folder.
+"""
 
 import copy
 import hashlib
@@ -24,7 +26,9 @@ def having(config, **changes):
 
 
 def test_defaults_are_those_of_the_schema_version():
-    """Keys at their defaults are no part of an id: where a default changes, raise ``SCHEMA_VERSION``, and put the hash here."""
+    """Keys at their defaults are no part of an id: where a default changes, raise
+    ``SCHEMA_VERSION``, and put the hash here.
+    """
     defaults = {key: value for key, value in ids.flatten(to_dict(Config())).items() if key not in ids.EXCLUDED}
     digest = hashlib.sha256(json.dumps(defaults, sort_keys=True).encode()).hexdigest()[:10]
     assert (ids.SCHEMA_VERSION, digest) == (2, "d14852dfca")

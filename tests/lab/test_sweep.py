@@ -1,4 +1,6 @@
-"""Sweeps: the runs of a grid, what is refused before any run, what is skipped, and runs that wait for others."""
+"""Sweeps: the runs of a grid, what is refused before any run, what is skipped, and runs that wait
+for others.
+"""
 
 import json
 from collections import Counter

@@ -50,7 +50,9 @@ def test_seconds_and_spread():
 
 @pytest.mark.gpu
 def test_phases_are_timed_on_the_device_and_the_host_is_not():
-    """The second phase is ten times the first; what is before the first yield, and the host's sleep, do not count."""
+    """The second phase is ten times the first; what is before the first yield, and the host's
+    sleep, do not count.
+    """
     from experiments.operators.gpu import clock_hz, device_seconds, launch_cycles
 
     x = torch.randn(4096, 4096, device="cuda")

@@ -1,4 +1,6 @@
-"""What is seen of a run while it trains: speed, memory and MFU on the progress bar and in loggers, generated samples."""
+"""What is seen of a run while it trains: speed, memory and MFU on the progress bar and in loggers,
+generated samples.
+"""
 
 from __future__ import annotations
 

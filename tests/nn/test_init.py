@@ -159,7 +159,9 @@ def test_a_plugin_s_mixer_without_a_reset_is_refused(monkeypatch):
 
 
 def initialise_shards():
-    """Initialise sharded models on each of two ranks of other seeds; compare them whole with fresh ones of rank 0's."""
+    """Initialise sharded models on each of two ranks of other seeds; compare them whole with fresh
+    ones of rank 0's.
+    """
     import torch.distributed as dist
     from torch.distributed.fsdp import fully_shard
 

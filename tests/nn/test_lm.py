@@ -104,7 +104,9 @@ def columns(layout, start, stop):
 
 
 def carried(model, earlier, finals, later):
-    """Return the initial states of ``later``'s documents: continuations where ``earlier`` left them, others afresh."""
+    """Return the initial states of ``later``'s documents: continuations where ``earlier`` left
+    them, others afresh.
+    """
     last_of_row = {row: s for s, row in enumerate(earlier.rows.tolist())}
     pieces = zip(later.rows.tolist(), later.continues.tolist())
     picks = torch.tensor([last_of_row[row] + 1 if goes_on else 0 for row, goes_on in pieces], dtype=torch.long)
@@ -113,7 +115,9 @@ def carried(model, earlier, finals, later):
 
 
 def run_whole_and_cut(model, tokens, begun, cut, detach=False):
-    """(logits, final states) of LAYOUT in one call, and in two calls of the columns before and after ``cut``."""
+    """(logits, final states) of LAYOUT in one call, and in two calls of the columns before and
+    after ``cut``.
+    """
     fresh = model.start_states(LAYOUT.num_documents)
     begins = (~LAYOUT.continues).nonzero().squeeze(1)
     states = [tuple(b.index_copy(0, begins, f[begins]) for b, f in zip(*pairs)) for pairs in zip(begun, fresh)]

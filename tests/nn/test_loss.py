@@ -67,7 +67,9 @@ def test_the_kernel_s_loss_is_cross_entropy(dtype, tolerance, vocabulary, monkey
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_document_s_bits_whatever_stands_beside_it(dtype, monkeypatch):
-    """Compare losses and the hidden states' gradient, at one shape of chunks; other documents have NaN and other targets."""
+    """Compare losses and the hidden states' gradient, at one shape of chunks; other documents have
+    NaN and other targets.
+    """
     hidden, weight, targets, mask = head_case(dtype)
     monkeypatch.setattr(loss, "CHUNK_LOGITS", 5 * len(weight))
     results, own = [], LAYOUT.documents == 1

@@ -1,4 +1,6 @@
-"""Mamba-3: against its equations, alone and among neighbours, in checkpoints, and everywhere a mixer goes."""
+"""Mamba-3: against its equations, alone and among neighbours, in checkpoints, and everywhere a
+mixer goes.
+"""
 
 import copy
 import json
@@ -85,7 +87,9 @@ def test_a_gpu_computes_the_equations(form, dtype):
 
 
 def scanned(layer, projected, layout, states):
-    """Outputs, gradients of projections, final states, gradients of initial ones; all between the projections."""
+    """Outputs, gradients of projections, final states, gradients of initial ones; all between the
+    projections.
+    """
     inputs = [part.detach().requires_grad_() for part in (projected, *states)]
     y, finals = layer._scan(inputs[0], layout, layout, tuple(inputs[1:]) or None, True)
     real = y.flatten(0, 1)[layout.documents.flatten() >= 0]
@@ -214,7 +218,9 @@ def test_generation_and_scores_are_those_of_the_whole_text(config):
 
 
 def official(folder, is_mimo=False, **ssm_cfg):
-    """Write a folder as state-spaces/mamba3-siso-1.5b has it, small: a gated MLP, bfloat16, a padded vocabulary."""
+    """Write a folder as state-spaces/mamba3-siso-1.5b has it, small: a gated MLP, bfloat16, a
+    padded vocabulary.
+    """
     generator = torch.Generator().manual_seed(8)
     rank = 2 if is_mimo else 1
     mixer = {"in_proj.weight": (2 * 32 + 2 * 16 * rank + 3 * 4 + 4, 16), "out_proj.weight": (16, 32)}

@@ -61,9 +61,12 @@ def test_logits_and_gradients_are_hugging_face_s(tmp_path, config, files):
 
 
 def test_a_hub_s_name_is_downloaded(tmp_path, monkeypatch):
-    """The second format of weights only where the first is not there, at the revision that was asked for."""
+    """The second format of weights only where the first is not there, at the revision that was
+    asked for.
+    """
     hugging_face.build("Mamba").save_pretrained(tmp_path / "first")
-    (theirs := hugging_face.build("Mamba2")).save_pretrained(tmp_path / "second")  # its time_step_limit is infinite
+    # its time_step_limit is infinite
+    (theirs := hugging_face.build("Mamba2")).save_pretrained(tmp_path / "second")
     ours, tokens = MambaLM.from_pretrained(tmp_path / "second").eval(), torch.arange(9)[None]
     assert torch.allclose(ours(tokens), theirs.eval()(tokens).logits, atol=1e-4)
     save_state_spaces(tmp_path, state_spaces_weights())
@@ -109,7 +112,9 @@ def save_state_spaces(folder, weights, **config):
 
 
 def state_spaces_weights(dtype=torch.float32, **config):
-    """Build MambaLMHeadModel.state_dict(), in its order: the tied head as well, the vocabulary padded to 24."""
+    """Build MambaLMHeadModel.state_dict(), in its order: the tied head as well, the vocabulary
+    padded to 24.
+    """
     weights = build(dtype=dtype, vocab_size=24, **{"d_state": 16} | config).state_dict()
     assert list(weights)[0] == "backbone.embedding.weight" and list(weights)[-1] == "lm_head.weight"
     return dict(weights)
@@ -142,7 +147,9 @@ def test_a_saved_model_is_loaded_as_it_was(tmp_path, config):
 
 @pytest.mark.parametrize("mixer", [{}, {"mixer": "mamba2", "headdim": 8}], ids=["mamba1", "mamba2"])
 def test_folders_that_say_whether_initial_states_are_learned(tmp_path, mixer):
-    """Earlier versions wrote the key: false changes nothing, true is a weight that has no place any more."""
+    """Earlier versions wrote the key: false changes nothing, true is a weight that has no place any
+    more.
+    """
     model = build(dtype=torch.float32, **mixer)
     model.save_pretrained(tmp_path)
     path = tmp_path / "config.json"

@@ -13,7 +13,8 @@ from packmamba.nn.loss import linear_cross_entropy
 FREE = {0: Dim.DYNAMIC, 1: Dim.DYNAMIC}
 DOCUMENTS = {"tokens": FREE, **dict.fromkeys(("starts", "ends", "offsets"), {0: Dim.DYNAMIC})}
 MIXERS = {"mamba1": {}} | {name: {"mixer": name, "headdim": 8} for name in ("mamba2", "mamba3")}
-# Rows of lengths and the length of a row: other shapes than the exported one; the last has padding and continuations.
+# Rows of lengths and the length of a row: other shapes than the exported one; the last has padding
+# and continuations.
 BATCHES = [([[3, 1, 5]], 9), ([[9]], 9), ([[1, 64], [65]], 65), ([[2, 5], [7], [1]], 8)]
 
 every_mixer = pytest.mark.parametrize("mixer", MIXERS)

@@ -1,4 +1,6 @@
-"""The loader: one build for many processes, a cache that machines may share, and what happens without a compiler."""
+"""The loader: one build for many processes, a cache that machines may share, and what happens
+without a compiler.
+"""
 
 import os
 import subprocess

@@ -8,7 +8,8 @@ from packmamba import ContextParallel, MambaLM, SequenceLayout
 from packmamba.data.batch import PackedBatch
 from processes import run_ranks
 
-# Rows of 24 slots in 2 or 4 shares: documents that fill several shares, end at an edge, begin just before one; padding.
+# Rows of 24 slots in 2 or 4 shares: documents that fill several shares, end at an edge, begin just
+# before one; padding.
 LENGTHS = [[24], [5, 1, 17], [12, 6], [2, 3, 7, 4, 8]]
 # None fills a share, so that ranks hand on what their last columns alone give.
 SHORT = [[11, 5, 8], [3, 12, 9], [2, 3, 7, 4, 8], [8, 5, 2]]

@@ -1,4 +1,6 @@
-"""Test the compiled CPU kernels beyond parity: the same bits for any threads, functions with stated errors."""
+"""Test the compiled CPU kernels beyond parity: the same bits for any threads, functions with stated
+errors.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Test what only the CUDA kernels have: the tensor-core path (bfloat16, 16 states), cut documents, the schedule. Needs a GPU."""
+"""Test what only the CUDA kernels have: the tensor-core path (bfloat16, 16 states), cut documents,
+the schedule. Needs a GPU.
+"""
 
 import itertools
 
@@ -231,7 +233,8 @@ def test_more_elements_than_32_bits_count(operator):
 def own_tensors(operator, lengths, row_length, channels=1536, states=False, dtype=torch.bfloat16):
     """Return for each document its outputs, final state and the gradients of its own tensors.
 
-    lengths: rows of (tokens, seed): a document's tensors are drawn from its seed, from token 0 on, whatever stands beside it.
+    lengths: rows of (tokens, seed): a document's tensors are drawn from its seed, from token 0 on,
+    whatever stands beside it.
     """
     tokens = [[n for n, _ in row] for row in lengths]
     layout = SequenceLayout.from_lengths(tokens, row_length).to("cuda")
@@ -325,7 +328,9 @@ def test_a_documents_bits_in_float32(length, states):
     ],
 )
 def test_a_pass_split_where_states_are_combined_is_one_pass(operator, channels, begin, at):
-    """Bits, gradients through the state among them; of ssd_pack the first pass begins inside a segment."""
+    """Bits, gradients through the state among them; of ssd_pack the first pass begins inside a
+    segment.
+    """
     end, generator = at + 3000, torch.Generator("cuda").manual_seed(0)
 
     def normal(*shape, dtype=torch.bfloat16):

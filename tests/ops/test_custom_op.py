@@ -1,4 +1,6 @@
-"""The operators as PyTorch sees them: schemas, fakes and autograd that agree, one graph for every layout."""
+"""The operators as PyTorch sees them: schemas, fakes and autograd that agree, one graph for every
+layout.
+"""
 
 import pytest
 import torch

@@ -1,4 +1,6 @@
-"""Test Mamba-2's block between its projections on a GPU, beside the composition in float64 on the CPU."""
+"""Test Mamba-2's block between its projections on a GPU, beside the composition in float64 on the
+CPU.
+"""
 
 import pytest
 import torch

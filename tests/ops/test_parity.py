@@ -1,4 +1,6 @@
-"""One suite for every backend: held against the loops over documents, never against another fast path."""
+"""One suite for every backend: held against the loops over documents, never against another fast
+path.
+"""
 
 import copy
 import functools
@@ -29,7 +31,8 @@ from operators import (
 )
 from packmamba import SequenceLayout, ops
 
-# A multiple of the tokens that ssd_pack's states are carried over: a chunk's, and on a GPU a segment's.
+# A multiple of the tokens that ssd_pack's states are carried over: a chunk's, and on a GPU a
+# segment's.
 CUTS = {"reference": 192, "cpu": 192, "cuda": 2048}
 LAYOUTS = AWKWARD | {"long": LONG}
 SMALL = SequenceLayout.from_lengths([[1, 3], [4], []], row_length=5, offsets=[[5, 0], [0], []])
@@ -211,7 +214,9 @@ def test_no_layout_means_each_row_is_a_document(operator, backend):
 )
 @pytest.mark.parametrize(("channels", "d_state"), [(5, 4), (3, 7), (2, 64)])
 def test_a_document_has_the_same_bits_alone(operator, backend, channels, d_state, lengths, first):
-    """Whatever its neighbours' lengths and its place: also where products of matrices round by how these lie in memory."""
+    """Whatever its neighbours' lengths and its place: also where products of matrices round by how
+    these lie in memory.
+    """
     device = device_of(backend)
     offsets = [[first, *[0] * len(lengths[0][1:])], [0] * len(lengths[1])]
     layout = SequenceLayout.from_lengths(lengths, row_length=200, offsets=offsets)
@@ -233,7 +238,9 @@ def test_a_document_has_the_same_bits_alone(operator, backend, channels, d_state
 @every_backend
 @pytest.mark.parametrize("begin", [0, 37])
 def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend, begin):
-    """Chunks (segments on a GPU) end at multiples of a constant from a document's token 0, also in a pass that begins later."""
+    """Chunks (segments on a GPU) end at multiples of a constant from a document's token 0, also in
+    a pass that begins later.
+    """
     device, cut = device_of(backend), CUTS[backend]
     length = cut + 70
     layout = SequenceLayout.from_lengths([[length]], length)
@@ -255,7 +262,9 @@ def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend, begin):
 @pytest.mark.parametrize("optional", [True, False])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_step_sizes_may_be_float32_beside_narrower_activations(backend, dtype, optional):
-    """Of ssd_pack, as Mamba-3 calls it: a decay then keeps bits which the activations' dtype has not."""
+    """Of ssd_pack, as Mamba-3 calls it: a decay then keeps bits which the activations' dtype has
+    not.
+    """
     case = random_case("ssd_pack", AWKWARD["chunk-edges"], dtype, device_of(backend), optional=optional)
     rounded = case.tensors["delta"]
     case.tensors["delta"] = rounded.float() * (1 + 1e-3 * torch.rand_like(rounded.float()))

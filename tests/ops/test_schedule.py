@@ -50,10 +50,12 @@ def device(monkeypatch):
     device = Device()
     monkeypatch.setattr(cuda, "kernel", device.kernel)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: device.stream, raising=False)
-    monkeypatch.setattr(cuda, "current_device", lambda: -1)  # not torch's own, which the compiler asks too
+    # not torch's own, which the compiler asks too
+    monkeypatch.setattr(cuda, "current_device", lambda: -1)
     monkeypatch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: device.capturing, raising=False)
     properties = types.SimpleNamespace(multi_processor_count=4, shared_memory_per_block_optin=1 << 20)
-    real = torch.cuda.get_device_properties  # the compiler asks for a GPU's, where there is one, and keeps them
+    # the compiler asks for a GPU's, where there is one, and keeps them
+    real = torch.cuda.get_device_properties
     of_device = lambda of=None: properties if str(of) == "cpu" else real(of)
     monkeypatch.setattr(torch.cuda, "get_device_properties", of_device)
     monkeypatch.setitem(custom_op.KERNELS, "cpu", custom_op.KERNELS["cuda"])
@@ -74,7 +76,8 @@ def schedule_bytes(layout):
 
 
 def test_a_layout_s_schedule_is_made_once(device):
-    mine = SequenceLayout.from_lengths([[3, 5], [2, 4]], row_length=8)  # LAYOUT may have met other tests
+    # LAYOUT may have met other tests
+    mine = SequenceLayout.from_lengths([[3, 5], [2, 4]], row_length=8)
     for layout in (copy.deepcopy(mine), pickle.loads(pickle.dumps(mine)), mine.to("cpu")):
         device.made.clear(), device.launched.clear()
         for _ in range(2):

@@ -1,4 +1,6 @@
-"""Linear attention with a decay a head: its equations in float64, states, padding, and errors by name."""
+"""Linear attention with a decay a head: its equations in float64, states, padding, and errors by
+name.
+"""
 
 import pytest
 import torch

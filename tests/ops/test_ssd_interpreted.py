@@ -1,6 +1,8 @@
-"""Triton's kernels of ssd_pack and of the loss on a CPU, by Triton's interpreter: what can be tested of them without a GPU.
+"""Triton's kernels of ssd_pack and of the loss on a CPU, by Triton's interpreter: what can be
+tested of them without a GPU.
 
-Needs triton, which a PyTorch with CUDA brings along, and a NumPy that Triton 3.6's interpreter can work with (before 2.4).
+Needs triton, which a PyTorch with CUDA brings along, and a NumPy that Triton 3.6's interpreter can
+work with (before 2.4).
 """
 
 import contextlib
@@ -30,7 +32,9 @@ def test_interpreted_kernels_equal_the_loops(case):
 
 
 def interpret_loss():
-    """Hold losses and gradients against PyTorch's operators; some targets are masked, whose logits are NaN."""
+    """Hold losses and gradients against PyTorch's operators; some targets are masked, whose logits
+    are NaN.
+    """
     from packmamba.nn import loss, loss_triton
 
     generator = torch.Generator().manual_seed(0)

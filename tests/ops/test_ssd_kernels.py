@@ -1,4 +1,6 @@
-"""Test what only the Triton kernels of ssd_pack have: tiles of any size, descriptors, segments, plans. Needs a GPU."""
+"""Test what only the Triton kernels of ssd_pack have: tiles of any size, descriptors, segments,
+plans. Needs a GPU.
+"""
 
 import functools
 
@@ -12,7 +14,8 @@ from packmamba.training.cuda_graphs import ABSENT
 
 pytestmark = pytest.mark.gpu
 
-# Documents of several segments and of one, chunks of one block and of two; continuations inside a segment and at its start.
+# Documents of several segments and of one, chunks of one block and of two; continuations inside a
+# segment and at its start.
 LENGTHS = [[4200, 1, 64, 65], [300, 129, 128, 2049], [], [2100]]
 LAYOUT = SequenceLayout.from_lengths(LENGTHS, 4400, [[130, 0, 0, 0], [70, 0, 0, 0], [], [2048]])
 SHORT = SequenceLayout.from_lengths([[3, 1, 40, 130], [170, 8, 33], [], [200]], 220)
@@ -65,7 +68,9 @@ def test_descriptors_and_pointers_have_the_same_bits():
 
 
 def test_a_graph_is_replayed_with_other_documents():
-    """The plan is made in the graph: its documents' number is that of the capture, absent ones are empty."""
+    """The plan is made in the graph: its documents' number is that of the capture, absent ones are
+    empty.
+    """
     row_length, documents = 3000, 9
     case = random_case("ssd_pack", LAYOUT, torch.bfloat16, "cuda", channels=2, headdim=64, d_state=64, states=False)
     per_token = {
@@ -115,7 +120,8 @@ def test_compiled_and_checkpointed_calls_have_the_bits_of_eager_ones():
     def results(function):
         y, final = function(*tensors.values())
         gradients = torch.autograd.grad([y, final], list(tensors.values()), [case.grad_y, case.grad_final])
-        # Sums over chunks (of A, D and the bias) have the order of a grid, which knows fewer bounds when traced.
+        # Sums over chunks (of A, D and the bias) have the order of a grid, which knows fewer bounds
+        # when traced.
         return [y, final, *(g for name, g in zip(tensors, gradients) if name in PER_TOKEN)]
 
     expected = results(call)

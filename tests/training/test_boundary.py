@@ -1,4 +1,6 @@
-"""Boundary schemes: each against pieces of documents computed one by one, from states that are looked up by hand."""
+"""Boundary schemes: each against pieces of documents computed one by one, from states that are
+looked up by hand.
+"""
 
 import copy
 

@@ -1,4 +1,6 @@
-"""A batch's forward and backward pass as a CUDA graph: how a batch fills a shape, and the gradients of eager steps."""
+"""A batch's forward and backward pass as a CUDA graph: how a batch fills a shape, and the gradients
+of eager steps.
+"""
 
 import pytest
 import torch
@@ -27,7 +29,8 @@ def test_a_batch_fills_its_shape(lengths):
     shape = Shape.of(batch, accumulates=False)
     assert shape.row_length % 128 == 0 and shape.documents == 4 and shape.longest in (128, 256)
     static = StaticBatch(shape, torch.device("cpu"))
-    for filled in (random_batch([[7], [9], [4]], shape.row_length), batch):  # nothing of an earlier batch is left
+    # nothing of an earlier batch is left
+    for filled in (random_batch([[7], [9], [4]], shape.row_length), batch):
         static.fill(filled, num_targets=5)
     mine, count = static.batch, batch.layout.num_documents
     assert static.num_targets == 5
@@ -76,7 +79,8 @@ def check_steps(lit, replay, steps, boundary, tolerance):
             lit.zero_grad()
             expected = [lit.loss(batch, BOUNDARIES[boundary]()) for batch in batches]
             (sum(total for total, _ in expected) / 7).backward()
-            expected = [(total.detach(), losses) for total, losses in expected]  # no autograd graph outlives its step
+            # no autograd graph outlives its step
+            expected = [(total.detach(), losses) for total, losses in expected]
             expected_gradients = gradients(lit)
             for i, (batch, (total, losses)) in enumerate(zip(batches, expected)):
                 found = replay(batch, 7, first=i == 0, last=i + 1 == len(step))
@@ -101,7 +105,9 @@ def stored(boundary):
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("scheme", [name for name, scheme in BOUNDARIES.items() if scheme.stateful])
 def test_stateful_schemes_are_replayed(tmp_path, scheme, compiled):
-    """Steps of two batches in turns of a pool, replayed and eager: losses, gradients, and what is left for later batches."""
+    """Steps of two batches in turns of a pool, replayed and eager: losses, gradients, and what is
+    left for later batches.
+    """
     torch._dynamo.reset()
     torch.manual_seed(0)
     keys = ["data.strategy=concat_split", "data.streams=12", "data.stagger=true", "data.batching=stream", "data.row_length=24",

@@ -29,7 +29,9 @@ def assert_trained_as_one(both, alone, tolerance):
 
 
 def train_as_a_user(path):
-    """``python run.py train path``, which is what Lightning starts as the other process; this one has imported all."""
+    """``python run.py train path``, which is what Lightning starts as the other process; this one
+    has imported all.
+    """
     sys.argv = [str(ROOT / "run.py"), "train", str(path)]
     sys.modules["__main__"].__spec__ = None  # else it would start pytest
     return run.main(sys.argv[1:])
@@ -50,7 +52,8 @@ def test_several_processes_train_as_one(tmp_path, strategy, precision, tolerance
     # Some steps' gradients are clipped, not all: Adam does not see a factor that all have.
     keys = ["data.strategy=greedy", "data.max_tokens_per_batch=24", "optimizer.grad_clip=0.9"]
     keys += [f"trainer.precision={precision}", "evaluations=[parity]", "evaluation_examples=5"]
-    keys += ["trainer.evaluate_every=2"] if strategy == "ddp" else []  # where rank 0 has all weights
+    # where rank 0 has all weights
+    keys += ["trainer.evaluate_every=2"] if strategy == "ddp" else []
     keys += [key for key in sharing if key.startswith("model.")]
     alone = tiny_config(tmp_path, *keys, f"runs_dir={tmp_path}/alone")
     fit(alone, progress=False)

@@ -1,4 +1,6 @@
-"""The leakcheck of a run: it waits for documents side by side, stops a leak, and says what it did not check."""
+"""The leakcheck of a run: it waits for documents side by side, stops a leak, and says what it did
+not check.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,8 @@ from runs import CARRY, assert_same_training, stop_at, tiny_config, write_config
 from written import write_lines
 
 LEAKY = ["model.mixer=leaky", "plugins=[leaky]"]
-ROWS = {  # document lengths, keys, and whether micro-batches of the first steps have documents side by side
+# document lengths, keys, and whether micro-batches of the first steps have documents side by side
+ROWS = {
     "long documents, split at the row": ([72] * 20 + [36] * 12, ["seed=2"], ".. .. x"),
     "one document a row at first": ([24] * 40 + [12] * 8, ["seed=5"], ".. .. .x"),
     "only in the last of several micro-batches": ([24] * 40 + [12] * 8, ["seed=4", "data.max_tokens_per_batch=24"], "...x"),
@@ -69,7 +72,8 @@ def test_a_leak_on_one_rank_ends_all_alike(tmp_path):
     path, output = write_config(tmp_path / "run.yaml", config), tmp_path / "output.txt"
     ranks = fork_ranks(2, run.main, ["train", str(path)], output=output)
     assert statuses(*ranks, timeout=100) == [1, 1], output.read_text()
-    errors = re.findall(r"error: (.*?isolated documents.*?in a row)", output.read_text())  # both may stand on one line
+    # both may stand on one line
+    errors = re.findall(r"error: (.*?isolated documents.*?in a row)", output.read_text())
     assert len(errors) == 2 and errors[0] == errors[1] and "rank 1" in errors[0]
 
 

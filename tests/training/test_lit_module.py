@@ -92,7 +92,9 @@ def train(folder, devices):
 
 
 def refuse_strategies(folder):
-    """Fit in a rank with strategies that would train other weights on each rank, or fail within a step."""
+    """Fit in a rank with strategies that would train other weights on each rank, or fail within a
+    step.
+    """
     parallel = lightning.pytorch.strategies.ModelParallelStrategy
     data = data_module(folder, strategy="concat_split", streams=4)
     for strategy, boundary, told in ((parallel(), "reset", "data_parallel_size"), (parallel(2, 1), "carry", "ddp")):
@@ -106,7 +108,9 @@ def test_strategies_that_would_not_share_the_weights_are_refused(tmp_path):
 
 
 def test_two_ranks_train_as_one_under_lightnings_default_sampler(tmp_path):
-    """On 2e9bfb9 the ranks of a user's Trainer trained on different steps, and validated half the documents each."""
+    """On 2e9bfb9 the ranks of a user's Trainer trained on different steps, and validated half the
+    documents each.
+    """
     train(tmp_path, 1)
     run_ranks(2, train, tmp_path, 2, output=tmp_path / "output.txt")
     of_ranks = [tmp_path / f"{name}.json" for name in ("0 of 1", "0 of 2", "1 of 2")]
@@ -118,7 +122,8 @@ def test_two_ranks_train_as_one_under_lightnings_default_sampler(tmp_path):
     assert first["weights"] == second["weights"]
     assert first["loss"] == pytest.approx(alone["loss"], rel=1e-5)
     assert first["validation"] == pytest.approx(alone["validation"], rel=1e-5)
-    assert first["targets"] + second["targets"] == alone["targets"]  # each rank's own, after the metric is computed
+    # each rank's own, after the metric is computed
+    assert first["targets"] + second["targets"] == alone["targets"]
 
 
 @pytest.mark.parametrize("limits", [{"max_steps": 12}, {"max_epochs": 2}, {"max_epochs": 9, "max_steps": 12}])
@@ -137,7 +142,9 @@ def test_the_trainer_decides_the_steps_and_the_schedule(tmp_path, limits):
 
 @pytest.mark.parametrize("resumed, optimizer", [({"max_steps": 10}, "adamw"), ({"max_epochs": 2}, "muon")])
 def test_a_resumed_training_has_the_same_bits(tmp_path, resumed, optimizer, recwarn):
-    """Stopped inside an epoch by its Trainer; carried states, the order of documents and random numbers go on."""
+    """Stopped inside an epoch by its Trainer; carried states, the order of documents and random
+    numbers go on.
+    """
     keys = {"batching": "stream", "strategy": "concat_split", "streams": 2}
 
     def train(stop=None, ckpt_path=None):
@@ -162,7 +169,8 @@ def test_a_resumed_training_has_the_same_bits(tmp_path, resumed, optimizer, recw
 @pytest.mark.parametrize("boundary", ["fitted_noise", "state_passing_within_row"])
 def test_a_second_training_begins_without_the_states_of_the_first(tmp_path, boundary):
     data = data_module(tmp_path, strategy="concat_split", streams=4, batching="stream")
-    module, seen = lit_module(data, boundary=boundary, lr=1e-30), [Seen(), Seen()]  # weights keep their bits
+    # weights keep their bits
+    module, seen = lit_module(data, boundary=boundary, lr=1e-30), [Seen(), Seen()]
     for callback in seen:
         trainer_of(tmp_path, max_steps=4, limit_val_batches=0, callbacks=[callback]).fit(module, data)
     assert seen[0].losses == seen[1].losses
@@ -254,7 +262,8 @@ def test_the_data_module_follows_the_boundary_of_the_trained_module(tmp_path):
     data = data_module(tmp_path, strategy="concat_split", streams=2, batching="stream", tokens_per_step=128)
     trainer_of(tmp_path, max_steps=2).fit(lit_module(data, boundary="carry"), data)
     assert data.steps.schedule.carry and len(data.evaluations) == 2
-    with pytest.raises(ConfigError, match="data.strategy"):  # nothing would continue, so carry would train as reset
+    # nothing would continue, so carry would train as reset
+    with pytest.raises(ConfigError, match="data.strategy"):
         trainer_of(tmp_path, max_steps=2).fit(lit_module(data, boundary="carry"), data_module(tmp_path))
 
 
@@ -387,7 +396,8 @@ def sharing_rows(**keys):
         ("trainer.cuda_graphs: expected false", lambda: sharing_rows(cuda_graphs=True).setup()),
         ("trainer.context_parallel: expected 1", lambda: sharing_rows(mean_over="rows").setup()),
         ("data.row_length", lambda: PackedDataModule(DataConfig(), row_length=0)),
-        ("data.row_length", lambda: PackedDataModule(row_lenght="stream")),  # the command line's answer
+        # the command line's answer
+        ("data.row_length", lambda: PackedDataModule(row_lenght="stream")),
     ],
 )
 def test_a_wrong_argument_is_named(key, make):
@@ -429,7 +439,8 @@ def test_every_scheme_has_the_gradient_of_single_at_every_step(single, scheme):
     boundary = scheme if scheme.startswith("leak") else "reset"
     for gradient, of_single in zip(gradients(folder, boundary, **SCHEMES[scheme]), expected, strict=True):
         difference = float((gradient - of_single).norm() / of_single.norm())
-        # At initialisation the skip D dominates the scan's output, so its leak alone is small; the convolution's is not.
+        # At initialisation the skip D dominates the scan's output, so its leak alone is small; the
+        # convolution's is not.
         least = {"leak": 1e-2, "leak_conv": 1e-2, "leak_scan": 1e-4}.get(boundary)
         assert difference <= 1e-9 if least is None else difference > least
 

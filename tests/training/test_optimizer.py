@@ -1,4 +1,7 @@
-"""Muon steps the projections of layers, AdamW all else; a schedule and a checkpoint hold both. Lion steps by signs."""
+"""Muon steps the projections of layers, AdamW all else; a schedule and a checkpoint hold both.
+
+Lion steps by signs.
+"""
 
 import copy
 import sys

@@ -138,7 +138,8 @@ def _remote_file(file_system: Any, path: str, info: dict[str, Any]) -> File:
 def list_files(root: Path, suffixes: tuple[str, ...], skipped_folders: Collection[str] = ()) -> list[str]:
     """Return relative names of the visible files below a folder, sorted.
 
-    Warn of links to folders, which are not followed. Raises OSError for a folder that cannot be read.
+    Warn of links to folders, which are not followed. Raises OSError for a folder that cannot be
+    read.
     """
 
     def refuse(error: OSError) -> None:

@@ -65,7 +65,10 @@ def find(
 
 
 def _layout(name: str, value: Tensor, rows: Tensor, first: Tensor, shifted: bool) -> SequenceLayout:
-    """Convert a boundary argument; rows (B, L): 1 at tokens, 0 before, -1 behind; shifted: positions may start above 0."""
+    """Convert a boundary argument.
+
+    rows (B, L): 1 at tokens, 0 before, -1 behind; shifted: positions may start above 0.
+    """
     given, real = integer_tensor(value, name), rows > 0
     if name.startswith("cu_"):
         expect(real.all(), name, "no padding in attention_mask", f"{int((~real).sum())} padded slots")

@@ -72,13 +72,16 @@ def _convolution(mixer: Any) -> tuple[Tensor, Tensor | None]:
 
 
 def _recurrence(mixer: Any, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Return A and D, computed in float32 as transformers does, in the dtype in which activations accumulate."""
+    """Return A and D in the dtype in which activations accumulate.
+
+    They are computed in float32, as transformers does.
+    """
     wide = accumulation_dtype(dtype)
     return -torch.exp(mixer.A_log.float()).to(wide), mixer.D.float().to(wide)
 
 
 def _scan(mixer: Any, x: Tensor, z: Tensor, options: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """Scan convolved x by projections that are called, as Jamba's with norms; options: of ``ssm_pack``.
+    """Scan convolved x by called projections, as Jamba's with norms; options of ``ssm_pack``.
 
     Returns y, and final states or None.
     """
@@ -169,7 +172,7 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
 
 
 def _norms_groups(norm: Any, channels: int) -> bool:
-    """Return whether a norm is the gated one of ``ops.mamba2_inner``, whose groups have so many channels."""
+    """Return whether a norm is ``ops.mamba2_inner``'s gated one, of groups of ``channels``."""
     is_gated = type(norm).__name__.endswith("RMSNormGated") and getattr(norm, "group_size", None) == channels
     return is_gated and is_unchanged(norm)
 
@@ -204,7 +207,8 @@ def mix_by_documents(kind: type) -> Callable[..., Tensor]:
     del names["__name__"]
     names |= {name: functools.partial(_recur, names[name]) for name in RULES if name in names}
     forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
-    # The last argument reaches the convolution: in **kwargs, or of LFM2 up to transformers 5.21 as seq_idx.
+    # The last argument reaches the convolution: in **kwargs, or of LFM2 up to transformers 5.21 as
+    # seq_idx.
     last = list(inspect.signature(own).parameters)[-1]
     hands_on = "layout" if last == "kwargs" else last
 
@@ -267,5 +271,5 @@ def _recur(
 
 
 def _takes_cu_seqlens(query: Tensor) -> bool:
-    """Return whether the recurrence is fla's operator on a GPU, which takes one row of documents."""
+    """Return whether the recurrence is fla's operator on a GPU. It takes one row of documents."""
     return HAS_FLA and query.is_cuda

@@ -185,7 +185,10 @@ def _masks(model: Any, kwargs: dict[str, Any], packing: Packing) -> dict[str, An
 
 
 class DocumentMask:
-    """Stand for a mask: ``scaled_dot_product_attention`` reads each document alone, all else the mask."""
+    """Stand for a mask.
+
+    ``scaled_dot_product_attention`` reads each document alone, all else the mask.
+    """
 
     def __init__(self, documents: Tensor, arguments: dict[str, Any]) -> None:
         # Of all rows, one after the other; padding is a document too.
@@ -261,7 +264,10 @@ def _packs(original: Any, way: str, whole: bool) -> Callable:
 
 
 def _generates(original: Any) -> Callable:
-    """Wrap ``prepare_inputs_for_generation``: what follows a cache has no boundaries, so no positions."""
+    """Wrap ``prepare_inputs_for_generation``.
+
+    What follows a cache has no boundaries, so no positions.
+    """
     rotates = "position_ids" in inspect.signature(original.forward).parameters
 
     @functools.wraps(original.prepare_inputs_for_generation)

@@ -425,7 +425,8 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
     return result
 
 
-# A metric's numerator and denominator among the keys of an item; an evaluation's main metric goes first.
+# A metric's numerator and denominator among the keys of an item; an evaluation's main metric goes
+# first.
 ITEM_MEASURES = {
     "choice_accuracy": ("correct", "choices"),
     "accuracy": ("right", "answers"),

@@ -113,7 +113,7 @@ class PackedMamba(Mixer):
         return -torch.exp(self.A_log.to(wide)), self.D.to(wide)
 
     def _mix_apart(self, projected: Tensor, documents: tuple, return_state: bool) -> tuple:
-        """Mix as ``ops.mamba_inner`` does, but call operators and projections, which may be adapters."""
+        """Mix as ``ops.mamba_inner``, but call operators and projections, which may be adapters."""
         conv_layout, ssm_layout, conv_state, ssm_state = documents
         options: Any = {"return_final_state": return_state, "backend": self.backend}
         x, z = projected.chunk(2, dim=-1)

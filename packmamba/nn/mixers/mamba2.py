@@ -1,4 +1,4 @@
-"""The Mamba-2 mixer on packed documents: one projection, a scalar decay for each head, a gated norm.
+"""The Mamba-2 mixer on packed documents: one projection, a scalar decay a head, a gated norm.
 
 Convolution, scan and norm are one operator, ``ops.mamba2_inner``, with one autograd node: its
 backward writes gradients where ``in_proj``'s backward reads them.

@@ -1,4 +1,4 @@
-"""The Mamba-3 mixer (SISO and MIMO) on packed documents: a trapezoidal rule; keys and queries that rotate.
+"""The Mamba-3 mixer (SISO, MIMO) on packed documents: trapezoidal rule, rotating keys and queries.
 
 Of a head, with v = x (P), k and q from B and C (N), step size dt, decay exp(-a dt), and lambda
 between 0 and 1:
@@ -23,10 +23,10 @@ MIMO has R of v, k and q a head and token, which share a state:
 
     h[t] += lambda[t] dt[t] sum over r of v[t, r] (outer) k[t, r],  y[t, r] = h[t] q[t, r] + D v[t, r]
 
-with v[t, r] = mimo_x[r] x[t]; the layer's output is the sum over r of mimo_o[r] y[t, r] silu(mimo_z[r] z[t]).
-The scan then walks R slots a token, of which the first alone decays the state. The one of r holds
-k[t, s] up to s = r; what later ones give is added token by token, as what only the next token may
-hold is taken away.
+with v[t, r] = mimo_x[r] x[t]; the layer's output is the sum over r of mimo_o[r] y[t, r]
+silu(mimo_z[r] z[t]). The scan then walks R slots a token, of which the first alone decays the
+state. The one of r holds k[t, s] up to s = r; what later ones give is added token by token, as what
+only the next token may hold is taken away.
 
 Shapes: B rows, L slots, S documents, R ranks (SISO: 1), H heads, P headdim, G ngroups, N d_state,
 n angles.
@@ -195,7 +195,8 @@ class PackedMamba3(HeadMixer):
         weight = share * dt + from_next
         rotated_k = _rotate(k, cos, sin)
         rotated_q = _rotate(q, cos, sin)
-        # float16 would overflow: a step may be far smaller than the next one, which the weight holds.
+        # float16 would overflow: a step may be far smaller than the next one, which the weight
+        # holds.
         dtype = wide if projected.dtype == torch.float16 else projected.dtype
         of_scan = {"layout": _stretch(ssm_layout, self.rank), "initial_state": h, "return_final_state": return_state}
         y, h = self._walk(v, rotated_k, rotated_q, weight, step, dtype, **of_scan)
@@ -241,7 +242,7 @@ class PackedMamba3(HeadMixer):
         return (of_pair[..., None] * v[:, :, None]).sum(3)
 
     def _gate(self, y: Tensor, z: Tensor) -> Tensor:
-        """Normalise outputs (B, L, R, H, P) if asked to, gate them, and sum over ranks: (B, L, H P)."""
+        """Normalise outputs (B, L, R, H, P) if asked to, gate, and sum over ranks: (B, L, H P)."""
         if self.norm is not None:
             y = F.rms_norm(y, y.shape[-1:], eps=self.norm.eps) * self.norm.weight.view(y.shape[-2:])
         z = self._per_rank(z.unflatten(-1, (self.nheads, self.headdim)), "mimo_z")
@@ -251,7 +252,7 @@ class PackedMamba3(HeadMixer):
         return y.sum(2).flatten(-2)
 
     def _per_rank(self, x: Tensor, weight: str) -> Tensor:
-        """Give each rank of MIMO its x (..., H, P), times the weight of that name: (..., R, H, P)."""
+        """Give each rank of MIMO its x (..., H, P) times the weight by name: (..., R, H, P)."""
         x = x.unsqueeze(-3)
         return x * getattr(self, weight).transpose(0, 1) if self.is_mimo else x
 
@@ -264,13 +265,14 @@ class PackedMamba3(HeadMixer):
         return rate.clamp(min=self.A_floor)
 
     def _per_head(self, projected: Tensor, norm: nn.RMSNorm, bias: Tensor) -> Tensor:
-        """Normalise B or C (B, L, R G N), and give each head its group's, plus its bias: (B, L, R, H, N)."""
+        """Normalise B or C (B, L, R G N); give each head its group's and a bias: (B, L, R, H, N)."""
         by_group = projected.unflatten(-1, (self.rank, self.ngroups, self.d_state))
         by_group = F.rms_norm(by_group, (self.d_state,), eps=norm.eps) * norm.weight
         by_head = by_group.repeat_interleave(self.nheads // self.ngroups, dim=3) + bias.transpose(0, 1)
         if not self.is_mimo:
             return by_head
-        # Coordinates (i, i + N/2) become (2i, 2i + 1), which rotate: k and q are only multiplied with each other.
+        # Coordinates (i, i + N/2) become (2i, 2i + 1), which rotate: k and q are only multiplied
+        # with each other.
         return by_head.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
     def _sum_turns(self, turns: Tensor, layout: Any, document: Tensor, first: Tensor) -> Tensor:
@@ -306,7 +308,10 @@ def _at(tensor: Tensor, slots: Tensor) -> Tensor:
 
 
 def _before(k: Tensor, v: Tensor, first: Tensor, document: Tensor) -> tuple[Tensor, ...]:
-    """Return k and v of the tokens before slots ``first`` (S,); 0 for a token of another document (B, L)."""
+    """Return k and v of the tokens before slots ``first`` (S,).
+
+    They are 0 for a token of another document (B, L).
+    """
     before = (first - 1).clamp(min=0)
     reads = (first > 0) & (_at(document, before) == _at(document, first))
     k, v = _at(k, before), _at(v, before)
@@ -314,7 +319,10 @@ def _before(k: Tensor, v: Tensor, first: Tensor, document: Tensor) -> tuple[Tens
 
 
 def _next(weight: Tensor, *documents: Tensor) -> Tensor:
-    """Return the weight (B, L, H) of each slot's next token, 0 if that is another document's, by any (B, L)."""
+    """Return the weight (B, L, H) of each slot's next token, 0 if that is another document's.
+
+    ``documents``: (B, L) each; a token belongs to another one by any of them.
+    """
     row_length = weight.shape[1]
     has_next = torch.arange(row_length, device=weight.device) < row_length - 1
     for document in documents:
@@ -323,7 +331,7 @@ def _next(weight: Tensor, *documents: Tensor) -> Tensor:
 
 
 def _rotate(vectors: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the first n pairs of coordinates (2i, 2i + 1) of vectors (..., N) by angles (..., n)."""
+    """Rotate n pairs of coordinates (2i, 2i + 1) of vectors (..., N) by angles (..., n)."""
     rotating = 2 * cos.shape[-1]
     even, odd = vectors[..., 0:rotating:2], vectors[..., 1:rotating:2]
     pairs = torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1)

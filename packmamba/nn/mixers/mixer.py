@@ -31,7 +31,7 @@ HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_p
 
 
 class Mixer(nn.Module):
-    """Hold what the Mambas share: a recurrence between ``in_proj`` and ``out_proj``, and what comes before it.
+    """Hold what the Mambas share: a recurrence between ``in_proj`` and ``out_proj``.
 
     Args:
         sizes: by name: d_model; d_state, N; expand; and others of the mixer.
@@ -149,7 +149,7 @@ class Mixer(nn.Module):
         )
 
     def _check_documents(self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: Any) -> tuple[Any, ...]:
-        """Return two layouts, each row a document for None, and initial states, each None for zero."""
+        """Return two layouts (None: each row is a document), and initial states (None: zero)."""
         conv_layout = checks.check_layout(conv_layout, projected, "hidden", "conv_layout")
         ssm_layout = checks.check_layout(ssm_layout, projected, "hidden", "ssm_layout")
         states = (None,) * len(self.state_shapes) if state is None else state
@@ -173,7 +173,7 @@ class Mixer(nn.Module):
             self._mark_parameters()  # ``to_empty`` makes new ones
 
     def initialise_in_stack(self, num_residuals: int) -> None:
-        """Zero biases and divide the last projection by sqrt(num_residuals) (Mamba follows GPT-2)."""
+        """Zero biases; divide the last projection by sqrt(num_residuals), as GPT-2 and Mamba do."""
         self.in_proj.place_in_stack()
         self.out_proj.place_in_stack(math.sqrt(num_residuals))
 
@@ -230,7 +230,7 @@ class HeadMixer(Mixer):
 
 
 def call(function: Any, *arguments: Any, recompute: bool) -> Any:
-    """Call a function; with ``recompute`` the backward computes it again and keeps its arguments alone."""
+    """Call a function; with ``recompute`` the backward computes it again from its arguments."""
     # torch.func's transforms refuse checkpoint, a strict torch.export cannot run it.
     plain = checks.is_transforming() or torch.compiler.is_exporting()
     if plain or not recompute or not torch.is_grad_enabled():
@@ -243,12 +243,12 @@ def is_plain(projection: nn.Module) -> bool:
 
     Then these may be read instead.
 
-    Adapters (PEFT, loralib), quantisation, pruning and accelerate's hooks change the type, ``forward``
-    or hooks.
+    Adapters (PEFT, loralib), quantisation, pruning and accelerate's hooks change the type,
+    ``forward`` or hooks.
     """
     return type(projection) in (nn.Linear, Head, Projection, DeltaProjection) and is_unchanged(projection)
 
 
 def is_unchanged(module: nn.Module) -> bool:
-    """Return whether a module computes what its class does, without hooks and a forward of its own."""
+    """Return whether a module computes what its class does: no hooks, no forward of its own."""
     return "forward" not in vars(module) and not any(getattr(module, name) for name in HOOKS)

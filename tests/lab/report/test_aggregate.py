@@ -88,7 +88,8 @@ def test_speedup_is_over_the_baseline_timed_in_the_same_run():
     assert [rows[arm]["real_tokens_per_second"] for arm in arms] == ["100", "250", "100"], "its own run's"
     timed = {(row["run"], row["arm"]): row["speedup"] for row in table(records, "throughput")}
     assert timed == {("one", "single"): "0.4", ("one", "padded"): "1", ("two", "packed-reset"): "1"}
-    alone = [record for record in records if record["kind"] == "throughput"]  # untrained: over single, else over padded
+    # untrained: over single, else over padded
+    alone = [record for record in records if record["kind"] == "throughput"]
     assert {row["arm"]: row["speedup"] for row in table(alone, "throughput")}["padded"] == "2.5"
     alone = [throughput("packed-reset", 900.0), throughput("padded", 250.0)]
     assert [row["speedup"] for row in table(alone, "throughput")] == ["1", "3.6"]

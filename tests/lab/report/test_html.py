@@ -1,4 +1,6 @@
-"""A report is one page that makes no requests, beside its tables and figures; records of two corpora are not compared."""
+"""A report is one page that makes no requests, beside its tables and figures; records of two
+corpora are not compared.
+"""
 
 import base64
 import re

@@ -42,7 +42,9 @@ def drawn(rng, seeds, groups, of_seeds, of_groups, rest, effect=0.0, unequal=1.0
     [(8, 1, 1, 1, 30), (5, 1, 0.3, 0.3, 30), (8, 0, 1, 0, 12), (3, 1, 0.3, 0.3, 30), (8, 0, 1, 0, 3)],
 )
 def test_intervals_hold_the_truth_as_often_as_they_say(seeds, of_seeds, of_groups, rest, groups):
-    """Also with few groups of very unequal size, as validation packages are: twelve that weigh like four or five."""
+    """Also with few groups of very unequal size, as validation packages are: twelve that weigh like
+    four or five.
+    """
     rng, trials, held = np.random.default_rng(11), 200, 0
     for _ in range(trials):
         made = drawn(rng, seeds, groups, of_seeds, of_groups, rest, effect=2.0, unequal=1.5 if groups == 12 else 1.0)
@@ -119,7 +121,10 @@ MARGIN = 0.01
 
 @pytest.mark.parametrize("truth", [0.0, MARGIN, -MARGIN])
 def test_verdicts_of_a_known_truth(truth):
-    """Different where nothing is, or equivalent at the margin: at most 5 %. Equivalent where nothing is: as often as planned."""
+    """Different where nothing is, or equivalent at the margin: at most 5 %.
+
+    Equivalent where nothing is: as often as planned.
+    """
     rng, seeds, trials = np.random.default_rng(3), 8, 2000
     for deviation in (0.004, 0.009):
         found = [verdict(interval(truth + rng.normal(0, deviation, seeds)), MARGIN) for _ in range(trials)]
