@@ -46,12 +46,7 @@ def generate(
     """
     texts = [check_ids(prompt, f"prompts[{i}]", model, least=1) for i, prompt in enumerate(prompts)]
     check_ids([] if stop_token is None else [stop_token], "stop_token", model)
-    for name, count, minimum in (("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0)):
-        is_enough = isinstance(count, Integral) and count >= minimum
-        expect(is_enough, name, f"an integer of at least {minimum}", repr(count))
-    expect(0 <= temperature < math.inf, "temperature", "at least 0", temperature)
-    is_share = top_p == 1 or (0 < top_p < 1 and temperature > 0)
-    expect(is_share, "top_p", "above 0 to 1 (1 with temperature=0)", top_p)
+    _check_sampling(max_new_tokens, temperature, top_p, seed)
     if not texts:
         return []
     finals: dict[int, DocumentState] = {}
@@ -87,6 +82,16 @@ def generate(
             hidden, states = model(tokens, layout=layout, states=states, return_states=True, return_hidden=True)
             hidden = hidden[0]
     return new_tokens
+
+
+def _check_sampling(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:
+    """Raise ValueError for an argument of ``generate`` that is out of its range."""
+    for name, count, minimum in (("max_new_tokens", max_new_tokens, 1), ("seed", seed, 0)):
+        is_enough = isinstance(count, Integral) and count >= minimum
+        expect(is_enough, name, f"an integer of at least {minimum}", repr(count))
+    expect(0 <= temperature < math.inf, "temperature", "at least 0", temperature)
+    is_share = top_p == 1 or (0 < top_p < 1 and temperature > 0)
+    expect(is_share, "top_p", "above 0 to 1 (1 with temperature=0)", top_p)
 
 
 def _draw(log_p: Tensor, temperature: float, top_p: float, uniform: Tensor) -> Tensor:

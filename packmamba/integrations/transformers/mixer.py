@@ -114,16 +114,9 @@ def _scan_heads(mixer: Any, x: Tensor, z: Tensor, options: dict[str, Any]) -> tu
 
 
 def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
-    """Mix by Mamba-2's recurrence.
-
-    Falcon-H1 scales in_proj's input and output, and may have no norm.
-    """
+    """Mix by Mamba-2's recurrence; Falcon-H1 may have no norm."""
     layout = packing.layout
-    if hasattr(mixer, "mup_vector"):
-        projected = mixer.in_proj(hidden * mixer.ssm_in_multiplier)
-        projected = (projected * mixer.mup_vector).to(projected.dtype)
-    else:
-        projected = mixer.in_proj(hidden)
+    projected = _project(mixer, hidden)
     groups, states, channels = mixer.n_groups, mixer.ssm_state_size, mixer.intermediate_size
     gate, inputs, delta = projected.split((channels, mixer.conv_dim, mixer.num_heads), dim=-1)
     wide = accumulation_dtype(projected.dtype)
@@ -169,6 +162,14 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     if keeps:
         _keep(mixer, cache, packing, inputs, state)
     return mixer.out_proj(_blank(y, packing).to(hidden.dtype))
+
+
+def _project(mixer: Any, hidden: Tensor) -> Tensor:
+    """Return in_proj's output, whose input and output Falcon-H1 scales."""
+    if not hasattr(mixer, "mup_vector"):
+        return mixer.in_proj(hidden)
+    projected = mixer.in_proj(hidden * mixer.ssm_in_multiplier)
+    return (projected * mixer.mup_vector).to(projected.dtype)
 
 
 def _norms_groups(norm: Any, channels: int) -> bool:
