@@ -3,6 +3,7 @@
 import gzip
 import json
 import struct
+import sys
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,6 +16,7 @@ from packmamba.data import encoding, streaming
 from packmamba.data.sources import open_source
 from packmamba.data.token_store import load_corpora
 
+ZSTD = "backports.zstd" if sys.version_info < (3, 14) else "compression.zstd"
 TEXTS = [f"document {i} ☃\u2028 " * (i % 7) + str(i) for i in range(300)]
 
 
@@ -43,8 +45,8 @@ def write_lines(path: Path, texts=TEXTS) -> Path:
         # members follow each other
         lines = gzip.compress(lines[:5000]) + gzip.compress(lines[5000:])
     elif path.suffix == ".zst":
-        zstandard = pytest.importorskip("zstandard")
-        lines = zstandard.compress(lines[:5000]) + zstandard.ZstdCompressor().compress(lines[5000:])
+        zstd = pytest.importorskip(ZSTD)
+        lines = zstd.compress(lines[:5000]) + zstd.compress(lines[5000:])
     path.write_bytes(lines)
     return path
 

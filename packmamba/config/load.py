@@ -62,6 +62,13 @@ KEYS_OF_SOURCES = {
     **dict.fromkeys(("task", "task_options"), ("task",)),
 }
 SOURCES = {"stdlib", "text", "megatron", "synthetic"}.union(*KEYS_OF_SOURCES.values())
+
+
+def reads(source: str, key: str) -> bool:
+    """Return whether a source reads a key of data, without its section."""
+    return source in KEYS_OF_SOURCES.get(key, SOURCES) or source not in SOURCES
+
+
 # Values of ``trainer.accelerator`` that may take a GPU.
 ON_GPU = ("auto", "gpu", "cuda")
 # Modules that ``import_plugins`` has imported, for processes that are started.
@@ -315,8 +322,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
         **{f"model.{name}": (name in mixer, "with another mixer") for name in schema.MIXER_KEYS},
     }
     for name, sources in KEYS_OF_SOURCES.items():
-        is_read = data.sources or data.source in sources or data.source not in SOURCES
-        used[f"data.{name}"] = (is_read, f"data.source={' or '.join(sources)}")
+        used[f"data.{name}"] = (data.sources or reads(data.source, name), f"data.source={' or '.join(sources)}")
     if config.model.pretrained is not None:
         decided = vars(config.model).keys() - {"pretrained", "compile", "recompute"}
         used |= {f"model.{name}": (False, "model.pretrained is null") for name in sorted(decided)}

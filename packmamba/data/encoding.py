@@ -22,7 +22,7 @@ from packmamba.data.sources import open_source
 from packmamba.data.sources.source import SEED, Document, Source
 from packmamba.data.tokenizer import FileTokenizer, TokenIds, Tokenizer, load_tokenizer, token_dtype
 
-FORMAT = 1  # raise when the same keys and files give others
+FORMAT = 2  # raise when the same keys and files give others
 # A task of one encoding thread: large enough to pay for its start, small in memory.
 CHUNK_CHARACTERS = 1 << 20
 CHUNK_DOCUMENTS = 4096
@@ -136,7 +136,8 @@ class SplitWriter:
         """
         if encoded.answered is None:
             return document.targets
-        ends_with_answer = encoded.answered[-1:].repeat(len(self.end))
+        # Also behind an empty answer, which has no token.
+        ends_with_answer = np.full(len(self.end), document.answers[-1][1] == len(document.content))  # type: ignore[index]
         answered = np.concatenate([np.zeros(len(self.begin), bool), encoded.answered, ends_with_answer])
         # A token predicts its successor where that is part
         # of an answer; the last one predicts nothing.

@@ -161,10 +161,15 @@ class StepSchedule:
     def __post_init__(self) -> None:
         self._check_row_length()
         self.exact = self.data.batching == "matched" and self.data.cut_at_steps
+        # Steps of exact size cut documents, so truncate comes before: else the ends that it leaves
+        # out would begin later steps.
+        splits = STRATEGIES[self.data.strategy].splits_documents or self.data.cut_documents
+        truncates = self.exact and self.data.overlong == "truncate" and not splits
+        self.longest = (self.data.row_length if truncates else None) or MAX_SLOTS
         self.budget = self.data.tokens_per_step
         if not self.corpus.is_streamed:
             # A corpus smaller than a step is one step: no step holds a document twice.
-            self.budget = min(self.budget, self.corpus.num_tokens)
+            self.budget = min(self.budget, self._count_tokens())
         # First step of each window, or its first token where steps are exact.
         self._firsts = [0]
         # The last window used, by its number. Steps come in order, so one is enough.
@@ -173,17 +178,19 @@ class StepSchedule:
     def _check_row_length(self) -> None:
         data = self.data
         # Of a streamed corpus, whose longest document is not known, the configuration is checked.
-        if data.row_length is None or data.overlong == "split" or self.corpus.is_streamed:
+        if data.row_length is None or self.corpus.is_streamed:
             return
         longest = min(int(self.corpus.lengths.max()), data.cut_documents or MAX_SLOTS)
-        cuts = STRATEGIES[data.strategy].splits_documents or data.overlong == "truncate"
+        splits = STRATEGIES[data.strategy].splits_documents or data.overlong == "split"
+        cuts = splits or data.overlong == "truncate"
         remedy = "set data.overlong=split"
         if self.corpus.has_answers:
             # Split, an answer would be trained without its prompt.
             remedy = "raise it, or set data.overlong=truncate, which cuts answers"
             cut = int((self.corpus.lengths > data.row_length).sum())
-            if data.overlong == "truncate" and cut:
-                warnings.warn(f"data.overlong: {cut} documents lose the end of their answers", stacklevel=2)
+            if cut and cuts:
+                how = "train ends of answers without the prompt" if splits else "lose the end of their answers"
+                warnings.warn(f"data.overlong: {cut} documents {how}", stacklevel=2)
         got = f"{data.row_length}; {remedy}"
         need(longest <= data.row_length or cuts, "data.row_length", f"at least {longest}, the longest document", got)
 
@@ -214,7 +221,7 @@ class StepSchedule:
         if self.corpus.is_streamed:
             self.corpus.wait()
         if self.exact:
-            return ceil_div(self.corpus.num_tokens, self.budget)
+            return ceil_div(self._count_tokens(), self.budget)
         return sum(self._size(window) for window in range(self._windows_per_epoch))
 
     @property
@@ -257,9 +264,12 @@ class StepSchedule:
     def _size(self, window: int) -> int:
         """Count the steps of a window, or its tokens where steps are exact."""
         if self.exact:
-            _, documents = self._documents(window)
-            return int(self.corpus.lengths[documents].sum(dtype=np.int64))
+            return self._count_tokens(self._documents(window)[1])
         return len(self._window(window).edges) - 1
+
+    def _count_tokens(self, documents: Any = slice(None)) -> int:
+        """Count the tokens of documents that steps of exact size hold."""
+        return int(self.corpus.lengths[documents].clip(max=self.longest).sum(dtype=np.int64))
 
     def _documents(self, window: int) -> tuple[np.random.Generator, Integers]:
         """Return a window's documents, and what shuffles them."""
@@ -291,6 +301,8 @@ class StepSchedule:
         if longest is not None:
             # Shuffled again, else the pieces of one long document would fill whole steps.
             pieces = pieces.take(generator.permutation(len(pieces.length)))
+        if self.longest < MAX_SLOTS:
+            pieces = pieces.truncate(self.longest)
         if self.data.batching == "stream":
             return _stream_window(arrange(pieces, self.data), self.data, generator)
         return Window(pieces, _edges(pieces.length, self.data.tokens_per_step))

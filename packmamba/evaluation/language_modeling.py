@@ -135,7 +135,8 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
         losses = {suffix: [each[kept] for each, kept in zip(some, answered)] for suffix, some in losses.items()}
     targets = [len(some) for some in losses[""]]
     decode = context.tokenizer.decode if context.tokenizer else lambda _: ""
-    size_of = lambda ids: len(decode(ids).encode("utf-8", "replace"))
+    # Part of a character decodes to U+FFFD, of three bytes; it is one, of a tokenizer of bytes.
+    size_of = lambda ids: len(decode(ids).replace("\ufffd", "?").encode("utf-8", "replace"))
     # Bytes of the texts: bits per byte compare models of different tokenizers. Nothing predicts a
     # document's first token, which has no bytes if it is a begin token.
     unpredicted = 0 if texts.corpus.has_answers else 1

@@ -11,7 +11,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import shlex
 import shutil
 import sys
 import textwrap
@@ -41,9 +40,8 @@ try:
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
     from packmamba.evaluation.registry import evaluate as evaluate_by_name
     from packmamba.isolation import leakcheck as check_isolation
-    from packmamba.isolation.adapters import adapt
     from packmamba.lab import records
-    from packmamba.lab.run_id import RunLock, find_record, record_path, run_folder
+    from packmamba.lab.run_id import RunLock, find_records, record_path, run_folder
     from packmamba.nn.pretrained import read_json, read_weights
     from packmamba.ops import BACKENDS, build
     from packmamba.ops.backends import backend_name
@@ -158,9 +156,8 @@ def tokenize(words: list[str]) -> None:
     texts = tqdm(read_texts(data, held_out=True), "Validation", unit=" documents", disable=None)
     sizes = [(len(text.encode()), len(tokenizer.encode(text))) for text in texts]
     ratio = sum(size for size, _ in sizes) / sum(count for _, count in sizes)
-    same = [word for word in overrides if word.startswith(("data.", "plugins="))]
-    command = shlex.join(["train", *same, f"data.tokenizer={config.output}"])
-    print(f"{tokenizer.vocab_size:,} tokens, {ratio:.2f} bytes a token in validation; next: {COMMAND} {command}")
+    command = f"{COMMAND} train data.tokenizer={config.output}"
+    print(f"{tokenizer.vocab_size:,} tokens, {ratio:.2f} bytes a token in validation; next: {command}")
 
 
 def sweep(words: list[str]) -> None:
@@ -201,14 +198,12 @@ def evaluate(words: list[str]) -> None:
     for name in config.tasks:
         options = ({} if name in EVALUATIONS else of_harness) | config.options.get(name, {})
         contexts[name] = EvalContext(config.data, options=options, folder=folder, **shared)
-    for name in config.tasks:
         check(name, contexts[name])
     model = load_model(folder, config.device, config.dtype)
-    for context in contexts.values():
+    for name, context in contexts.items():
         context.tokenizer = model.tokenizer
         context.max_slots = config.max_slots or default_max_slots(model.model)
-    for name in config.tasks:
-        check(name, contexts[name], len(model.model.lm_head.weight))
+        check(name, context, len(model.model.lm_head.weight))
     with RunLock(output):
         for number, name in enumerate(config.tasks, start=1):
             print(f"[{number}/{len(config.tasks)}] {name}", file=sys.stderr, flush=True)
@@ -225,13 +220,12 @@ def _evaluate(name: str, model: Any, context: Any, config: EvalConfig, output: P
     settings["data"] = {key: value for key, value in vars(config.data).items() if key != "cache_dir"}
     settings["boundary"] = {context.trainer.boundary: context.trainer.boundary_options}
     # A run's folder may get other weights, as one that was trained on.
-    sums = [weight.detach().double().sum() for weight in model.model.parameters()]
-    settings["weights"] = float(sum(sums))
-    if name in language_modeling.EVALUATIONS:  # the files of a path may have changed
+    settings["weights"] = float(sum(weight.detach().double().sum() for weight in model.model.parameters()))
+    # The files of a path may have changed.
+    if name in language_modeling.EVALUATIONS or settings["options"].get("documents") == "validation":
         split = context.options.get(language_modeling.SPLIT, "validation")
         settings["documents"] = getattr(load_corpora(config.data), split).corpus_hash
-    content = json.dumps(settings, sort_keys=True, default=str).encode()
-    digest = hashlib.sha256(content).hexdigest()[:10]
+    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
     done = [each for each in records.records_of(output, "evaluation") if each["config"].get("id") == digest]
     # A user's own task may have changed.
     if not done or (config.include_path and name not in EVALUATIONS):
@@ -307,18 +301,11 @@ def leakcheck(words: list[str]) -> int:
     with refusing(ValueError, TypeError, OSError):
         if published.is_file() and "model_type" in read_json(published):
             transformers: Any = extra("transformers", folder)
-            models = transformers.AutoModelForCausalLM
             from packmamba.integrations.transformers import patch
 
             device = usable_device(config.device)
-            # A model without weights refuses what the loaded one would.
-            described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-            with torch.device("meta"):
-                unloaded = models.from_config(described)
-            if config.patch:
-                patch(unloaded)
-            adapt(unloaded, config.boundaries, None)
             try:
+                models = transformers.AutoModelForCausalLM
                 model = models.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
             except Exception:
                 read_weights(Path(folder))  # names a file that is broken
@@ -357,17 +344,16 @@ def report(words: list[str]) -> None:
         folder: Any = Path(name) if Path(name).is_dir() else experiments.get(name)
         need(folder, "report", "a folder or an experiment", f"'{name}'{suggest(name, experiments)}")
         run = folder / CONFIGURATION
-        loaded: Any = [find_record(load_config(run))] if run.is_file() else records.read_records(folder)
+        loaded: Any = find_records([load_config(run)]) if run.is_file() else records.read_records(folder)
         need(None not in loaded, folder, "a finished run", "one without a record")
         found += with_items(folder, loaded)
     import_plugins(plugin for record in found for plugin in record["config"].get("plugins") or ())
     kinds = clone.kinds_of(folder, found) if clone else {}
-    baseline = config.baseline
-    if len(folders) > 1 or baseline not in (None, found[0].get("sweep", {}).get("baseline")):
+    if len(folders) > 1 or config.baseline not in (None, found[0].get("sweep", {}).get("baseline")):
         arms = dict.fromkeys(record["arm"] for record in found)
-        need(baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{baseline}'")
+        need(config.baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{config.baseline}'")
         for record in found:  # no seeds: each arm has those of its runs
-            record["sweep"] = {"baseline": baseline, "apart": True, "seeds": []}
+            record["sweep"] = {"baseline": config.baseline, "apart": True, "seeds": []}
     is_written = len(folders) == 1 or config.output is not None
     sections = build_sections(found, figures=is_written, kinds=kinds)
     print(f"\n{format_sections(sections)}")

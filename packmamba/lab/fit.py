@@ -12,6 +12,7 @@ folder; under several ranks rank 0 writes.
 
 import ctypes
 import inspect
+import json
 import logging
 import math
 import os
@@ -50,6 +51,8 @@ from packmamba.training.datamodule import PackedDataModule
 from packmamba.training.lit_module import PackedLitModule
 
 MLFLOW_RUN = "mlflow_run_id"  # a file in the run's folder
+# Arguments that decide what weights compute, and that no weight's shape shows.
+UNSEEN = ("norm_epsilon", "d_state", "ngroups", "headdim", "dt_limit", "norm_eps", "A_floor", "decay")
 MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
@@ -161,7 +164,7 @@ class _Run:
     def record(self) -> dict[str, Any]:
         """Return the run's record, which it trains for unless there is one."""
         with run_id.RunLock(self.folder) if self.trainer.is_global_zero else nullcontext():
-            found = run_id.find_record(self.config)
+            (found,) = run_id.find_records([self.config])
             if found is not None:
                 same = found["corpus_hash"] == self.data.corpora.corpus_hash
                 need(same, "data", "this run's documents", self._got_others)
@@ -391,7 +394,8 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     It gets those of ``defaults`` that it takes.
     """
     described: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
-    need("class_path" in described, key, "a class path, or {class_path: ..., init_args: {...}}", described)
+    is_known = {"class_path"} <= described.keys() <= {"class_path", "init_args"}
+    need(is_known, key, "a class path, or {class_path: ..., init_args: {...}}", described)
     path = described["class_path"]
     prefix = f"{key}: expected a class path, got {path}: "
     with refusing(ImportError, AttributeError, TypeError, ValueError, prefix=prefix):
@@ -432,10 +436,14 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
     with refusing(ValueError, FileNotFoundError, KeyError, prefix="trainer.init_from: "):
         arguments, weights = read_pretrained(path)
         load_weights(model, weights, path, "this run's keys of model")
-        # What no weight's shape shows.
-        for name in getattr(MIXERS[config.model.mixer], "EXPLICIT", {}).keys() & arguments.keys():
-            ours, theirs = model.config[name], arguments[name]
-            expect(ours == theirs, f"mixer_options.{name}", f"{theirs}, as of {path}", ours)
+        mixer = MIXERS[config.model.mixer]
+        defaults = {name: parameter.default for name, parameter in inspect.signature(mixer).parameters.items()}
+        for name in UNSEEN:
+            ours = (defaults | model.config).get(name)
+            # A checkpoint that lacks one of EXPLICIT does not say which model it is.
+            lacks = ours if name in getattr(mixer, "EXPLICIT", {}) else defaults.get(name)
+            theirs = arguments.get(name, lacks)
+            expect(json.dumps(ours) == json.dumps(theirs), name, f"{theirs}, as of {path}", ours)
 
 
 def warn_of_another_tokenizer(config: Config) -> None:

@@ -111,11 +111,6 @@ def find_records(configs: Sequence[Config]) -> list[dict[str, Any] | None]:
     return [records.get(identity) for identity in wanted]
 
 
-def find_record(config: Config) -> dict[str, Any] | None:
-    """Read a run's record, None if it is not finished."""
-    return find_records([config])[0]
-
-
 def name_of(output: str) -> str:
     """Name a sweep or bench by its folder, as its records' experiment."""
     return os.path.basename(os.path.abspath(output)) or "root"

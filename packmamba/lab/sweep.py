@@ -222,17 +222,19 @@ class _Progress:
 
 def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) -> None:
     """Train runs without a record, last those that start from others' weights."""
-    # Every run of the first wave may start at any time, so what a run starts from is in an
-    # earlier one.
-    names = {(Path(str(run.output)).resolve(), run.name) for run in wanted}
+    done = find_records(wanted)
+    # What a run starts from is in an earlier wave: runs of a wave may start in any order.
+    left = {(Path(str(run.output)).resolve(), run.name, run.seed) for run, record in zip(wanted, done) if not record}
     waves: tuple[list[Config], list[Config]] = ([], [])
-    for run, record in zip(wanted, find_records(wanted)):
+    for run, record in zip(wanted, done):
         folder, _, arm = str(run.trainer.init_from).rpartition(":")
-        if record is not None:
-            report(run, launch.Status("done", "before"))
-        else:
-            is_dependent = (Path(folder).resolve(), arm) in names
-            waves[is_dependent].append(run)
+        starts_from_left = (Path(folder).resolve(), arm, run.seed) in left
+        if record is None:
+            waves[starts_from_left].append(run)
+            continue
+        got = f"one that is trained anew; remove its record and {run_folder(run)}"
+        need(not starts_from_left, "trainer.init_from", f"the run that {run.name}, seed {run.seed}, began with", got)
+        report(run, launch.Status("done", "before"))
     for wave in filter(None, waves):
         start(wave, report=report)
 

@@ -51,6 +51,14 @@ def test_weights_are_shares_of_tokens(sources):
         assert times.mean() == pytest.approx(passes[name], rel=0.05)
 
 
+@pytest.mark.parametrize("keys", [{"strategy": "concat_split"}, {"cut_documents": 32}], ids=["rows", "documents"])
+def test_weights_hold_where_documents_are_cut_before_truncate(sources, keys):
+    data = mixed(sources, {"short": 1, "long": 1}, row_length=64, overlong="truncate", **keys)
+    corpus = load_corpora(data, progress=False).train
+    drawn = np.concatenate([corpus.window(0, number, 100) for number in range(50)])
+    assert tokens_of(corpus, drawn) / corpus.lengths[drawn].sum() == pytest.approx([0.5, 0.5], rel=0.03)
+
+
 def test_a_window_is_a_function_of_its_number(sources):
     corpus = load_corpora(mixed(sources, {"short": 1, "long": 1}), progress=False).train
     again = pickle.loads(pickle.dumps(corpus))
@@ -122,6 +130,10 @@ NUMBER = r"data.sources\[0\].weight: expected a number above 0, got "
         ({"source": "tex", "path": "a", "weight": 1}, r"data.sources\[0\]: source: expected one of"),
         ({"sourc": "text", "weight": 1}, r"data.sources\[0\]: expected weight, name, source, .* got 'sourc'"),
         ("text", r"data.sources\[0\]: expected keys and values"),
+        (
+            {"source": "jsonl", "path": "a", "weight": 1, "split": "test"},
+            "expected keys that source=jsonl reads, got split",
+        ),
     ],
 )
 def test_an_entry_that_is_wrong_is_named(entry, message):

@@ -53,6 +53,11 @@ def test_a_completion_and_the_end_are_trained_on(tmp_path):
     assert {*documents(corpora.train), *documents(corpora.validation)} == expected
 
 
+def test_an_empty_answer_trains_its_end(tmp_path):
+    corpora = open_corpora(write_rows(tmp_path / "a.jsonl", [{"prompt": f"{i}", "completion": ""} for i in range(9)]))
+    assert {answer for _, answer in documents(corpora.train)} == {">"}
+
+
 def test_all_tokens_may_be_trained_on(tmp_path):
     corpora = open_corpora(write_rows(tmp_path / "a.jsonl", PAIRS), loss_on="all")
     assert corpora.train.targets is None
@@ -145,6 +150,17 @@ def test_tables_hold_prompts_too(tmp_path, kind):
 def test_what_is_no_document_is_named(tmp_path, records, keys, message):
     error = refused(of(write_rows(tmp_path / "a.jsonl", records), cache_dir=str(tmp_path / "cache"), **keys))
     assert re.search(message, error), error
+
+
+@pytest.mark.parametrize(
+    ("template", "key"),
+    [("{{ bos_token }}{{ messages[-1].content }}", "begin"), ("{{ messages[-1].content }}{{ eos_token }}\n", "end")],
+)
+def test_begin_and_end_are_not_written_twice(tmp_path, template, key):
+    write_tokenizer(tmp_path / "tokenizer", "bytes", "<s>", "</s>", template)
+    path = write_rows(tmp_path / "a.jsonl", [{"messages": CHAT}])
+    keys = {"tokenizer": str(tmp_path / "tokenizer"), "cache_dir": str(tmp_path / "cache"), "loss_on": "all"}
+    assert f"data.{key}_token: expected null" in refused(of(path, **keys))
 
 
 def test_a_template_that_rewrites_is_refused(tmp_path):

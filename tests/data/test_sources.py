@@ -14,7 +14,7 @@ from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources import open_source
 from packmamba.data.sources.packages import functions_of
 from packmamba.data.token_store import load_corpora
-from written import TEXTS, of, read, refused, write_lines, write_megatron
+from written import TEXTS, ZSTD, of, read, refused, write_lines, write_megatron
 
 
 @pytest.fixture
@@ -43,7 +43,9 @@ def test_a_broken_line_is_named_by_file_and_line(tmp_path, line):
 def test_compressed_files_that_are_damaged_are_refused_by_name(tmp_path, name):
     path = write_lines(tmp_path / name)
     whole = path.read_bytes()
-    for damaged in (whole[:-20], whole[:-200] + bytes(100) + whole[-100:], b'{"text": "plain"}\n'):
+    # Cut off where lines end: behind a whole member of whole lines.
+    at_a_line = write_lines(tmp_path / f"first-{name}", TEXTS[:9]).read_bytes() + whole[:40]
+    for damaged in (whole[:-20], at_a_line, whole[:-200] + bytes(100) + whole[-100:], b'{"text": "plain"}\n'):
         path.write_bytes(damaged)
         assert refused(of(path)).startswith(f"data.path: {path}")
 
@@ -201,7 +203,7 @@ def test_rows_and_columns_without_text_are_refused(tmp_path, datasets):
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     (tmp_path / "a.zst").write_bytes(b"a")
-    monkeypatch.setitem(sys.modules, "zstandard", None)
+    monkeypatch.setitem(sys.modules, ZSTD, None)
     assert "pip install" in refused(of(tmp_path / "a.zst"))
 
 

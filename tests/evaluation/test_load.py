@@ -58,12 +58,16 @@ def test_eval_repeats_the_numbers_of_the_record(run, tmp_path, monkeypatch):
 
 def test_changed_documents_are_evaluated_again(run, tmp_path, capsys):
     documents = tmp_path / "documents.jsonl"
-    asked = ["tasks=[perplexity]", "data.source=jsonl", f"data.path={documents}", f"output={tmp_path}/out"]
-    for letter in "ab":
-        write_lines(documents, [letter * length for length in range(3, 30)])
+    asked = ["tasks=[perplexity,next_line]", "options.next_line={documents: validation, context: 64}", "examples=9"]
+    asked += ["data.source=jsonl", f"data.path={documents}", f"output={tmp_path}/out"]
+    asked += ["data.begin_token=null", "data.end_token=null"]
+    for letter in "éb":
+        write_lines(documents, ["".join(f"{letter * 12} {i:02}\n" for i in range(length)) for length in range(9, 30)])
         assert cli.main(["eval", str(run), *asked, f"data.cache_dir={tmp_path}/cache"]) == 0
-    first, second = read_records(tmp_path / "out")
-    assert first["metrics"]["loss"] != second["metrics"]["loss"]
+    found = [record["metrics"] for record in read_records(tmp_path / "out")]
+    assert found[0] != found[2] and found[1] != found[3]
+    per_byte = pytest.approx(found[0]["loss"] / np.log(2))
+    assert found[0]["bits_per_byte"] == per_byte, "a byte a target, inside of characters, too"
 
 
 def test_a_checkpoint_without_a_tokenizer_needs_one(tmp_path, capsys):

@@ -21,7 +21,7 @@ from packmamba.config import DataConfig
 from packmamba.data.token_store import load_corpora
 from packmamba.lab.records import read_records
 from packmamba.lab.report.aggregate import contrasts, training_arms
-from packmamba.lab.report.statistics import NOTHING, Estimate, margin_from_pilot, verdict
+from packmamba.lab.report.statistics import NOTHING, Estimate
 from packmamba.lab.sweep import load_sweep, run_sweep
 from written import write_rows
 
@@ -155,17 +155,6 @@ def test_an_equivalence_without_a_margin_is_open():
 def test_a_primary_that_did_not_run_counts_for_holm():
     found = {one: Estimate(0.1, 0.05, 0.15, 8, 0.01) for one in PRIMARY[:3]} | {PRIMARY[3]: NOTHING}
     assert [registered(found, 0.01, 0.2)[one][0] for one in PRIMARY[:3]] == pytest.approx([0.04] * 3)
-
-
-def test_by_half_of_the_pilot_s_lower_bound_the_first_primary_is_open():
-    """The registered margin is half of the pilot's mean; the page says what the other would give."""
-    pilot = read_rows((FOLDER / "tables" / "harm-pilot.csv").read_text(encoding="utf-8"))[0]
-    harm = Estimate(*(float(pilot[f"harm{side}"]) for side in ("", "_low", "_high")), int(pilot["seeds"]))
-    assert margin_from_pilot(harm) == pytest.approx(0.0024, abs=5e-5) == float(pilot["least"])
-    rows = read_rows((FOLDER / "tables" / "verdicts-text.csv").read_text(encoding="utf-8"))
-    for row in (row for row in rows if row["primary"].startswith("P1")):
-        found = Estimate(*(float(row[f"difference{side}"]) for side in ("", "_low", "_high")), 16)
-        assert (row["registered"], verdict(found, margin_from_pilot(harm))) == ("equivalent", "open")
 
 
 def numerics_study(lost=None, **effect):

@@ -36,6 +36,7 @@ from hugging_face import (  # noqa: E402
 )
 from packmamba import SequenceLayout, leakcheck, ops  # noqa: E402
 from packmamba.integrations.transformers import disable, enable, mixer, models, patch  # noqa: E402
+from packmamba.integrations.transformers.boundaries import Packing  # noqa: E402
 
 MASK, POSITION, IDX = arguments(ROWS)
 OTHERS = ("seq_idx", "cu_seq_lens_q", "position_ids+seq_idx")
@@ -210,6 +211,19 @@ def test_fla_s_operators_of_one_row(family, monkeypatch):
     monkeypatch.setattr(mixer, "_takes_cu_seqlens", lambda query: True)
     found, _ = mixer._recur(by_cu_seqlens, query, key, value, layout=layout, **given)
     assert error(found, expected) < 1e-5 and not found[layout.documents < 0].any()
+
+
+def test_a_convolution_that_takes_seq_idx():
+    """As LFM2's up to transformers 5.21, whose forward has no other argument for it."""
+
+    class Convolution(torch.nn.Module):
+        def forward(self, hidden, past_key_values=None, attention_mask=None, seq_idx=None):
+            return causal_conv1d_fn(hidden.mT, self.weight, seq_idx=seq_idx).mT  # noqa: F821
+
+    layer, layout = Convolution(), SequenceLayout.from_lengths([[3, 5], [2]], 8)
+    layer.weight, hidden = torch.randn(4, 3), torch.randn(2, 8, 4)
+    found = mixer.mix_by_documents(Convolution)(layer, hidden, Packing(layout, None, None, True), None)
+    assert torch.equal(found, ops.conv1d_pack(hidden, layer.weight, layout=layout))
 
 
 def attend_by_ends(query, key, value, ends, _, longest, *most, scale, window_size):

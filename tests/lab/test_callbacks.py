@@ -88,7 +88,9 @@ def test_callbacks_by_class_path(tmp_path, monkeypatch):
     fit(config, progress=False)
     assert Counter.counts == [1, 2, 3, 3, 4, 5, 6, 6]
     assert run_id(config) != run_id(tiny_config(tmp_path)), "a callback may change the training"
-    for wrong in ("nowhere.Callback", "lightning.Nothing", {"class_path": path, "init_args": {"unknown": 1}}):
+    misspelt = {"class_path": path, "init_arg": {"every": 3}}
+    unknown = {"class_path": path, "init_args": {"unknown": 1}}
+    for wrong in ("nowhere.Callback", "lightning.Nothing", misspelt, unknown):
         config.trainer.callbacks = [wrong]
         with pytest.raises(ConfigError, match=r"trainer\.callbacks"):
             fit(config, progress=False)

@@ -114,6 +114,8 @@ def test_answers_that_rows_cut_are_counted_or_refused(tmp_path):
     config = configure(tmp_path, "data.overlong=truncate", "data.row_length=11", "trainer.samples=2")
     with pytest.warns(UserWarning, match="documents lose the end of their answers"):
         fit(config, progress=False)
+    with pytest.warns(UserWarning, match="documents train ends of answers without the prompt"):
+        fit(configure(tmp_path, "data.overlong=split", "data.row_length=11"), progress=False)
     samples = (run_folder(config) / "samples.jsonl").read_text().splitlines()
     assert samples and {json.loads(line)["prompt"] for line in samples} <= {pair["prompt"] for pair in PAIRS}
     with pytest.raises(ConfigError, match="data.row_length: expected rows with targets"):

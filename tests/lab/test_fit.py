@@ -124,8 +124,18 @@ def test_weights_of_another_decay_are_refused(tmp_path):
     make(decay="softplus").save_pretrained(tmp_path)
     config = load_config(None, ["model.mixer=mamba3", f"trainer.init_from={tmp_path}"])
     load_initial_weights(make(decay="softplus"), config)
-    with pytest.raises(ConfigError, match=r"trainer\.init_from: mixer_options\.decay: expected softplus"):
+    with pytest.raises(ConfigError, match=r"trainer\.init_from: decay: expected softplus"):
         load_initial_weights(make(), config)
+
+
+def test_weights_of_other_heads_are_refused(tmp_path):
+    """Two groups of 4 states have the shapes of one of 8."""
+    make = functools.partial(MambaLM, 9, 16, 1, mixer="mamba2", headdim=8)
+    make(d_state=4, ngroups=2).save_pretrained(tmp_path)
+    config = load_config(None, ["model.mixer=mamba2", f"trainer.init_from={tmp_path}"])
+    load_initial_weights(make(d_state=4, ngroups=2), config)
+    with pytest.raises(ConfigError, match=r"trainer\.init_from: d_state: expected 4, as of .*, got 8"):
+        load_initial_weights(make(d_state=8), config)
 
 
 def test_what_is_overridden_of_lightning_exists(tmp_path, monkeypatch):

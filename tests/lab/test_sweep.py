@@ -112,3 +112,6 @@ def test_an_arm_waits_for_the_one_that_it_starts_from(tmp_path, capsys):
     output = capsys.readouterr().out
     assert output.index("packed, seed 1: done") < output.index("after, seed 0: begins")
     assert len({r["metrics"].get("started_from_checksum") for r in read_records(tmp_path / "sweep")}) == 3
+    arms["packed"]["optimizer.lr"] = 0.1  # its runs are trained anew; those of after began with others
+    assert cli.main(["sweep", str(write_sweep(tmp_path, arms=arms))]) == 2
+    assert "trainer.init_from: expected the run that after, seed 0, began with" in capsys.readouterr().err

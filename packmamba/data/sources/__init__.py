@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from packmamba.config import ConfigError, DataConfig, need, refusing, resolve, suggest
+from packmamba.config.load import reads
 from packmamba.data.sources import builtin, files, packages, splits
 from packmamba.data.sources.source import Document, Source
 
@@ -78,6 +79,8 @@ def parts_of(data: DataConfig) -> list[Part]:
         common = replace(data, sources=[])
         with refusing(ConfigError, prefix=f"{place}: "):
             section = resolve(DataConfig, [(common, "data"), (keys, place)])
+        unread = [key for key in keys if not reads(section.source, key)]
+        need(not unread, place, f"keys that source={section.source} reads", ", ".join(unread))
         parts.append(Part(name, float(weight), section))
     names = [part.name for part in parts]
     repeated = next((name for name in names if names.count(name) > 1), None)

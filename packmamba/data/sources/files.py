@@ -6,6 +6,7 @@ import io
 import itertools
 import json
 import struct
+import sys
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -113,8 +114,8 @@ def _lines(file: File, text_key: str) -> Iterator[Any]:
 def _unpacked(packed: io.BufferedReader, suffix: str) -> Any:
     if suffix != ".zst":
         return gzip.open(packed) if suffix == ".gz" else packed
-    unpacked = extra("zstandard").ZstdDecompressor(max_window_size=1 << 31)
-    return io.BufferedReader(unpacked.stream_reader(packed, read_across_frames=True))
+    zstd = extra("backports.zstd" if sys.version_info < (3, 14) else "compression.zstd")
+    return zstd.open(packed, options={zstd.DecompressionParameter.window_log_max: 31})
 
 
 def _rows(file: File, data: DataConfig) -> Iterator[Any]:

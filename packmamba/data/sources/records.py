@@ -99,6 +99,9 @@ def _conversation(messages: Any, data: DataConfig, first: int = 0) -> tuple[str,
     """
     _check_messages(messages, data)
     text = _render(messages, data)
+    for key, is_twice in (("begin_token", text.startswith), ("end_token", text.rstrip().endswith)):
+        token = getattr(data, key)
+        need(not (token and is_twice(token)), f"data.{key}", "null, since the chat template writes it", repr(token))
     answers = []
     for number, message in enumerate(messages):
         if number >= first and message["role"] == "assistant" and data.loss_on == "completion":

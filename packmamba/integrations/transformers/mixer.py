@@ -19,7 +19,6 @@ from torch import Tensor
 
 from packmamba import ops
 from packmamba.integrations.transformers.boundaries import Packing
-from packmamba.layout import SequenceLayout
 from packmamba.nn.mixers.mixer import is_plain, is_unchanged
 from packmamba.ops.checks import accumulation_dtype, check_layout
 from packmamba.ops.inner import layer_arguments
@@ -210,8 +209,7 @@ def mix_by_documents(kind: type) -> Callable[..., Tensor]:
     forward = FunctionType(own.__code__, names, own.__name__, own.__defaults__)
     # The last argument reaches the convolution: in **kwargs, or of LFM2 up to transformers 5.21 as
     # seq_idx.
-    last = list(inspect.signature(own).parameters)[-1]
-    hands_on = "layout" if last == "kwargs" else last
+    hands_on = list(inspect.signature(own).parameters)[-1].replace("kwargs", "layout")
 
     def mix(layer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         hidden = _blank(hidden, packing)
@@ -224,24 +222,13 @@ def mix_by_documents(kind: type) -> Callable[..., Tensor]:
     return mix
 
 
-def _convolve(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Any = None,
-    activation: Any = None,
-    *,
-    layout: SequenceLayout | None = None,
-    seq_idx: Any = None,
-    **_: Any,
-) -> Tensor:
+def _convolve(hidden: Tensor, weight: Tensor, bias: Any = None, activation: Any = None, **given: Any) -> Tensor:
     """Convolve each document of hidden (B, D, L), by the arguments of transformers' function.
 
     SiLU is the one activation that ``patch`` lets pass. The layout comes by its name or as seq_idx.
     """
-    layout = seq_idx if layout is None else layout
-    x = hidden.transpose(1, 2)
-    y = ops.conv1d_pack(x, weight, bias, layout=layout, activation=activation and "silu")
-    return y.transpose(1, 2)
+    options: Any = {"layout": given.get("layout", given.get("seq_idx")), "activation": activation and "silu"}
+    return ops.conv1d_pack(hidden.transpose(1, 2), weight, bias, **options).transpose(1, 2)
 
 
 @torch.compiler.disable  # the number of documents decides how often the rule runs
