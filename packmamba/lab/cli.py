@@ -40,6 +40,7 @@ try:
     from packmamba.evaluation.registry import EVALUATIONS, EvalContext, check, default_max_slots
     from packmamba.evaluation.registry import evaluate as evaluate_by_name
     from packmamba.isolation import leakcheck as check_isolation
+    from packmamba.isolation.adapters import adapt
     from packmamba.lab import records
     from packmamba.lab.run_id import RunLock, find_records, record_path, run_folder
     from packmamba.nn.pretrained import read_json, read_weights
@@ -304,15 +305,18 @@ def leakcheck(words: list[str]) -> int:
             from packmamba.integrations.transformers import patch
 
             device = usable_device(config.device)
+            prepare: Callable = patch if config.patch else lambda model: model
+            models = transformers.AutoModelForCausalLM
+            described = transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
+            # A model without weights refuses what the loaded one would.
+            with torch.device("meta"):
+                adapt(prepare(models.from_config(described)), config.boundaries, None)
             try:
-                models = transformers.AutoModelForCausalLM
                 model = models.from_pretrained(folder, local_files_only=True, dtype=config.dtype)
             except Exception:
                 read_weights(Path(folder))  # names a file that is broken
                 raise
-            if config.patch:
-                patch(model)
-            result = check_isolation(model.to(device).eval(), config.boundaries, lengths=config.lengths)
+            result = check_isolation(prepare(model).to(device).eval(), config.boundaries, lengths=config.lengths)
         else:
             # Layouts mark the documents of all other models.
             unread = " ".join(word for word in overrides if word.startswith(("boundaries=", "patch=")))
@@ -325,9 +329,7 @@ def leakcheck(words: list[str]) -> int:
             if as_trained:
                 result.boundaries = f"trainer.boundary={trainer.boundary}, as in training"
     print(result)
-    if result.ok:
-        return 0
-    return 1 if result.raises is None else 2
+    return 0 if result.ok else 1 if result.raises is None else 2
 
 
 def report(words: list[str]) -> None:

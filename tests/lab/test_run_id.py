@@ -12,7 +12,7 @@ import torch
 from packmamba.config import Config, ConfigError, to_dict
 from packmamba.lab import run_id as ids
 from packmamba.lab.fit import fit
-from packmamba.lab.run_id import find_record, id_of, recorded_config, run_folder, run_id
+from packmamba.lab.run_id import find_records, id_of, recorded_config, run_folder, run_id
 from runs import final_state, losses_of, tiny_config
 
 
@@ -81,7 +81,7 @@ def test_a_raised_run_ends_as_one_that_was_as_long_from_the_start(tmp_path):
     assert points[0] == points[1] and curves == whole_curves
     a, b = final_state(long)["state_dict"], final_state(whole)["state_dict"]
     assert all(torch.equal(a[name], b[name]) for name in b)
-    assert find_record(short) == first and find_record(long) == second
+    assert find_records([short, long]) == [first, second]
     assert fit(short, progress=False) == first
     with pytest.raises(ConfigError, match=r"^trainer.max_steps: expected at least 8"):
         fit(having(short, trainer__max_steps=6), progress=False)
