@@ -1,7 +1,6 @@
 """Train one run, from a configuration to its record.
 
-    configuration -> check -> corpus -> module and trainer -> steps -> weights, evaluations ->
-    record
+    configuration -> check -> corpus -> module, trainer -> steps -> weights, evaluations -> record
 
 A run is a folder, named by a hash of what decides its result. The same configuration finds the
 same folder: a run that has a record is not repeated, one that has checkpoints goes on from the

@@ -339,10 +339,10 @@ def _add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Te
 class _AddNorm(torch.autograd.Function):
     """Differentiate ``add_norm`` from the normalised sum and its factor alone.
 
-    With r the sum, s the factor and n = r s, gradients dn of n and ds of s add ``s (dn - n (mean(dn
-    n) + ds s / d_model))`` to that of r. The factor is a result, with a gradient of zero but in
-    second derivatives, since autograd takes what a function saves beside arguments and results for
-    constant.
+    With r the sum, s the factor and n = r s, gradients dn of n and ds of s add
+    ``s (dn - n (mean(dn n) + ds s / d_model))`` to that of r. The factor is a result, with a
+    gradient of zero but in second derivatives, since autograd takes what a function saves beside
+    arguments and results for constant.
     """
 
     @staticmethod
