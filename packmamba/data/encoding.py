@@ -136,8 +136,8 @@ class SplitWriter:
         """
         if encoded.answered is None:
             return document.targets
-        # Also behind an empty answer, which has no token.
-        ends_with_answer = np.full(len(self.end), document.answers[-1][1] == len(document.content))  # type: ignore[index]
+        # Also behind an empty answer, which has no token; not without any answer.
+        ends_with_answer = np.full(len(self.end), (document.answers or ((0, -1),))[-1][1] == len(document.content))
         answered = np.concatenate([np.zeros(len(self.begin), bool), encoded.answered, ends_with_answer])
         # A token predicts its successor where that is part
         # of an answer; the last one predicts nothing.

@@ -403,8 +403,7 @@ def kernels(words: list[str]) -> None:
     print(f"packmamba {__version__}, Python {python}, torch {torch.__version__}, {os.cpu_count()} CPUs")
     for i in range(torch.cuda.device_count()):
         card = torch.cuda.get_device_properties(i)
-        capability = f"compute capability {card.major}.{card.minor}"
-        print(f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, {capability}")
+        print(f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}")
     for row in build.info():
         kind = row["kind"]
         when = "built" if row["built"] else "built on first use"

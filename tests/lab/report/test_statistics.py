@@ -281,12 +281,16 @@ def test_a_sweep_s_verdicts():
     assert claim == "packed-reset - padded: open without a margin"
 
 
+CUT = {"overlong": "truncate", "cut_at_steps": True}
+
+
 @pytest.mark.parametrize(
     ("changed", "ruling"),
     [
         ({"packed-reset": {"batching": "stream"}}, "open, other documents"),
         ({"packed-reset": {"cut_documents": 64}}, "open, other documents"),
         ({"packed-reset": {"row_length": 64, "max_tokens_per_batch": 128}}, "equivalent"),
+        ({"padded": CUT, "packed-reset": CUT | {"row_length": 64}}, "open, other documents"),
         (dict.fromkeys(PLANNED, {"batching": "stream"}), "equivalent"),
     ],
 )
