@@ -406,8 +406,7 @@ def kernels(words: list[str]) -> None:
         print(f"GPU {i}: {card.name}, {card.total_memory >> 30} GiB, compute capability {card.major}.{card.minor}")
     for row in build.info():
         kind = row["kind"]
-        when = "built" if row["built"] else "built on first use"
-        state = f"{when} for {row['target']} by {row['compiler']}"
+        state = f"{'built' if row['built'] else 'built on first use'} for {row['target']} by {row['compiler']}"
         print(f"{kind} kernels: {row['problem'] or state}")
         if kind == "cpu" or torch.cuda.is_available():
             print(f"On {kind}, ops.backend=auto runs {backend_name('auto', torch.device(kind))}")

@@ -51,7 +51,7 @@ from packmamba.training.lit_module import PackedLitModule
 
 MLFLOW_RUN = "mlflow_run_id"  # a file in the run's folder
 # Arguments that decide what weights compute, and that no weight's shape shows.
-UNSEEN = "tie_embeddings norm_epsilon d_state ngroups headdim dt_limit norm_eps A_floor decay".split()
+UNSEEN = "norm_epsilon d_state ngroups headdim dt_limit norm_eps A_floor decay".split()
 MAX_COMPILED_SHAPES = 256  # PyTorch's limit, 8, is soon reached
 
 
@@ -435,6 +435,8 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
     with refusing(ValueError, FileNotFoundError, KeyError, prefix="trainer.init_from: "):
         arguments, weights = read_pretrained(path)
         load_weights(model, weights, path, "this run's keys of model")
+        # Tied, the embedding would become the checkpoint's head.
+        expect(arguments["tie_embeddings"] or not model.config["tie_embeddings"], "tie_embeddings", "false", "true")
         mixer = MIXERS[config.model.mixer]
         defaults = {name: parameter.default for name, parameter in inspect.signature(mixer).parameters.items()}
         for name in UNSEEN:
