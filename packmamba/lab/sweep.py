@@ -221,7 +221,10 @@ class _Progress:
 
 
 def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) -> None:
-    """Train runs without a record, last those that start from others' weights."""
+    """Train runs without a record, last those that start from others' weights.
+
+    Raises ConfigError for a finished run whose source is among those that are left.
+    """
     done = find_records(wanted)
     # What a run starts from is in an earlier wave: runs of a wave may start in any order.
     left = {(Path(str(run.output)).resolve(), run.name, run.seed) for run, record in zip(wanted, done) if not record}
