@@ -11,6 +11,7 @@ import torch
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
 from packmamba.errors import expect
 from packmamba.evaluation.generation import generate
@@ -111,34 +112,26 @@ class PackMambaLM(TemplateLM):
         for one in set(keys):
             places = [i for i, key in enumerate(keys) if key == one]
             contexts = [requests[i].args[0] for i in places]
-            for i, text in zip(places, self._generate(contexts, **requests[places[0]].args[1])):
+            for i, text in zip(places, self._generate(contexts, requests[places[0]].args[1])):
                 texts[i] = text
                 self.cache_hook.add_partial("generate_until", requests[i].args, text)
         return texts
 
-    def _generate(
-        self,
-        contexts: list[str],
-        until: str | list[str] | None = None,
-        max_gen_toks: int | None = None,
-        max_new_tokens: int = 256,
-        temperature: float | None = 0.0,
-        top_p: float = 1.0,
-        do_sample: bool = True,
-        **others: Any,
-    ) -> list[str]:
+    def _generate(self, contexts: list[str], arguments: dict[str, Any]) -> list[str]:
+        options = dict(normalize_gen_kwargs(arguments))
+        stops = [stop for stop in options.pop("until") if stop]
+        count = options.pop("max_gen_toks")
+        # It has decided the temperature: 0 unless the harness is to sample.
+        options.pop("do_sample")
+        temperature = float(options.pop("temperature", 0.0))
+        nucleus = options.pop("top_p", 1.0)
         known = "until, max_gen_toks, temperature, top_p or do_sample"
-        expect(not others, "generation_kwargs", known, sorted(others))
-        stops = [stop for stop in ([until] if isinstance(until, str) else until or []) if stop]
-        temperature = float(temperature or 0.0) if do_sample else 0.0
-        top_p = top_p if temperature else 1.0
+        expect(not options, "generation_kwargs", known, sorted(options))
         prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
-        count = int(max_new_tokens if max_gen_toks is None else max_gen_toks)
         # By text, since a stop string's tokens depend on what precedes it.
         ends = lambda tokens: any(stop in self.tok_decode(tokens) for stop in stops)
-        options: Any = {"max_slots": self.max_slots, "stop": ends}
-        generated = generate(self.model, prompts, count, temperature, top_p, self.eot_token_id, **options)
-        texts = [self.tok_decode(tokens) for tokens in generated]
-        for stop in stops:
-            texts = [text.split(stop)[0] for text in texts]
-        return texts
+        more: Any = {"max_slots": self.max_slots, "stop": ends}
+        sampling = (temperature, nucleus if temperature else 1.0)
+        generated = generate(self.model, prompts, count, *sampling, self.eot_token_id, **more)
+        texts = map(self.tok_decode, generated)
+        return [postprocess_generated_text(text, stops, None) for text in texts]
