@@ -153,10 +153,7 @@ def _along(arms: Arms, curve: str, places: list[str], axis: Callable[[pd.DataFra
     losses: Lines = {}
     differences: Lines = {}
     for arm in arms:
-        points = arm.points(curve)
-        if points.empty:
-            continue
-        by_place = points.astype({"loss": float}).groupby(places)
+        by_place = arm.points(curve).astype({"loss": float}).groupby(places)
         drawn_at = {place: axis(group) for place, group in by_place}
         line = by_place["loss"].agg(mean="mean", low="min", high="max").set_axis([*drawn_at.values()])
         losses[arm] = line[line.index > 0]

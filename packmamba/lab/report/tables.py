@@ -309,8 +309,6 @@ def table_keys(arms: Arms) -> tuple[list[str], list[str] | None]:
 def training_tables(records: Records) -> list[Table]:
     """Tabulate arms, verdicts, differences, losses by position, and evaluations."""
     arms = aggregate.arms_with_speeds(records)
-    if not arms:
-        return []
     metric = table_keys(arms)[0][0]
     contrasts = aggregate.contrasts(arms, metric)
     tables = [_training(arms, contrasts)]
