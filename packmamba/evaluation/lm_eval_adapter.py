@@ -13,7 +13,7 @@ from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-from packmamba.errors import expect
+from packmamba.errors import expect, refusing
 from packmamba.evaluation.generation import generate
 from packmamba.evaluation.scoring import score
 from packmamba.nn import MambaLM
@@ -50,10 +50,9 @@ class PackMambaLM(TemplateLM):
         if isinstance(tokenizer, (str, Path)):
             from transformers import AutoTokenizer
 
-            try:
+            refused = f"tokenizer: transformers loads none from {tokenizer} ("
+            with refusing(OSError, ValueError, prefix=refused, suffix=")"):
                 tokenizer = AutoTokenizer.from_pretrained(tokenizer)
-            except (OSError, ValueError) as error:
-                raise ValueError(f"tokenizer: transformers loads none from {tokenizer} ({error})") from None
         ends = getattr(tokenizer, "eos_token_id", None) is not None
         expect(ends, "tokenizer", "one with eos_token_id", f"{tokenizer!r:.60}")
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
