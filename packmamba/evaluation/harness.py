@@ -84,7 +84,6 @@ def evaluate_task(name: str, model: MambaLM, context: EvalContext) -> EvalResult
     items = []
     for sample in results["samples"][name]:
         scores = {metric: sample[metric] for metric in sample["metrics"]}
-        if sample["filter"] != "none":
-            scores["filter"] = sample["filter"]
-        items.append({"doc_id": sample["doc_id"], "responses": sample["filtered_resps"], **scores})
+        described = {"doc_id": sample["doc_id"], "filter": sample["filter"]}
+        items.append({**described, "responses": sample["filtered_resps"], **scores})
     return EvalResult(metrics, {}, items, f"lm-eval {lm_eval.__version__} {name}")
