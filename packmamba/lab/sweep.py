@@ -162,9 +162,10 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) 
     runs = configs if sweep.train else []
     check_writable(sweep.output, "output")
     untimed = _untimed_arms(sweep, configs[: len(sweep.arms)])
-    left = [run for run, record in zip(runs, find_records(runs)) if record is None]
+    found = find_records(runs)
+    left = [run for run, record in zip(runs, found) if record is None]
     start = _launcher(sweep, [*left, *untimed], progress)
-    _check_corpora(runs, progress)
+    _check_corpora(runs, found, progress)
     progress_of_runs = _Progress(progress)
 
     if untimed:
@@ -177,7 +178,7 @@ def run_sweep(sweep: SweepConfig, configs: list[Config], progress: bool = True) 
         table = vars(sweep.table) if sweep.table != TableConfig() else None
         rules = {"margin": sweep.margin, "primary": sweep.primary, "table": table}
         write_sweep(sweep.output, str(sweep.name), seeds, sweep.baseline, **rules)
-    _train(runs, start, progress_of_runs)
+    _train(runs, found, start, progress_of_runs)
     progress_of_runs.check_finished(total=len(runs))
     return Path(sweep.output)
 
@@ -220,12 +221,11 @@ class _Progress:
             raise Unfinished(f"{done} of {total} runs are done{elsewhere}; the same command resumes", status=3)
 
 
-def _train(wanted: list[Config], start: Callable[..., None], report: _Progress) -> None:
+def _train(wanted: list[Config], done: Sequence[Any], start: Callable, report: _Progress) -> None:
     """Train runs without a record, last those that start from others' weights.
 
     Raises ConfigError for a finished run whose source is among those that are left.
     """
-    done = find_records(wanted)
     # What a run starts from is in an earlier wave: runs of a wave may start in any order.
     left = {(Path(str(run.output)).resolve(), run.name, run.seed) for run, record in zip(wanted, done) if not record}
     waves: tuple[list[Config], list[Config]] = ([], [])
@@ -248,9 +248,8 @@ def _untimed_arms(sweep: SweepConfig, arms: list[Config]) -> list[Config]:
     return [] if not sweep.throughput_rounds or timed.issuperset(map(run_id, arms)) else arms
 
 
-def _check_corpora(runs: list[Config], progress: bool) -> None:
+def _check_corpora(runs: list[Config], records: Sequence[Any], progress: bool) -> None:
     """Tokenize the corpora, and refuse to go on beside records of other documents."""
-    records = find_records(runs)
     if None not in records:
         return  # a finished sweep is reported without its documents
     hashes: dict[str, str] = {}
