@@ -154,14 +154,13 @@ def _inputs(a: ConvArguments) -> dict[str, Any]:
 
     x lies as it came; parameters and states are made dense.
     """
-    return {
-        "x": a.x,
+    return a._asdict() | {
         "weight": dense(a.weight),
         "bias": dense(a.bias),
-        "starts": a.layout.starts,
-        "ends": a.layout.ends,
         "initial_state": dense(a.initial_state),
         "silu": a.activation == "silu",
+        "starts": a.layout.starts,
+        "ends": a.layout.ends,
     }
 
 

@@ -177,19 +177,13 @@ def _inputs(a: ScanArguments) -> dict[str, Any]:
 
     Activations lie as they came; parameters and states are made dense.
     """
-    return {
-        "u": a.u,
-        "delta": a.delta,
+    return a._asdict() | {
         "A": dense(a.A),
-        "B": a.B,
-        "C": a.C,
         "D": dense(a.D),
-        "z": a.z,
         "delta_bias": dense(a.delta_bias),
-        "delta_softplus": a.delta_softplus,
+        "initial_state": dense(a.initial_state),
         "starts": a.layout.starts,
         "ends": a.layout.ends,
-        "initial_state": dense(a.initial_state),
     }
 
 
