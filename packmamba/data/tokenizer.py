@@ -113,16 +113,13 @@ class FileTokenizer(Tokenizer):
     """Encode with a `tokenizers` JSON file, without its truncation, padding and template."""
 
     def __init__(self, path: str | Path, begin_token: str | None = None, end_token: str | None = None) -> None:
-        try:
+        needs = "data.tokenizer: a file needs the package tokenizers; pip install tokenizers ("
+        with refusing(ImportError, prefix=needs, suffix=")"):
             import tokenizers
-
+        prefix = f"data.tokenizer: expected bytes, or a JSON file or a folder with one, got '{path}' ("
+        with refusing(Exception, prefix=prefix, suffix=")"):  # the package raises plain Exception
             content = Path(path).read_bytes()
             self._tokenizer = tokenizers.Tokenizer.from_buffer(content)
-        except ImportError:
-            raise ConfigError("data.tokenizer: a file needs the package tokenizers; pip install tokenizers") from None
-        except Exception as error:  # the package raises plain Exception
-            expected = "bytes, or a JSON file or a folder with one"
-            raise ConfigError(f"data.tokenizer: expected {expected}, got '{path}' ({error})") from None
         # Threads of ours encode; the package's own would warn after a fork.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
         self._tokenizer.no_truncation()
