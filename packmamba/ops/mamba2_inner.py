@@ -10,7 +10,7 @@ The skip's parameter is called D, too, as in ``ssd_pack``.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -94,6 +94,32 @@ class Mamba2Arguments(NamedTuple):
             delta_limit=self.delta_limit,
             return_final_state=self.return_state,
         )
+
+
+def layer_arguments2(
+    layer: Any, projected: Tensor, A: Tensor, D: Tensor, documents: tuple, **options: Any
+) -> Mamba2Arguments:
+    """Return arguments of a layer with Mamba-2's convolution and norm, ours or transformers'.
+
+    documents: conv_layout, ssm_layout, conv_state and ssm_state.
+    options: groups, epsilon, delta_limit and return_state.
+    """
+    conv_layout, ssm_layout, conv_state, ssm_state = documents
+    return Mamba2Arguments(
+        projected=projected,
+        conv_weight=layer.conv1d.weight.squeeze(1),
+        conv_bias=layer.conv1d.bias,
+        A=A,
+        D=D,
+        delta_bias=layer.dt_bias.to(A.dtype),
+        norm_weight=layer.norm.weight.to(A.dtype),
+        conv_state=conv_state,
+        ssm_state=ssm_state,
+        offsets=ssm_layout.offsets,
+        conv_layout=conv_layout,
+        ssm_layout=ssm_layout,
+        **options,
+    )
 
 
 class Mamba2Saved(NamedTuple):

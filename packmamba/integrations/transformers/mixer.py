@@ -22,7 +22,7 @@ from packmamba.integrations.transformers.boundaries import Packing
 from packmamba.nn.mixers.mixer import is_plain, is_unchanged
 from packmamba.ops.checks import accumulation_dtype, check_layout
 from packmamba.ops.inner import layer_arguments
-from packmamba.ops.mamba2_inner import Mamba2Arguments
+from packmamba.ops.mamba2_inner import layer_arguments2
 
 # Name of the convolution in transformers' modules.
 CONVOLUTION = "causal_conv1d_fn"
@@ -121,40 +121,25 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
     wide = accumulation_dtype(projected.dtype)
     # Decays are computed in float32 and not rounded to the activations' dtype.
     A, D = -torch.exp(mixer.A_log.float()).to(wide), mixer.D.to(wide)
-    delta_bias = mixer.dt_bias.to(wide)
-    convolution = (mixer.conv1d.weight.squeeze(1), mixer.conv1d.bias)
     has_norm = getattr(mixer, "mamba_rms_norm", True)
     keeps = cache is not None
     if has_norm and _norms_groups(mixer.norm, channels // groups):
         layout = check_layout(layout, projected, "hidden")
-        arguments = Mamba2Arguments(
-            projected=projected,
-            conv_weight=convolution[0],
-            conv_bias=convolution[1],
-            A=A,
-            D=D,
-            delta_bias=delta_bias,
-            norm_weight=mixer.norm.weight.to(wide),
-            conv_state=None,
-            ssm_state=None,
-            offsets=layout.offsets,
-            conv_layout=layout,
-            ssm_layout=layout,
-            groups=groups,
-            epsilon=mixer.norm.variance_epsilon,
-            delta_limit=mixer.time_step_limit,
-            return_state=keeps,
-        )
+        documents = (layout, layout, None, None)
+        options: Any = {"groups": groups, "epsilon": mixer.norm.variance_epsilon}
+        options |= {"delta_limit": mixer.time_step_limit, "return_state": keeps}
+        arguments = layer_arguments2(mixer, projected, A, D, documents, **options)
         y, _, state = ops.mamba2_inner(arguments)
     else:
-        xbc = ops.conv1d_pack(inputs, *convolution, layout=layout, activation="silu")
+        xbc = ops.conv1d_pack(inputs, *_convolution(mixer), layout=layout, activation="silu")
         x, B, C = xbc.split((channels, groups * states, groups * states), dim=-1)
         by_head, by_group = (-1, mixer.head_dim), (groups, states)
         # The norm takes the gate; without a norm the scan does.
         y = ops.ssd_pack(
             x.unflatten(-1, by_head), delta, A, B.unflatten(-1, by_group), C.unflatten(-1, by_group), D,
-            z=None if has_norm else gate.unflatten(-1, by_head), delta_bias=delta_bias, delta_softplus=True,
-            delta_limit=mixer.time_step_limit, layout=layout, return_final_state=keeps,
+            z=None if has_norm else gate.unflatten(-1, by_head), delta_bias=mixer.dt_bias.to(wide),
+            delta_softplus=True, delta_limit=mixer.time_step_limit, layout=layout,
+            return_final_state=keeps,
         )  # fmt: skip
         y, state = y if keeps else (y, None)
         y = mixer.norm(y.flatten(-2), gate) if has_norm else y.flatten(-2)

@@ -17,7 +17,7 @@ from packmamba.errors import expect
 from packmamba.nn.init import Projection
 from packmamba.nn.mixers.mixer import HeadMixer, State
 from packmamba.ops.checks import accumulation_dtype
-from packmamba.ops.mamba2_inner import Mamba2Arguments
+from packmamba.ops.mamba2_inner import layer_arguments2
 
 
 class PackedMamba2(HeadMixer):
@@ -106,29 +106,13 @@ class PackedMamba2(HeadMixer):
     ) -> tuple[Tensor, Any]:
         """Mix in_proj's output (B, L, 2 D + 2 G N + H): z, x, B, C and delta."""
         documents = self._check_documents(projected, conv_layout, ssm_layout, state)
-        conv_layout, ssm_layout, conv_state, ssm_state = documents
         wide = accumulation_dtype(projected.dtype)
         A = -torch.exp(self.A_log.to(wide))
         D = self.D.to(wide)
         D = D if len(D) == self.nheads else D.view(-1, self.headdim)
-        arguments = Mamba2Arguments(
-            projected=projected,
-            conv_weight=self.conv1d.weight.squeeze(1),
-            conv_bias=self.conv1d.bias,
-            A=A,
-            D=D,
-            delta_bias=self.dt_bias.to(wide),
-            norm_weight=self.norm.weight.to(wide),
-            conv_state=conv_state,
-            ssm_state=ssm_state,
-            offsets=ssm_layout.offsets,
-            conv_layout=conv_layout,
-            ssm_layout=ssm_layout,
-            groups=self.ngroups,
-            epsilon=self.norm_eps,
-            delta_limit=self.dt_limit,
-            return_state=return_state,
-        )
+        options: Any = {"groups": self.ngroups, "epsilon": self.norm_eps}
+        options |= {"delta_limit": self.dt_limit, "return_state": return_state}
+        arguments = layer_arguments2(self, projected, A, D, documents, **options)
         normed, *final_states = ops.mamba2_inner(arguments, self.backend)
         return self.out_proj(normed), tuple(final_states) if return_state else None
 
