@@ -367,7 +367,7 @@ class SequenceLayout:
 
     def _moved(self, move: Callable[[Any], Any]) -> SequenceLayout:
         moved: Any = {name: move(getattr(self, name)) for name in ("starts", "ends", "offsets")}
-        crossing = self.crossing and self.crossing.moved(move)
+        crossing = self.crossing and move_parts(self.crossing, move)
         return replace(self, **moved, flowing=None, origin=self, crossing=crossing)
 
     def __eq__(self, other: object) -> bool:
@@ -381,6 +381,13 @@ class SequenceLayout:
     def __repr__(self) -> str:
         counts = f"documents={self.num_documents}, tokens={self.num_tokens}"
         return f"SequenceLayout(shape={self.shape}, {counts}, device='{self.device}')"
+
+
+def move_parts(holder: Any, move: Callable[[Any], Any]) -> Any:
+    """Return a copy of a dataclass whose tensors and layouts are moved."""
+    parts = vars(holder).items()
+    movable = {name: part for name, part in parts if isinstance(part, Tensor | SequenceLayout)}
+    return replace(holder, **{name: move(part) for name, part in movable.items()})
 
 
 def _append_zero(tensor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ Shapes: B rows, L slots (the widest row of the batch).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from packmamba.data.corpus import Documents
 from packmamba.data.packing import Integers, Pieces, RowPlan
-from packmamba.layout import SequenceLayout
+from packmamba.layout import SequenceLayout, move_parts
 
 
 @dataclass
@@ -48,11 +48,11 @@ class PackedBatch:
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> PackedBatch:
         """Return a copy on a device."""
-        return self._map(lambda part: part.to(device, non_blocking=non_blocking))
+        return move_parts(self, lambda part: part.to(device, non_blocking=non_blocking))
 
     def pin_memory(self) -> PackedBatch:
         """Return a copy in page-locked memory."""
-        return self._map(lambda part: part.pin_memory())
+        return move_parts(self, lambda part: part.pin_memory())
 
     def shard(self, context: Any) -> PackedBatch:
         """Return this rank's columns of rows that ranks share; context: a ContextParallel."""
@@ -63,10 +63,6 @@ class PackedBatch:
         kept = context.columns(self.layout.documents).flatten()[layout.starts]
         source = None if self.source is None else self.source[kept]
         return replace(self, **columns, layout=layout, source=source)
-
-    def _map(self, move: Callable[[Any], Any]) -> PackedBatch:
-        movable = {name: part for name, part in vars(self).items() if isinstance(part, Tensor | SequenceLayout)}
-        return replace(self, **{name: move(part) for name, part in movable.items()})
 
 
 @dataclass

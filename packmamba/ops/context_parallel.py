@@ -17,7 +17,7 @@ Shapes: B rows, L slots of a rank, S documents on a rank, R ranks.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -130,11 +130,6 @@ class Crossing:
     spans: Tensor
     places: list[tuple[int, int]]
     tail: SequenceLayout
-
-    def moved(self, move: Callable[[Any], Any]) -> Crossing:
-        """Return a copy whose tensors and layout are moved."""
-        movable = {name: part for name, part in vars(self).items() if isinstance(part, Tensor | SequenceLayout)}
-        return replace(self, **{name: move(part) for name, part in movable.items()})
 
     def take(self, tensor: Tensor) -> Tensor:
         """Return leaving documents' slots of (B, L, ...), as ``tail`` has them: (1, slots, ...)."""
