@@ -146,13 +146,11 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
     loss_mask = torch.zeros(shape, dtype=torch.bool)
     lengths = []
     offsets = []
-    documents = []
     for b, row in enumerate(rows):
         span = plan.row(row)
         pieces = plan.take(span)
         lengths.append(pieces.length.tolist())
         offsets.append(plan.offset[span].tolist())
-        documents.append(pieces.document)
         slot = 0
         for document, start, length, ends in pieces.places():
             of_piece = slice(slot, slot + length)
@@ -162,8 +160,8 @@ def make_batch(corpus: Documents, plan: RowPlan, rows: Integers, turn: int = 0) 
             loss_mask.numpy()[b, of_piece] = of_tokens >= 0
             slot += length
     source = None
-    if documents and corpus.source_names:
-        source = torch.from_numpy(corpus.groups[np.concatenate(documents)])
+    if len(rows) and corpus.source_names:
+        source = torch.from_numpy(corpus.groups[plan.document[plan.pieces_of(rows)]])
     # Without rows ``[[]]`` is one row that is all padding.
     layout = SequenceLayout.from_lengths(lengths or [[]], shape[1], offsets or [[]])
     return PackedBatch(tokens, targets, loss_mask, layout, turn, source, tuple(corpus.source_names))
