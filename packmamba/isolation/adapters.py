@@ -137,8 +137,6 @@ def logits_in(output: Any) -> Any:
 
 def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallable:
     """Adapt a transformers model, a MambaLM or a callable. Raises TypeError or ValueError."""
-    if isinstance(model, CheckedCallable):
-        return model
     callable_ = callable(model) and not isinstance(model, type)
     expect(callable_, "model_or_callable", "a model or a callable", f"{model!r:.60}", TypeError)
     wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
