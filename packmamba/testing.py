@@ -138,8 +138,6 @@ class _LeakCheck(Saved):
 
     def due(self) -> bool:
         """Return whether this step is to be checked, if a row holds two documents."""
-        if self.done:
-            return False
         if self.tried_at is None:
             return True
         waited = self.step - self.tried_at
