@@ -301,8 +301,7 @@ class StepSchedule:
         if longest is not None:
             # Shuffled again, else the pieces of one long document would fill whole steps.
             pieces = pieces.take(generator.permutation(len(pieces.length)))
-        if self.longest < MAX_SLOTS:
-            pieces = pieces.truncate(self.longest)
+        pieces = pieces.truncate(self.longest)
         if self.data.batching == "stream":
             return _stream_window(arrange(pieces, self.data), self.data, generator)
         return Window(pieces, _edges(pieces.length, self.data.tokens_per_step))
