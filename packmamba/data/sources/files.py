@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from packmamba.config import ConfigError, DataConfig, extra, need, refusing
+from packmamba.config import DataConfig, extra, need, refusing
 from packmamba.data.sources.records import PROMPT_KEYS, find_chat_template, of_one_kind, read_documents
 from packmamba.data.sources.source import Document, File, Source, find_files, hash_facts, hash_files, list_files
 from packmamba.data.sources.splits import least_length, refuse_splits, split_by_content, split_by_name
@@ -203,7 +203,5 @@ def open_huggingface(data: DataConfig) -> Source:
 def _builder(path: str, subset: str | None) -> tuple[Any, str | None]:
     """Return builder and revision; once a process, since the Hub may be gone later."""
     name, _, revision = (path, "", "") if Path(path).exists() else path.partition("@")
-    try:
+    with refusing(Exception, prefix=f"data.path: cannot load '{path}' as a data set (", suffix=")"):
         return extra("datasets").load_dataset_builder(name, subset, revision=revision or None), revision or None
-    except Exception as error:
-        raise ConfigError(f"data.path: cannot load '{path}' as a data set ({error!r})") from None
