@@ -94,7 +94,7 @@ class Head(nn.Linear):
         self.tied_to = (embedding,)
         self.weight = embedding.weight
 
-    def tie_again(self) -> None:
+    def tie_again(self, *_: Any) -> None:
         """Share the embedding's weight again, if loading made two of it.
 
         Raises ValueError if they differ.

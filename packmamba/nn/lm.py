@@ -96,7 +96,7 @@ class MambaLM(nn.Module):
         self.lm_head = Head(d_model, vocab_size, bias=False)
         if tie_embeddings:
             self.lm_head.tie(embedding)
-            self.register_load_state_dict_post_hook(_tie_again)
+            self.lm_head.register_load_state_dict_post_hook(Head.tie_again)
         self._start = add_norm  # or compiled, see ``compile_blocks``
 
     def init_weights(self) -> None:
@@ -305,10 +305,6 @@ class Block(nn.Module):
             mixed = call(self.mlp, normed, self.norm2.weight, recompute=self.recompute)
             residual, normed = add_norm(residual, mixed, self.norm2.eps)
         return residual, normed, state
-
-
-def _tie_again(model: MambaLM, _: Any) -> None:
-    model.lm_head.tie_again()
 
 
 def add_norm(residual: Tensor, mixed: Tensor, epsilon: Any) -> tuple[Tensor, Tensor]:
