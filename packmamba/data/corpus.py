@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from packmamba.data.tokenizer import token_dtype
-from packmamba.layout import MAX_SLOTS
 
 META = "meta.json"
 SPLITS = ("train", "validation", "test")
@@ -157,7 +156,7 @@ class Mixture(Joined):
     parts, ``group_names`` the parts' names, ``vocab_size`` the largest.
     """
 
-    def __init__(self, parts: list[Corpus], names: list[str], weights: list[float], longest: int = MAX_SLOTS) -> None:
+    def __init__(self, parts: list[Corpus], names: list[str], weights: list[float], longest: int) -> None:
         super().__init__(tokens=None, lengths=np.concatenate([part.lengths for part in parts]))
         self.parts = parts
         self.group_names = self.source_names = names
