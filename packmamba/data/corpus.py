@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from packmamba.config import refusing
 from packmamba.data.tokenizer import token_dtype
 
 META = "meta.json"
@@ -100,16 +101,19 @@ class Corpus(Documents):
     def __init__(self, folder: str | Path, split: str) -> None:
         self.folder = Path(folder).resolve()
         self.split = split
-        meta = json.loads((self.folder / META).read_text())
-        # The files have no headers: META tells their sizes, and by the vocabulary their dtype.
-        self.vocab_size: int = meta["vocab_size"]
-        counts = meta["splits"][split]
-        self.corpus_hash: str = counts.get("hash", meta["corpus_hash"])
-        self.group_names: list[str] = counts.get("groups", [])
-        targets = self._map("targets", "<i4", counts["tokens"]) if "answers" in counts else None
-        tokens = self._map("tokens", token_dtype(self.vocab_size), counts["tokens"])
-        super().__init__(tokens, self._map("lengths", "<i4", counts["documents"]), targets)
-        self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
+        damaged = f"data.cache_dir: the corpus {self.folder} is damaged ("
+        with refusing(OSError, ValueError, KeyError, prefix=damaged, suffix="); delete the folder"):
+            meta = json.loads((self.folder / META).read_text())
+            # The files have no headers: META tells their sizes, and by the vocabulary their dtype.
+            self.vocab_size: int = meta["vocab_size"]
+            self.splits: dict[str, Any] = meta["splits"]
+            counts = self.splits[split]
+            self.corpus_hash: str = counts.get("hash", meta["corpus_hash"])
+            self.group_names: list[str] = counts.get("groups", [])
+            targets = self._map("targets", "<i4", counts["tokens"]) if "answers" in counts else None
+            tokens = self._map("tokens", token_dtype(self.vocab_size), counts["tokens"])
+            super().__init__(tokens, self._map("lengths", "<i4", counts["documents"]), targets)
+            self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
 
     def _map(self, name: str, dtype: Any, size: int) -> np.ndarray:
         # A plain view: slicing a memmap is several times slower.

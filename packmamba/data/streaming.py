@@ -120,7 +120,10 @@ class StreamedCorpus(Joined):
         while len(self.parts) <= number:
             shard = _shard(self.folder, len(self.parts))
             if shard.exists():
-                self._add(shard)
+                part = Corpus(shard, "train")
+                self.parts.append(part)
+                self.firsts.append(self.firsts[-1] + part.num_documents)
+                self.lengths = np.concatenate([self.lengths, part.lengths])
             elif (self.folder / COMPLETE).exists() and not shard.exists():
                 written = int((self.folder / COMPLETE).read_text())
                 need(len(self.parts) == written, "data.cache_dir", f"{shard}", "none; delete its folder")
@@ -136,14 +139,6 @@ class StreamedCorpus(Joined):
                     said_at = float("inf")
                 time.sleep(INTERVAL)
         return True
-
-    def _add(self, shard: Path) -> None:
-        damaged = f"data.cache_dir: the shard {shard} is damaged ("
-        with refusing(OSError, ValueError, KeyError, prefix=damaged, suffix="); delete its folder"):
-            part = Corpus(shard, "train")
-        self.parts.append(part)
-        self.firsts.append(self.firsts[-1] + part.num_documents)
-        self.lengths = np.concatenate([self.lengths, part.lengths])
 
 
 def _shard(folder: Path, number: int) -> Path:

@@ -4,7 +4,6 @@ Files are little-endian, without headers.
 """
 
 import functools
-import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +14,7 @@ from tqdm import tqdm
 
 from packmamba.config import ConfigError, DataConfig, need, refusing
 from packmamba.data import streaming
-from packmamba.data.corpus import META, SPLITS, Corpus, Mixture
+from packmamba.data.corpus import SPLITS, Corpus, Mixture
 from packmamba.data.encoding import Opened, SplitWriter, encode, open_documents, write_meta
 from packmamba.data.packing import STRATEGIES
 from packmamba.data.sources import parts_of
@@ -56,11 +55,8 @@ def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
         with space_for(folder), refusing(OSError, prefix=failed, suffix=")"), lock:
             if not folder.exists():  # another process may have made it while this one waited
                 _tokenize(folder, data, opened, progress)
-    damaged = f"data.cache_dir: the corpus {folder} is damaged ("
-    with refusing(OSError, ValueError, KeyError, prefix=damaged, suffix="); delete the folder"):
-        splits = json.loads((folder / META).read_text())["splits"]
-        train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
-        test = Corpus(folder, "test") if "test" in splits else None
+    train, validation = Corpus(folder, "train"), Corpus(folder, "validation")
+    test = Corpus(folder, "test") if "test" in train.splits else None
     return Corpora(train, validation, train.corpus_hash, test)
 
 
