@@ -168,11 +168,9 @@ def _encode(tokenizer: Tokenizer, documents: list[Document]) -> list[Encoded]:
     encoded = []
     for document, parts in zip(documents, cut):
         ids_of_parts = [next(ids) for _ in parts]
-        if document.answers is None:
-            encoded.append(Encoded(ids_of_parts[0]))
-            continue
-        is_answer = [part_is_answer for _, part_is_answer in parts]
-        answered = np.repeat(is_answer, [len(ids_of_part) for ids_of_part in ids_of_parts])
+        answered = None
+        if document.answers is not None:
+            answered = np.repeat([is_answer for _, is_answer in parts], [*map(len, ids_of_parts)])
         encoded.append(Encoded(np.concatenate(ids_of_parts), answered))
     return encoded
 
