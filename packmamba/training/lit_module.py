@@ -419,23 +419,18 @@ def make_model(config: Config, vocab_size: int) -> MambaLM:
     Raises ConfigError.
     """
     model = config.model
+    shared: Any = {"recompute": model.recompute, "backend": config.ops.backend}
     if model.pretrained is not None:
-        return _load_pretrained(config, vocab_size)
+        with refusing(FileNotFoundError, ValueError, prefix="model.pretrained: "):
+            loaded = MambaLM.from_pretrained(str(model.pretrained), **shared)
+        rows = len(loaded.lm_head.weight)
+        expected = f"an embedding of the corpus's {vocab_size} ids"
+        need(rows >= vocab_size, "model.pretrained", expected, f"{rows}; set data.tokenizer to the checkpoint's")
+        return loaded
     # The embedding may have more rows than the corpus has ids, as padded or published ones do.
     rows = vocab_size if model.vocab_size is None else model.vocab_size
     need(rows >= vocab_size, "model.vocab_size", f"at least the corpus's {vocab_size}", rows)
-    names = ("d_model", "n_layer", "tie_embeddings", "recompute", "mixer")
+    names = ("d_model", "n_layer", "tie_embeddings", "mixer")
     options = {name: getattr(model, name) for name in names}
     with refusing(ValueError, TypeError, prefix="model."):
-        made = MambaLM(rows, backend=config.ops.backend, **options, **model.of_mixer())
-    return made
-
-
-def _load_pretrained(config: Config, vocab_size: int) -> MambaLM:
-    options = {"recompute": config.model.recompute, "backend": config.ops.backend}
-    with refusing(FileNotFoundError, ValueError, prefix="model.pretrained: "):
-        model = MambaLM.from_pretrained(str(config.model.pretrained), **options)
-    rows = len(model.lm_head.weight)
-    expected = f"an embedding of the corpus's {vocab_size} ids"
-    need(rows >= vocab_size, "model.pretrained", expected, f"{rows}; set data.tokenizer to the checkpoint's")
-    return model
+        return MambaLM(rows, **shared, **options, **model.of_mixer())
