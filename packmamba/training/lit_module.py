@@ -31,25 +31,31 @@ START_TOKENS = 32  # of a document: ``val/loss_start`` is their mean loss
 
 
 class BucketedLoss(Metric):
-    """Sum losses and count targets by bucket."""
+    """Compute the mean loss of each bucket of targets, such as the sources of a mixture."""
 
     full_state_update = False
     sums: Tensor
     counts: Tensor
 
-    def __init__(self, num_buckets: int) -> None:
+    def __init__(self, buckets: Sequence[Any]) -> None:
         super().__init__()
+        self.buckets = buckets
         for name, dtype in {"sums": torch.float64, "counts": torch.int64}.items():
-            self.add_state(name, torch.zeros(num_buckets, dtype=dtype), dist_reduce_fx="sum")
+            self.add_state(name, torch.zeros(len(buckets), dtype=dtype), dist_reduce_fx="sum")
 
     def _apply(self, fn: Any, *arguments: Any, **options: Any) -> Any:
         """Keep dtypes under precision bf16-true and 16-true: bfloat16 sums stop growing."""
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), *arguments, **options)
 
-    def add(self, losses: Tensor, bucket: Tensor) -> None:
-        """Add losses of targets (T,) to their buckets (T,)."""
-        self.sums.index_add_(0, bucket, losses.to(self.sums.dtype))
+    def update(self, losses: Tensor, loss_mask: Tensor, bucket: Tensor) -> None:
+        """Add (B, L) of a batch."""
+        bucket = bucket[loss_mask]
+        self.sums.index_add_(0, bucket, losses[loss_mask].to(self.sums.dtype))
         self.counts.index_add_(0, bucket, torch.ones_like(bucket, dtype=self.counts.dtype))
+
+    def compute(self) -> dict[Any, Tensor]:
+        """Return means in nats, NaN of a bucket without targets."""
+        return dict(zip(self.buckets, self.sums / self.counts))
 
 
 class LossByPosition(BucketedLoss):
@@ -61,13 +67,12 @@ class LossByPosition(BucketedLoss):
     edges: Tensor
 
     def __init__(self) -> None:
-        super().__init__(len(POSITION_EDGES))
+        super().__init__(POSITION_EDGES)
         self.register_buffer("edges", torch.tensor(POSITION_EDGES[1:]), persistent=False)
 
     def update(self, losses: Tensor, loss_mask: Tensor, position_indices: Tensor) -> None:
         """Add (B, L) of a batch."""
-        buckets = torch.bucketize(position_indices[loss_mask], self.edges, right=True)
-        self.add(losses[loss_mask], buckets)
+        super().update(losses, loss_mask, torch.bucketize(position_indices, self.edges, right=True))
 
     def compute(self) -> dict[str, Tensor]:
         """Return means in nats."""
@@ -76,24 +81,6 @@ class LossByPosition(BucketedLoss):
         sums, counts = self.sums, self.counts
         means = {name: sums[:end].sum() / counts[:end].sum() for name, end in ends.items()}
         return {**means, "by_position": self.sums / self.counts, "counts": self.counts}
-
-
-class LossBySource(BucketedLoss):
-    """Compute the mean loss of each source of a mixture."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        super().__init__(len(names))
-        self.names = names
-
-    def update(self, losses: Tensor, batch: PackedBatch) -> None:
-        """Add (B, L) of a batch; one without documents has no source."""
-        if batch.source is not None:
-            document = batch.layout.documents[batch.loss_mask]
-            self.add(losses[batch.loss_mask], batch.source[document])
-
-    def compute(self) -> dict[str, Tensor]:
-        """Return means in nats, NaN of a source without targets."""
-        return dict(zip(self.names, self.sums / self.counts))
 
 
 class PackedLitModule(lightning.LightningModule):
@@ -148,7 +135,7 @@ class PackedLitModule(lightning.LightningModule):
         if isinstance(self.model, MambaLM):
             self.save_hyperparameters({"model": dict(self.model.config)})
         self.alone, self.as_trained = LossByPosition(), LossByPosition()
-        self.by_source: LossBySource | None = None  # made when batches of a mixture come
+        self.by_source: BucketedLoss | None = None  # made when batches of a mixture come
         self._graphs: BatchGraphs | None = None
 
     @classmethod
@@ -331,8 +318,9 @@ class PackedLitModule(lightning.LightningModule):
         metric.update(losses, batch.loss_mask, batch.layout.position_indices)
         if batch.source_names and metric is self.alone:
             if self.by_source is None:
-                self.by_source = LossBySource(batch.source_names).to(self.device)
-            self.by_source.update(losses, batch)
+                self.by_source = BucketedLoss(batch.source_names).to(self.device)
+            if batch.source is not None:  # a rank's batch may hold no document
+                self.by_source.update(losses, batch.loss_mask, batch.source[batch.layout.documents])
 
     def on_validation_epoch_start(self) -> None:
         """Empty the metrics and the states that validation carries."""
