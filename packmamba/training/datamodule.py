@@ -154,7 +154,7 @@ class PackedDataModule(lightning.LightningDataModule):
         """
         trainer = self.trainer
         if trainer is None:
-            return self._loader(DataLoader, self.steps, StepSampler(lambda: 0, len(self.steps)))
+            return self._loader(self.steps, len(self.steps))
         has_steps = trainer.max_steps > 0 and trainer.max_epochs in (-1, None)
         # A module with automatic optimisation may accumulate several StepBatches into one step. All
         # documents are counted only if asked for: that waits for a streamed corpus.
@@ -163,8 +163,7 @@ class PackedDataModule(lightning.LightningDataModule):
         # and not optimizer steps, of which a module may take any number in one. A function, since
         # one loader serves all epochs.
         progress: Any = trainer.fit_loop.epoch_loop.batch_progress
-        sampler = StepSampler(lambda: progress.total.processed, epoch)
-        return self._loader(StepLoader, self.steps, sampler)
+        return self._loader(self.steps, epoch, first=lambda: progress.total.processed)
 
     def val_dataloader(self) -> list[DataLoader[PackedBatch]]:
         """Load the validation documents; a second loader, if any, has them as trained."""
@@ -193,9 +192,8 @@ class PackedDataModule(lightning.LightningDataModule):
         return self.corpora.validation
 
     def _evaluation_loader(self, plan: StepPlan) -> DataLoader[PackedBatch]:
-        sampler = StepSampler(lambda: 0, len(plan.micro_batches))
         make = partial(make_batch, plan.corpus, plan.rows)
-        return self._loader(DataLoader, plan.micro_batches, sampler, make)
+        return self._loader(plan.micro_batches, len(plan.micro_batches), make=make)
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """Move a step or batch, without waiting for the copy.
@@ -206,15 +204,14 @@ class PackedDataModule(lightning.LightningDataModule):
             batch = batch.shard(self.context)
         return batch.to(device, non_blocking=True)
 
-    def _loader(
-        self, kind: type[DataLoader], dataset: Any, sampler: StepSampler, make: Callable[[Any], Any] | None = None
-    ) -> DataLoader:
+    def _loader(self, dataset: Any, length: int, first: Any = lambda: 0, make: Any = None) -> Any:
+        """Load ``length`` items from ``first()`` on; ``make`` makes a batch of one."""
         on_gpu = self.trainer is not None and self.trainer.strategy.root_device.type == "cuda"
         options: dict[str, Any] = {"num_workers": self.config.num_workers, "pin_memory": on_gpu, "collate_fn": make}
         # A loader made on resuming must not move the global generator.
         options |= {"worker_init_fn": partial(_start_worker, self.plugins), "generator": torch.Generator()}
         # Batches are made whole by the dataset, hence ``batch_size=None``.
-        return kind(dataset, batch_size=None, sampler=sampler, **options)
+        return StepLoader(dataset, batch_size=None, sampler=StepSampler(first, length), **options)
 
 
 class StepLoader(DataLoader):
