@@ -164,12 +164,12 @@ def cut_single_document(source: Source, data: DataConfig) -> Source:
         return [document._replace(held_out=True, content=part) for part in parts]
 
     @functools.cache
-    def parts() -> tuple[list[Document], list[Document]] | None:
-        """Return training and validation documents, and test documents; None unless single."""
+    def readers() -> tuple[Read, Any]:
+        """Return readers of training and validation, and of test: the source's unless single."""
         filled = (document for document in source.read() if len(document.content))
         first_two = list(itertools.islice(filled, 2))
         if len(first_two) != 1 or first_two[0].targets is not None or first_two[0].answers is not None:
-            return None
+            return source.read, source.read_test
         document, content = first_two[0], first_two[0].content
         first_test = len(content) - _part_length(content, data.test_fraction)
         trained = first_test - _part_length(content, data.validation_fraction)
@@ -180,19 +180,12 @@ def cut_single_document(source: Source, data: DataConfig) -> Source:
         expected = f"at least {MIN_PART} left to train on"
         need(trained >= MIN_PART, "data.validation_fraction", expected, f"{trained} {got}")
         train = document._replace(held_out=False, content=content[:trained])
-        validation = held_out(document, content[trained:first_test])
-        return [train, *validation], held_out(document, content[first_test:])
+        parts = [train, *held_out(document, content[trained:first_test])]
+        test = held_out(document, content[first_test:])
+        return lambda: iter(parts), (lambda: iter(test)) if data.test_fraction else source.read_test
 
-    def read() -> Iterator[Document]:
-        cut = parts()
-        yield from source.read() if cut is None else cut[0]
-
-    def read_test() -> Iterator[Document]:
-        cut = parts() if data.test_fraction else None
-        whole: Any = source.read_test
-        yield from whole() if cut is None else cut[1]
-
-    return replace(source, read=read, read_test=source.read_test and read_test)
+    read_test = source.read_test and (lambda: readers()[1]())
+    return replace(source, read=lambda: readers()[0](), read_test=read_test)
 
 
 def _part_length(content: Any, fraction: float) -> int:
