@@ -52,6 +52,13 @@ class StepPlan(NamedTuple):
     micro_batches: list[Integers]
 
 
+def longest_trained(data: DataConfig) -> int:
+    """Return how many tokens of a document are trained on, where longer ones are truncated."""
+    # Documents that are cut into pieces first lose nothing.
+    cuts = data.cut_documents or STRATEGIES[data.strategy].splits_documents
+    return data.row_length if data.overlong == "truncate" and data.row_length and not cuts else MAX_SLOTS
+
+
 def pieces_of(corpus: Documents, documents: Integers, longest: int | None = None) -> Pieces:
     """Take whole documents in this order; cut those longer than ``longest`` tokens, if given."""
     pieces = Pieces.whole(documents, corpus.lengths[documents])
@@ -163,9 +170,7 @@ class StepSchedule:
         self.exact = self.data.batching == "matched" and self.data.cut_at_steps
         # Steps of exact size cut documents, so truncate comes before: else the ends that it leaves
         # out would begin later steps.
-        splits = STRATEGIES[self.data.strategy].splits_documents or self.data.cut_documents
-        truncates = self.exact and self.data.overlong == "truncate" and not splits
-        self.longest = (self.data.row_length if truncates else None) or MAX_SLOTS
+        self.longest = longest_trained(self.data) if self.exact else MAX_SLOTS
         self.budget = self.data.tokens_per_step
         if not self.corpus.is_streamed:
             # A corpus smaller than a step is one step: no step holds a document twice.

@@ -16,11 +16,10 @@ from packmamba.config import ConfigError, DataConfig, need, refusing
 from packmamba.data import streaming
 from packmamba.data.corpus import SPLITS, Corpus, Mixture
 from packmamba.data.encoding import Opened, SplitWriter, encode, open_documents, write_meta
-from packmamba.data.packing import STRATEGIES
+from packmamba.data.schedule import longest_trained
 from packmamba.data.sources import parts_of
 from packmamba.data.sources.source import SEED
 from packmamba.files import space_for, work_folder
-from packmamba.layout import MAX_SLOTS
 
 
 class Corpora(NamedTuple):
@@ -67,9 +66,7 @@ def _load_mixture(data: DataConfig, progress: bool) -> Corpora:
         with refusing(ConfigError, prefix=f"data.sources[{number}]: "):
             corpora.append(load_corpora(part.data, progress))
     mixed = {}
-    # Documents that are cut into pieces first lose nothing.
-    cuts = data.cut_documents or STRATEGIES[data.strategy].splits_documents
-    longest = data.row_length if data.overlong == "truncate" and data.row_length and not cuts else MAX_SLOTS
+    longest = longest_trained(data)
     # A split of the mixture holds the sources that have this split: some have no test documents.
     for split in SPLITS:
         chosen = [(getattr(one, split), part) for one, part in zip(corpora, parts) if getattr(one, split)]
