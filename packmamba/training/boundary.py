@@ -155,6 +155,9 @@ class StatefulBoundary(Boundary):
     sharded = False
     SAVED: tuple[str, ...] = ("stored",)
 
+    def __init__(self) -> None:
+        self.reset()
+
     def state_dict(self) -> dict[str, Any]:
         """Return the attributes in ``SAVED``, on the CPU."""
         return {name: tree_map_only(Tensor, Tensor.cpu, getattr(self, name)) for name in self.SAVED}
@@ -199,7 +202,8 @@ class Carry(StatefulBoundary):
     continues = True
     SAVED: tuple[str, ...] = ("stored", "age")
 
-    def __init__(self) -> None:
+    def reset(self) -> None:
+        """Forget all stored states."""
         self.stored: dict[int, RowStates] = {}  # by turn
         self.age: int | None = None  # steps since the states that were last used ended
 
@@ -256,11 +260,6 @@ class Carry(StatefulBoundary):
         age = {} if self.age is None else {"state_age_steps": self.age}
         return {"state_bytes": sum(tensor.nbytes for tensor in stored), **age}
 
-    def reset(self) -> None:
-        """Forget all stored states."""
-        self.stored.clear()
-        self.age = None
-
 
 class CarryScan(Carry):
     """Continue the state of the recurrence; start the convolution fresh."""
@@ -307,7 +306,6 @@ class FittedNoise(Carry):
         is_decay = isinstance(memory, float | int) and 0 <= memory < 1
         need(is_decay, "trainer.boundary_options.memory", "at least 0 and below 1", repr(memory))
         self.memory = memory
-        self.reset()
 
     def reset(self) -> None:
         """Forget stored states and moments; the generator is seeded again when first used."""
@@ -369,7 +367,8 @@ class FittedNoise(Carry):
 class StatePassingWithinRow(StatefulBoundary):
     """Start each document but its row's first from a row's final state in the previous batch."""
 
-    def __init__(self) -> None:
+    def reset(self) -> None:
+        """Forget the stored states."""
         self.stored: States | None = None  # (rows that held a document, ...)
 
     def incoming(self, model: MambaLM, batch: PackedBatch) -> States:
@@ -395,10 +394,6 @@ class StatePassingWithinRow(StatefulBoundary):
         if batch.layout.num_documents:
             (rows,) = torch.where(end_positions(on_host(batch.layout)) >= 0)
             self.stored = index_states(final, rows)
-
-    def reset(self) -> None:
-        """Forget the stored states."""
-        self.stored = None
 
 
 def on_host(layout: SequenceLayout) -> SequenceLayout:
