@@ -128,7 +128,7 @@ def count_step(corpus: Documents, plan: RowPlan, micro_batches: Sequence[Integer
 def _count_targets(corpus: Documents, pieces: Pieces) -> int:
     """Count tokens that predict their next one, or that have an answer."""
     if not corpus.has_answers:
-        return pieces.num_targets
+        return pieces.num_tokens - int(pieces.ends_document.sum())
     # Answers are sparse and known only to the corpus: read the targets.
     return sum(int((corpus.read(*place)[1] >= 0).sum()) for place in pieces.places())
 

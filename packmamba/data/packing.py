@@ -85,11 +85,6 @@ class Pieces:
         """Tell of each piece whether nothing that is read of its document follows, (P,)."""
         return self.start + self.length == self.end
 
-    @property
-    def num_targets(self) -> int:
-        """Count tokens that have a next token in what is read of their document."""
-        return self.num_tokens - int(np.count_nonzero(self.ends_document))
-
     def places(self) -> Iterator[tuple[int, int, int, bool]]:
         """Yield what ``Documents.read`` takes of each piece.
 
