@@ -325,11 +325,6 @@ class Contrast(NamedTuple):
         return f"{self.arm.label} - {self.other.title}"
 
     @property
-    def primary(self) -> bool:
-        """Return whether the sweep named it beforehand."""
-        return self.comparison.family == "primary"
-
-    @property
     def margin(self) -> float | None:
         """The margin that the sweep names, in the metric's unit."""
         return self.arm.sweep.get("margin")

@@ -393,11 +393,12 @@ def _evaluation(name: str, metrics: Sequence[str], arms: Arms) -> Table:
 
 
 def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
+    families = [each.comparison.family for each in contrasts]
     rows = []
     for contrast in contrasts:
         found = contrast.ruling.estimate
         # Contrasts that Holm's adjustment counts together.
-        family = sum(other.primary == contrast.primary for other in contrasts)
+        family = families.count(contrast.comparison.family)
         diverged = Cell(_diverged(contrast) or "-", contrast.comparison.divergence[:4])
         row: Row = {"contrast": contrast.name, "primary": contrast.comparison.family}
         row |= {"seeds": found.seeds, "groups": found.groups if found.groups > 1 else None}
