@@ -84,6 +84,10 @@ class Arm:
         value = self.runs.iloc[0].get(f"config.{key}")
         return absent if value is None else value
 
+    def value(self, name: str) -> Any:
+        """Return a key's value in the arm's configuration, or a metric by seed."""
+        return self.says(name) if f"config.{name}" in self.runs else self[name]
+
     @cached_property
     def scheme(self) -> str:
         """Return one of ``SCHEMES``, or ``packed-`` and the boundary scheme."""

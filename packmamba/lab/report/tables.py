@@ -261,14 +261,9 @@ def _metric_column(metric: str, arms: Arms) -> Column:
     return Column(title(metric), (metric, f"{metric}_sd"))
 
 
-def _metric_values(arm: Arm, columns: Iterable[Column], prefix: str = "") -> Row:
+def _values(arm: Arm, metrics: Iterable[str], prefix: str = "") -> Row:
     """Return an arm's values in ``_metric_column``'s; ``prefix`` is not in their names."""
-    values: Row = {}
-    for column in columns:
-        metric = column.names[0]
-        is_key = column.names == (metric,) and not column.form
-        values[metric] = arm.says(metric) if is_key else arm[prefix + metric]
-    return values
+    return {metric: arm.value(prefix + metric) for metric in metrics}
 
 
 def _difference_column(heading: str, name: str = "difference", pairs: str = "pairs") -> Column:
@@ -342,12 +337,11 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
         columns += [_metric_column(metric, arms), difference]
     columns += make_columns("!verdict") if _is_ruled(arms) else []
     columns += [_metric_column(metric, arms) for metric in more]
-    measured = [_metric_column(metric, arms) for metric in (*metrics, *more)]
     verdicts = {each.arm: each.verdict for each in contrasts if each.other is each.arm.baseline}
     rows = []
     for arm in arms:
         row: Row = {"arm": arm.label, "seeds": _seeds_cell(arm, arms), "verdict": verdicts.get(arm, "-")}
-        row |= _metric_values(arm, measured)
+        row |= _values(arm, [*metrics, *more])
         row |= {f"{metric}_difference": aggregate.difference(arm, metric) for metric in metrics}
         rows.append(row)
     heading = f"{', '.join(map(title, metrics))} by arm"
@@ -385,7 +379,7 @@ def _evaluation(name: str, metrics: Sequence[str], arms: Arms) -> Table:
     for arm in evaluated:
         row: Row = {"arm": arm.label, "seeds": _seeds_cell(arm, evaluated, main)}
         row["difference"] = aggregate.difference(arm, main)
-        rows.append(row | _metric_values(arm, [first, *others], f"{name}."))
+        rows.append(row | _values(arm, metrics, f"{name}."))
     groups = max((row["difference"].groups for row in rows if row["difference"]), default=1)
     notes = [f"Intervals are over seeds and {groups} groups of documents."] * (groups > 1)
     columns = [*make_columns("!arm | seeds"), first, minus, *others]
@@ -523,18 +517,16 @@ def _positions(arms: Arms) -> Table:
 
 def throughput_tables(records: Records) -> list[Table]:
     """Tabulate the speed of arms whose steps took turns in one process."""
-    # Without the variant, which is the run: it has a column of its own.
-    timed = [replace(arm, variant=()) for arm in aggregate.timed_arms(records)]
-    steps = ("rounds", "seconds_per_step_median", "seconds_per_step_spread")
-    measured = [_metric_column(metric, []) for metric in (*steps, *aggregate.SPEEDS)]
+    metrics = ("rounds", "seconds_per_step_median", "seconds_per_step_spread", *aggregate.SPEEDS)
     rows = []
-    for arm in timed:
+    for arm in aggregate.timed_arms(records):
         run = Cell((arm.timing or "")[:8], (arm.timing,))
-        rows.append({"arm": arm.label, "run": run} | _metric_values(arm, measured))
+        rows.append({"arm": arm.name, "run": run} | _values(arm, metrics))
+    measured = [_metric_column(metric, []) for metric in metrics]
     columns = [*make_columns("!arm"), *measured, *make_columns("run")]
     note = "Only arms of one run compare. Speedup: over the arm with 1.00x."
     heading = "Time of optimizer steps, arms interleaved in one process"
-    return [make_table("throughput", heading, columns, rows, note)] if timed else []
+    return [make_table("throughput", heading, columns, rows, note)] if rows else []
 
 
 def evaluation_tables(records: Records) -> list[Table]:
@@ -560,12 +552,11 @@ def _evaluated_models(name: str, task: str, records: Records) -> Table:
         models[arm] = Arm(arm, (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
     first = next(models[arm] for arm in (*aggregate.BASELINES, *models) if arm in models)
     metrics = main_first(list(first.runs.select_dtypes(float)))
-    measured = [_metric_column(metric, []) for metric in metrics]
-    columns = [*make_columns("!arm | runs:d"), *measured]
+    columns = make_columns("!arm | runs:d") + [_metric_column(metric, []) for metric in metrics]
     rows: list[Row] = []
     # Sorting is stable: the others stay as they came.
     for model in sorted(models.values(), key=lambda model: model is not first):
-        rows.append({"arm": model.label, "runs": len(model.runs)} | _metric_values(model, measured))
+        rows.append({"arm": model.label, "runs": len(model.runs)} | _values(model, metrics))
         found = None if model is first else aggregate.item_difference(model, first, metrics[0])
         if found:
             # Its pairs are groups of items.
