@@ -347,11 +347,10 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
     """
     pairs, absent = _named_pairs(arms)
     comparisons = {}
-    for (arm, other), primary in pairs.items():
+    for (arm, other), family in pairs.items():
         same = same_documents(arm, other)
         # Of other documents no equivalence is claimed.
         margin = arm.sweep.get("margin") if same else None
-        family = "primary" if primary else "exploratory"
         is_leak = same and arm.leaks and not other.leaks
         differences = paired(arm, other, metric)
         diverged = divergence(arm, other)
@@ -361,9 +360,9 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
     return [Contrast(*pair, comparisons[pair], rulings[pair]) for pair in pairs]
 
 
-def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
-    """Return pairs of arms, true if primary, and the number of primary ones without runs."""
-    pairs = {(arm, arm.baseline): False for arm in arms if arm is not arm.baseline}
+def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], str], int]:
+    """Return pairs of arms with their family, and the number of primary ones without runs."""
+    pairs = {(arm, arm.baseline): "exploratory" for arm in arms if arm is not arm.baseline}
     absent = 0
     named = [(arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())]
     for setting, name in dict.fromkeys(named):
@@ -372,7 +371,7 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], bool], int]:
         titles = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
         if first in titles and (second in titles or not second):
             arm = titles[first]
-            pairs[arm, titles.get(second, arm.baseline)] = True
+            pairs[arm, titles.get(second, arm.baseline)] = "primary"
         else:
             absent += 1
     return pairs, absent
