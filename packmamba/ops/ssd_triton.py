@@ -274,24 +274,27 @@ def _backward(
     forward, reverse = Role(a.initial_state, starts, None, states), Role(dfinal, ends, None, dstates)
     problem.walk_states(inputs, forward, reverse, FORWARD=True, REVERSE=True)
 
+    # dC and dB by share of a group's heads; None: one share, which is finished where it is summed.
+    number = sums["state_parts"].shares
+    shares = None if number == 1 else a.A.new_empty(2, number, groups, sizes.rows, states_of_group)
+    if shares is None:
+        first.wait_stream(second)
     # dx, from gradients of states and from later tokens of the chunk.
     second.wait_stream(first)
     with torch.cuda.stream(second):
         arguments = (inputs, a.D, dstates, slots_of(dx), *tables, sums["input_gradients"])
         problem.launch("input_gradients", 2 * programs["input_gradients"], *arguments)
-    # What states give to dB, dC and step sizes: dC and dB by share of a group's heads, which
-    # ``finish`` sums; ``through`` by chunk and head.
+    # What states give to dB, dC and step sizes; ``through`` by chunk and head.
     through = a.A.new_empty(problem.chunks, problem.heads)
-    shares = a.A.new_empty(2, sums["state_parts"].shares, groups, sizes.rows, states_of_group)
-    arguments = (inputs, states, dstates, found, through, shares, *tables, sums["state_parts"])
+    of_pairs = (pairs, sums["pair_parts"].shares, slots_of(dC), slots_of(dB))
+    arguments = (inputs, states, dstates, found, through, shares, *of_pairs, *tables, sums["state_parts"])
     problem.launch("state_parts", 4 * programs["state_parts"], *arguments, tile=described)
     first.wait_stream(second)
-    # dB and dC: shares in order, then pairs by C and B.
-    columns = min(64, problem.M)
-    tiles = problem.chunks * groups * triton.cdiv(states_of_group, columns)
-    parts = (shares, sums["state_parts"].shares, pairs, sums["pair_parts"].shares)
-    arguments = (inputs, *parts, slots_of(dB), slots_of(dC), plan.chunks, sizes)
-    problem.launch("finish", 2 * tiles, *arguments, COLUMNS=columns)
+    if shares is not None:
+        columns = min(64, problem.M)
+        tiles = problem.chunks * groups * triton.cdiv(states_of_group, columns)
+        arguments = (inputs, shares, number, *of_pairs, plan.chunks, sizes)
+        problem.launch("finish", 4 * tiles, *arguments, COLUMNS=columns)
     # Gradients of delta, of the rates A and of the bias, by chunk and head.
     partial = a.A.new_empty(2, problem.chunks, problem.heads)
     grid = (problem.chunks, triton.cdiv(problem.heads, 8))

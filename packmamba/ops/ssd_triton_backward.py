@@ -168,10 +168,14 @@ def state_part(
 
 
 @triton.jit
-def state_parts(inputs, states, dstates, found, through, shares, decays, chunks, sizes, sums, tile: tl.constexpr):
+def state_parts(
+    inputs, states, dstates, found, through, shares, pairs, pair_number, dC, dB, decays, chunks, sizes, sums,
+    tile: tl.constexpr,
+):  # fmt: skip
     """Compute what states around a chunk give to dC, dB, passes and added, and ``through``.
 
-    shares: (2, shares of a group, G, K * CHUNK, N), of dC, then of dB.
+    shares: (2, shares of a group, G, K * CHUNK, N), of dC, then of dB, for ``finish``; None: a
+    group has one share, and dC and dB are finished here.
     """
     groups = sizes.heads // sizes.shared
     # Programs: block, role (dC, dB), share of a group's heads, chunk.
@@ -179,42 +183,50 @@ def state_parts(inputs, states, dstates, found, through, shares, decays, chunks,
     some, k = tl.program_id(0) // 4 % (groups * sums.shares), tl.program_id(0) // 4 // (groups * sums.shares)
     begin, count, before, after = load_chunk(chunks, k, sizes.before, sizes.after)
     row = BLOCK * block
+    has_state = tl.where(role == 0, before, after) >= 0
     # No such block, or no state there: readers skip what is not written.
-    if (row >= count) | (tl.where(role == 0, before, after) < 0):
+    if (row >= count) | ((shares is not None) & (not has_state)):
         return
     group, first, last = heads_of(some, sums, sizes.shared)
     size = wide(sizes.heads) * tile.parts * tile.M * tile.T
-    if role == 0:
-        along = load_group(inputs.C, begin, count, group, row, sizes, tile)
-        out = state_part(
-            along, inputs.dy, states + before * size, found.state_passes, decays, sizes, begin, count, k, block, first, last,
-            tile, False,
+    out = tl.zeros((BLOCK, tile.M), tl.float32)
+    if has_state:
+        if role == 0:
+            along = load_group(inputs.C, begin, count, group, row, sizes, tile)
+            out = state_part(
+                along, inputs.dy, states + before * size, found.state_passes, decays, sizes, begin, count, k, block, first, last,
+                tile, False,
+            )  # fmt: skip
+            if (after >= 0) & (block == 0):
+                # <S, E> of each head: the trace of a product, by the first block's program.
+                p = tl.arange(0, tile.T)
+                inside = tl.arange(0, tile.M)[:, None] * tile.T + p[None, :]
+                for head in range(first, last):
+                    inner = tl.zeros((tile.T, tile.T), tl.float32)
+                    for part in tl.static_range(tile.parts):
+                        place = (head * tile.parts + part) * tile.M * tile.T
+                        # (M, T) each: S before the chunk, E after it.
+                        S = tl.load(states + before * size + place + inside)
+                        E = tl.load(dstates + after * size + place + inside)
+                        inner += multiply(tl.trans(S), E, tile)
+                    trace = tl.sum(tl.sum(tl.where(p[:, None] == p[None, :], inner, 0.0), 1), 0)
+                    early, late = load_wholes(decays, head, sizes, k)
+                    tl.store(through + wide(k) * sizes.heads + head, trace * tl.exp2(early + late))
+        else:
+            along = load_group(inputs.B, begin, count, group, row, sizes, tile)
+            out = state_part(
+                along, inputs.x, dstates + after * size, found.added, decays, sizes, begin, count, k, block, first, last,
+                tile, True,
+            )  # fmt: skip
+    if shares is None:
+        finish_rows(
+            out, inputs, pairs, pair_number, dC, dB, sizes, begin, count, k, group, role, block, 0, tile, tile.M
         )  # fmt: skip
-        if (after >= 0) & (block == 0):
-            # <S, E> of each head: the trace of a product, by the first block's program.
-            p = tl.arange(0, tile.T)
-            inside = tl.arange(0, tile.M)[:, None] * tile.T + p[None, :]
-            for head in range(first, last):
-                inner = tl.zeros((tile.T, tile.T), tl.float32)
-                for part in tl.static_range(tile.parts):
-                    place = (head * tile.parts + part) * tile.M * tile.T
-                    # (M, T) each: S before the chunk, E after it.
-                    S = tl.load(states + before * size + place + inside)
-                    E = tl.load(dstates + after * size + place + inside)
-                    inner += multiply(tl.trans(S), E, tile)
-                trace = tl.sum(tl.sum(tl.where(p[:, None] == p[None, :], inner, 0.0), 1), 0)
-                early, late = load_wholes(decays, head, sizes, k)
-                tl.store(through + wide(k) * sizes.heads + head, trace * tl.exp2(early + late))
     else:
-        along = load_group(inputs.B, begin, count, group, row, sizes, tile)
-        out = state_part(
-            along, inputs.x, dstates + after * size, found.added, decays, sizes, begin, count, k, block, first, last,
-            tile, True,
-        )  # fmt: skip
-    n = tl.arange(0, tile.M)
-    # Shares of dC come first, then those of dB.
-    share = (role * sums.shares + some % sums.shares) * groups + group
-    tl.store(shares + share_places(share, sizes, k, row, n, tile.N), out, (n < tile.N)[None, :])
+        n = tl.arange(0, tile.M)
+        # Shares of dC come first, then those of dB.
+        share = (role * sums.shares + some % sums.shares) * groups + group
+        tl.store(shares + share_places(share, sizes, k, row, n, tile.N), out, (n < tile.N)[None, :])
 
 
 @triton.jit
@@ -398,50 +410,64 @@ def block_inputs(
 
 @triton.jit
 def finish(
-    inputs, shares, number, pairs, pair_number, dB, dC, chunks, sizes, tile: tl.constexpr, COLUMNS: tl.constexpr
+    inputs, shares, number, pairs, pair_number, dC, dB, chunks, sizes, tile: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """Compute dB, dC of a block and COLUMNS states of a group: shares in order, pairs by C and B.
+    """Compute dC or dB of a block and COLUMNS states of a group: shares in order, and pairs.
 
     number, pair_number: of a group's shares in ``shares`` and ``pairs``.
     """
     groups = sizes.heads // sizes.shared
     tiles = tl.cdiv(tile.N, COLUMNS)
-    # Programs: block, columns of states, group, chunk.
-    block, column = tl.program_id(0) % 2, tl.program_id(0) // 2 % tiles * COLUMNS
-    group, k = tl.program_id(0) // 2 // tiles % groups, tl.program_id(0) // 2 // tiles // groups
+    # Programs: block, role (dC, dB), columns of states, group, chunk.
+    block, role = tl.program_id(0) % 2, tl.program_id(0) // 2 % 2
+    column = tl.program_id(0) // 4 % tiles * COLUMNS
+    group, k = tl.program_id(0) // 4 // tiles % groups, tl.program_id(0) // 4 // tiles // groups
     begin, count, before, after = load_chunk(chunks, k, sizes.before, sizes.after)
     row = BLOCK * block
     if row >= count:
         return
     n = column + tl.arange(0, COLUMNS)
-    of_C = tl.zeros((BLOCK, COLUMNS), tl.float32)
-    of_B = tl.zeros((BLOCK, COLUMNS), tl.float32)
+    has_state = tl.where(role == 0, before, after) >= 0
+    out = tl.zeros((BLOCK, COLUMNS), tl.float32)
     # What states gave: shares of heads in a fixed
     # order, so that sums have the same bits each time.
     for share in range(number):
-        place = share_places(share * groups + group, sizes, k, row, n, tile.N)
-        of_C += tl.load(shares + place, (n < tile.N)[None, :] & (before >= 0), 0.0)
-        place = share_places((number + share) * groups + group, sizes, k, row, n, tile.N)
-        of_B += tl.load(shares + place, (n < tile.N)[None, :] & (after >= 0), 0.0)
-    B_tiles = view_group(inputs.B, begin, count, group, sizes, BLOCK, tile, False)
-    C_tiles = view_group(inputs.C, begin, count, group, sizes, BLOCK, tile, False)
-    # What pairs of tokens gave: dC = (W d) B, dB = (W d).T C, within the block.
+        place = share_places((role * number + share) * groups + group, sizes, k, row, n, tile.N)
+        out += tl.load(shares + place, (n < tile.N)[None, :] & has_state, 0.0)
+    finish_rows(
+        out, inputs, pairs, pair_number, dC, dB, sizes, begin, count, k, group, role, block, column, tile, COLUMNS
+    )  # fmt: skip
+
+
+@triton.jit
+def finish_rows(
+    out, inputs, pairs, pair_number, dC, dB, sizes, begin, count, k, group, role, block, column,
+    tile: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Add what pairs of tokens gave to ``out``, dC or dB of a block, and store it.
+
+    dC = (W d) B, dB = (W d).T C, within the block; across the middle: dC of the second block, dB of
+    the first.
+    """
+    row = BLOCK * block
     own = sum_pairs(pairs, group, sizes, k, block, pair_number)
-    of_C += multiply(own, load(B_tiles, row, column, BLOCK, COLUMNS, False), tile)
-    of_B += multiply(tl.trans(own), load(C_tiles, row, column, BLOCK, COLUMNS, False), tile)
-    # Across the middle: dC of the second block, dB of the first.
-    if count > BLOCK:
-        crossing = sum_pairs(pairs, group, sizes, k, 2, pair_number)
+    if role == 0:
+        B_tiles = view_group(inputs.B, begin, count, group, sizes, BLOCK, tile, False)
+        out += multiply(own, load(B_tiles, row, column, BLOCK, COLUMNS, False), tile)
         if block == 1:
-            of_C += multiply(crossing, load(B_tiles, 0, column, BLOCK, COLUMNS, False), tile)
-        else:
-            of_B += multiply(tl.trans(crossing), load(C_tiles, BLOCK, column, BLOCK, COLUMNS, False), tile)
-    dC_rows = dC.pointer + begin * dC.token + group * dC.head
-    dB_rows = dB.pointer + begin * dB.token + group * dB.head
-    dC_tiles = view(dC_rows, count, dC.token, tile.N, BLOCK, COLUMNS, False)
-    dB_tiles = view(dB_rows, count, dB.token, tile.N, BLOCK, COLUMNS, False)
-    store(dC_tiles, row, column, of_C, BLOCK, COLUMNS, False)
-    store(dB_tiles, row, column, of_B, BLOCK, COLUMNS, False)
+            crossing = sum_pairs(pairs, group, sizes, k, 2, pair_number)
+            out += multiply(crossing, load(B_tiles, 0, column, BLOCK, COLUMNS, False), tile)
+        rows = dC.pointer + begin * dC.token + group * dC.head
+        written = view(rows, count, dC.token, tile.N, BLOCK, COLUMNS, False)
+    else:
+        C_tiles = view_group(inputs.C, begin, count, group, sizes, BLOCK, tile, False)
+        out += multiply(tl.trans(own), load(C_tiles, row, column, BLOCK, COLUMNS, False), tile)
+        if (block == 0) & (count > BLOCK):
+            crossing = sum_pairs(pairs, group, sizes, k, 2, pair_number)
+            out += multiply(tl.trans(crossing), load(C_tiles, BLOCK, column, BLOCK, COLUMNS, False), tile)
+        rows = dB.pointer + begin * dB.token + group * dB.head
+        written = view(rows, count, dB.token, tile.N, BLOCK, COLUMNS, False)
+    store(written, row, column, out, BLOCK, COLUMNS, False)
 
 
 @triton.jit

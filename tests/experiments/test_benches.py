@@ -29,7 +29,6 @@ from experiments.speedup.model import (
     Config,
     Model,
     exclusive,
-    family_of,
     feed,
     random_documents,
     sort_kernels,
@@ -302,23 +301,6 @@ def test_every_arm_holds_every_token_once():
             found |= dict(zip(numbers, parts, strict=True))
         expected = np.split(documents.tokens, documents.bounds[1:-1])
         assert all(found[i].tolist() == expected[i].tolist() for i in range(200)), name
-
-
-@pytest.mark.parametrize(
-    ("name", "family"),
-    [
-        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NNT", "matrix products"),
-        ("void (anonymous namespace)::backward<true, true>(ScanParams)", "scan"),
-        ("void (anonymous namespace)::forward<__nv_bfloat16, 4, 4>(ConvParams)", "conv"),
-        ("triton_red_fused__log_softmax__to_copy_arange_eq_exp_gather_neg", "loss"),
-        ("void at::native::multi_tensor_apply_kernel<FusedAdamMathFunctor>", "optimizer"),
-        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", "communication"),
-        ("triton_per_fused_add_mul_0", "norm and elementwise"),
-        ("Memcpy HtoD (Pinned -> Device)", "other"),
-    ],
-)
-def test_families_of_kernels(name, family):
-    assert family_of(name) == family
 
 
 def test_time_of_kernels_and_gaps():

@@ -1,5 +1,5 @@
-"""Triton's kernels of ssd_pack and of the loss on a CPU, by Triton's interpreter: what can be
-tested of them without a GPU.
+"""Triton's kernels of ssd_pack, of Mamba-3's angles and of the loss on a CPU, by Triton's
+interpreter: what can be tested of them without a GPU.
 
 Needs triton, which a PyTorch with CUDA brings along, and a NumPy that Triton 3.6's interpreter can
 work with (before 2.4).
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CAN_INTERPRET, reason="pi
 LENGTHS = [[70, 1, 129], [], [128, 60]]
 
 
-@pytest.mark.parametrize("case", ["float32", "float16", "groups", "long", "loss"])
+@pytest.mark.parametrize("case", ["float32", "float16", "groups", "long", "loss", "angles"])
 def test_interpreted_kernels_equal_the_loops(case):
     # The interpreter is chosen when Triton is imported.
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -31,7 +31,7 @@ def test_interpreted_kernels_equal_the_loops(case):
     assert run.returncode == 0, run.stderr
 
 
-def interpret_loss():
+def interpret_loss(_):
     """Hold losses and gradients against PyTorch's operators; some targets are masked, whose logits
     are NaN.
     """
@@ -52,6 +52,24 @@ def interpret_loss():
     assert far[0].isnan().tolist() == mask.tolist(), "a target outside the vocabulary"
 
 
+def interpret_angles(_):
+    """Hold angles and their gradients against PyTorch's operators."""
+    from models import error
+    from packmamba import PackedMamba3, SequenceLayout
+    from packmamba.ops.angles_triton import sum_angles
+
+    layer, layout = PackedMamba3(8, d_state=12, headdim=4), SequenceLayout.from_lengths(LENGTHS, 200)
+    generator = torch.Generator().manual_seed(0)
+    rate, dt, weight = (torch.randn(3, 200, n, generator=generator).requires_grad_() for n in (3, 4, 12))
+    results = []
+    expected = layer._sum_turns(rate, dt, layout, layout.documents, layout.starts)
+    for theta in (expected, sum_angles(rate, dt, layout.starts, layout.ends)):
+        sines = theta[layout.documents >= 0].sin()
+        total = (sines.flatten(1) * weight[layout.documents >= 0]).sum()
+        results.append([sines, *torch.autograd.grad(total, [rate, dt])])
+    assert max(map(error, results[1], results[0])) < 1e-5
+
+
 def interpret(name):
     """Hold one case against the loops in float64, on CPU tensors."""
     from operators import assert_results, random_case
@@ -67,6 +85,8 @@ def interpret(name):
     backends._implementations["cpu", "ssd_pack"] = ssd.compiled
 
     layout = SequenceLayout.from_lengths(*{"long": ([[2100]], 2110)}.get(name, (LENGTHS, 200)))
+    # A head each: only ``groups`` has groups of several heads, which have several shares then.
+    ssd_triton.SUMMED.update(state_parts=1, pair_parts=1)
     dtype = torch.float16 if name == "float16" else torch.float32
     sizes = {"channels": 4, "headdim": 20} if name == "groups" else {"channels": 2, "headdim": 16}
     case = random_case("ssd_pack", layout, dtype, **sizes, d_state=16, optional=name != "long")
@@ -74,4 +94,4 @@ def interpret(name):
 
 
 if __name__ == "__main__":
-    interpret_loss() if sys.argv[1] == "loss" else interpret(sys.argv[1])
+    {"loss": interpret_loss, "angles": interpret_angles}.get(sys.argv[1], interpret)(sys.argv[1])
