@@ -222,7 +222,6 @@ def write_template(folder: str | Path, token: str | None, token_id: int | None) 
 def read_tokenizer(folder: str | Path) -> Tokenizer:
     """Read a folder's tokenizer. Raises ConfigError without one."""
     folder = Path(folder)
-    need((folder / TOKENIZER).is_file(), "data.tokenizer", f"a folder with {TOKENIZER}", f"{folder} without")
     options = json.loads((folder / OPTIONS).read_text("utf-8")) if (folder / OPTIONS).is_file() else {}
     begin, end = (token_text(options.get(name)) for name in ("bos_token", "eos_token"))
     return ByteTokenizer(begin, end) if options.get(BYTES) else FileTokenizer(folder / TOKENIZER, begin, end)

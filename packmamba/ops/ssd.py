@@ -195,8 +195,10 @@ def _limited_steps(a: SsdArguments, delta: Tensor) -> Tensor:
 def elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
     """Apply a function to whole vectors.
 
-    Of the rest PyTorch takes each value by another function, which rounds otherwise.
+    Of the rest PyTorch takes each value by another function on a CPU, which rounds otherwise.
     """
+    if value.is_cuda:
+        return function(value)
     padded = F.pad(value.flatten(), (0, -value.numel() % VECTORS))
     return function(padded)[: value.numel()].view(value.shape)
 

@@ -203,5 +203,6 @@ def open_huggingface(data: DataConfig) -> Source:
 def _builder(path: str, subset: str | None) -> tuple[Any, str | None]:
     """Return builder and revision; once a process, since the Hub may be gone later."""
     name, _, revision = (path, "", "") if Path(path).exists() else path.partition("@")
+    datasets = extra("datasets")
     with refusing(Exception, prefix=f"data.path: cannot load '{path}' as a data set (", suffix=")"):
-        return extra("datasets").load_dataset_builder(name, subset, revision=revision or None), revision or None
+        return datasets.load_dataset_builder(name, subset, revision=revision or None), revision or None

@@ -44,7 +44,8 @@ from packmamba import ops
 from packmamba.errors import expect
 from packmamba.nn.init import Projection
 from packmamba.nn.mixers.mixer import HeadMixer, State, call
-from packmamba.ops.checks import accumulation_dtype
+from packmamba.ops.backends import backend_name
+from packmamba.ops.checks import accumulation_dtype, is_transforming
 from packmamba.ops.context_parallel import first_after, sum_before
 from packmamba.ops.simple_gla import LEAST_STEP
 from packmamba.ops.ssd import elementwise
@@ -169,14 +170,15 @@ class PackedMamba3(HeadMixer):
         first = ssm_layout.starts.clamp(max=document.numel() - 1)
         last = (ssm_layout.ends - 1).clamp(max=document.numel() - 1)
         wide = accumulation_dtype(projected.dtype)
-        z, x, B, C, dt, rate, trapezoid, angle = projected.to(wide).split(self.parts, dim=-1)
+        z, x, *others = projected.split(self.parts, dim=-1)
+        # Converted apart: else torch.compile computes each element's gradient by all their branches.
+        B, C, dt, rate, trapezoid, angle = (part.to(wide) for part in others)
         x = x.unflatten(-1, (self.nheads, self.headdim))
         k = self._per_head(B, self.B_norm, self.B_bias)
         q = self._per_head(C, self.C_norm, self.C_bias)
         dt = elementwise(F.softplus, dt + self.dt_bias)
         step = (self._rate(rate) * dt).clamp(min=LEAST_STEP)
-        turns = elementwise(torch.tanh, angle)[:, :, None] * (dt / 2)[..., None]
-        theta = self._sum_turns(turns, ssm_layout, document, first)
+        theta = self._sum_turns(elementwise(torch.tanh, angle) / 2, dt, ssm_layout, document, first)
         cos = elementwise(torch.cos, theta)[:, :, None]
         sin = elementwise(torch.sin, theta)[:, :, None]
 
@@ -206,7 +208,7 @@ class PackedMamba3(HeadMixer):
             return y, None
         k, x, cos, sin = (_at(tensor, last) for tensor in (k, x, cos, sin))
         k = k.view(-1, *self.state_shapes["k_state"])
-        return y, (k, x, _rotate(h, cos[:, 0, :, None], -sin[:, 0, :, None]))
+        return y, (k, x.to(wide), _rotate(h, cos[:, 0, :, None], -sin[:, 0, :, None]))
 
     def _walk(
         self, v: Tensor, k: Tensor, q: Tensor, weight: Tensor, step: Tensor, dtype: torch.dtype, **of_scan: Any
@@ -245,7 +247,8 @@ class PackedMamba3(HeadMixer):
         """Normalise outputs (B, L, R, H, P) if asked to, gate, and sum over ranks: (B, L, H P)."""
         if self.norm is not None:
             y = F.rms_norm(y, y.shape[-1:], eps=self.norm.eps) * self.norm.weight.view(y.shape[-2:])
-        z = self._per_rank(z.unflatten(-1, (self.nheads, self.headdim)), "mimo_z")
+        z = z.to(accumulation_dtype(z.dtype)).unflatten(-1, (self.nheads, self.headdim))
+        z = self._per_rank(z, "mimo_z")
         y = y * elementwise(F.silu, z)
         if self.is_mimo:
             y = y * self.mimo_o.transpose(0, 1)
@@ -275,14 +278,20 @@ class PackedMamba3(HeadMixer):
         # with each other.
         return by_head.unflatten(-1, (2, -1)).transpose(-1, -2).flatten(-2)
 
-    def _sum_turns(self, turns: Tensor, layout: Any, document: Tensor, first: Tensor) -> Tensor:
-        """Sum turns (B, L, H, n) from each document's start to each token.
+    def _sum_turns(self, rate: Tensor, dt: Tensor, layout: Any, document: Tensor, first: Tensor) -> Tensor:
+        """Sum turns, rate (B, L, n) times dt (B, L, H), from each document's start to each token.
 
-        Return angles from 0 to 2 pi.
+        Return angles (B, L, H, n).
 
         In integers, whose sums are exact and wrap at whole turns: neither documents before nor a
         document's length cost a bit. The gradient is that of a sum by ``ops.ssm_pack``.
         """
+        on_gpu = rate.is_cuda and backend_name(self.backend, rate.device) == "cuda"
+        if on_gpu and rate.dtype == torch.float32 and layout.crossing is None and not is_transforming():
+            from packmamba.ops.angles_triton import sum_angles  # which imports Triton
+
+            return sum_angles(rate.contiguous(), dt.contiguous(), layout.starts, layout.ends)
+        turns = rate[:, :, None] * dt[..., None]
         parts = (turns.detach() * PARTS).round().to(torch.int64)
         # Transposed: a GPU sums numbers that lie side by side in parallel.
         total = parts.flatten(0, 1).flatten(1).T.cumsum(1).T.reshape(turns.shape)
