@@ -26,7 +26,7 @@ from packmamba.lab.run_id import Locked, RunLock, run_folder
 
 START_METHOD = "spawn"
 STOP_SECONDS = 10.0  # for a step and a checkpoint
-THREADS = 4  # at most, of a run on a GPU or under jobs=auto
+THREADS = 4  # at most, of a run on a GPU; at least, of one on a CPU under jobs=auto
 
 
 class Status(NamedTuple):

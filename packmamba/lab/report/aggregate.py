@@ -294,8 +294,8 @@ def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
     if metric.endswith(".loss"):
         curve = f"{metric.rpartition('.')[0]}.by_group"
         sums, weights = difference_by_group(arm, other, curve, "nats", "targets")
-        if len(sums) > 1:
-            return sums, weights  # one group is none: intervals over seeds
+        if len(sums) > 1 and len(weights) > 1:  # one group is none: intervals over seeds
+            return sums, weights
     return arm[metric] - other[metric], None
 
 

@@ -203,7 +203,7 @@ class PackedMamba3(HeadMixer):
         of_scan = {"layout": _stretch(ssm_layout, self.rank), "initial_state": h, "return_final_state": return_state}
         y, h = self._walk(v, rotated_k, rotated_q, weight, step, dtype, **of_scan)
         y = y + self._within_token(q, k, v, weight, from_next)
-        y = self._gate(y, z).to(projected.dtype)
+        y = self._gate(y, z.to(wide)).to(projected.dtype)
         if not return_state:
             return y, None
         k, x, cos, sin = (_at(tensor, last) for tensor in (k, x, cos, sin))
@@ -247,8 +247,7 @@ class PackedMamba3(HeadMixer):
         """Normalise outputs (B, L, R, H, P) if asked to, gate, and sum over ranks: (B, L, H P)."""
         if self.norm is not None:
             y = F.rms_norm(y, y.shape[-1:], eps=self.norm.eps) * self.norm.weight.view(y.shape[-2:])
-        z = z.to(accumulation_dtype(z.dtype)).unflatten(-1, (self.nheads, self.headdim))
-        z = self._per_rank(z, "mimo_z")
+        z = self._per_rank(z.unflatten(-1, (self.nheads, self.headdim)), "mimo_z")
         y = y * elementwise(F.silu, z)
         if self.is_mimo:
             y = y * self.mimo_o.transpose(0, 1)

@@ -336,7 +336,7 @@ def test_only_where_a_leak_is_caught_equivalence_is_bare(boundary):
     assert verdicts_of(survivors)["packed-reset - padded"] == "equivalent, leak caught of survivors"
 
 
-@pytest.mark.parametrize("groups", [0, 20])
+@pytest.mark.parametrize("groups", [0, 1, 20])
 def test_a_metric_that_is_not_finite_is_no_survivor_s(groups):
     """Also with groups of documents, whose sums would skip what is not finite."""
     made = records()
@@ -347,7 +347,7 @@ def test_a_metric_that_is_not_finite_is_no_survivor_s(groups):
         points = [{"group": group, "start": 0, "targets": 10, "nats": nats[group]} for group in range(groups)]
         record["curves"]["perplexity.by_group"] = points
         record["sweep"] = record["sweep"] | {"table": {"metrics": ["perplexity.loss"]}}
-    assert verdicts_of(made)["packed-reset - padded"] == "equivalent"
+    assert {"verdict": "equivalent", "seeds_needed": "5"}.items() <= contrasts_of(made)["packed-reset - padded"].items()
     (broken,) = (record for record in made if record["arm"] == "packed-reset" and record["seed"] == 3)
     broken["metrics"]["perplexity.loss"] = None
     for point in broken["curves"]["perplexity.by_group"][:1]:
