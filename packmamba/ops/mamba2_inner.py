@@ -96,7 +96,7 @@ class Mamba2Arguments(NamedTuple):
         )
 
 
-def layer_arguments2(
+def mamba2_layer_arguments(
     layer: Any, projected: Tensor, A: Tensor, D: Tensor, documents: tuple, **options: Any
 ) -> Mamba2Arguments:
     """Return arguments of a layer with Mamba-2's convolution and norm, ours or transformers'.

@@ -22,7 +22,7 @@ from packmamba.integrations.transformers.boundaries import Packing
 from packmamba.nn.mixers.mixer import is_plain, is_unchanged
 from packmamba.ops.checks import accumulation_dtype, check_layout
 from packmamba.ops.inner import layer_arguments
-from packmamba.ops.mamba2_inner import layer_arguments2
+from packmamba.ops.mamba2_inner import mamba2_layer_arguments
 
 # Name of the convolution in transformers' modules.
 CONVOLUTION = "causal_conv1d_fn"
@@ -128,7 +128,7 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         documents = (layout, layout, None, None)
         options: Any = {"groups": groups, "epsilon": mixer.norm.variance_epsilon}
         options |= {"delta_limit": mixer.time_step_limit, "return_state": keeps}
-        arguments = layer_arguments2(mixer, projected, A, D, documents, **options)
+        arguments = mamba2_layer_arguments(mixer, projected, A, D, documents, **options)
         y, _, state = ops.mamba2_inner(arguments)
     else:
         xbc = ops.conv1d_pack(inputs, *_convolution(mixer), layout=layout, activation="silu")

@@ -17,7 +17,7 @@ from packmamba.errors import expect
 from packmamba.nn.init import Projection
 from packmamba.nn.mixers.mixer import HeadMixer, State
 from packmamba.ops.checks import accumulation_dtype
-from packmamba.ops.mamba2_inner import layer_arguments2
+from packmamba.ops.mamba2_inner import mamba2_layer_arguments
 
 
 class PackedMamba2(HeadMixer):
@@ -112,7 +112,7 @@ class PackedMamba2(HeadMixer):
         D = D if len(D) == self.nheads else D.view(-1, self.headdim)
         options: Any = {"groups": self.ngroups, "epsilon": self.norm_eps}
         options |= {"delta_limit": self.dt_limit, "return_state": return_state}
-        arguments = layer_arguments2(self, projected, A, D, documents, **options)
+        arguments = mamba2_layer_arguments(self, projected, A, D, documents, **options)
         normed, *final_states = ops.mamba2_inner(arguments, self.backend)
         return self.out_proj(normed), tuple(final_states) if return_state else None
 
