@@ -81,7 +81,7 @@ class RunMetrics(Saved, Callback):
     """
 
     WARMUP_STEPS = 3
-    COUNTS = ("steps", "real_tokens", "slots", "targets", "tokens_behind")
+    COUNTS = ("steps", "real_tokens", "slots", "targets", "documents_behind", "tokens_behind")
     SAVED = ("totals", "timed", "train", "validation", "by_position", "started_from", "peak_memory")
 
     def __init__(self, log_every: int, axis: str = "steps") -> None:
@@ -134,7 +134,7 @@ class RunMetrics(Saved, Callback):
         step = trainer.global_step
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
         self._steps_of_process += 1
-        counts = (1, batch.num_tokens, batch.num_slots, batch.num_targets, batch.tokens_behind)
+        counts = (1, batch.num_tokens, batch.num_slots, batch.num_targets, batch.num_behind, batch.tokens_behind)
         wait = logged or self._steps_of_process <= self.WARMUP_STEPS
         self._count(wait, **dict(zip(self.COUNTS, counts, strict=True)))
         self._unchecked_losses.append(outputs["loss"])

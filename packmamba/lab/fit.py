@@ -492,6 +492,7 @@ def training_record(config: Config, corpus_hash: str, module: Any, metrics: call
         "real_tokens_per_second": timed["real_tokens"] / timed["seconds"],
         "slots_per_second": timed["slots"] / timed["seconds"],
         "padding_fraction": 1 - totals["real_tokens"] / totals["slots"],
+        "documents_behind_another": totals["documents_behind"],
         "tokens_behind_another": totals["tokens_behind"],
         "train_seconds": totals["seconds"],
         "parameters": sum(parameter.numel() for parameter in module.model.parameters()),
