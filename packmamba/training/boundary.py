@@ -439,8 +439,7 @@ def select_states(documents: Tensor, states: States, others: States) -> States:
     """Select ``states`` where ``documents`` (S,) is True, else ``others``."""
 
     def select(state: Tensor, other: Tensor) -> Tensor:
-        condition = documents.view(-1, *(1,) * (state.dim() - 1))
-        return torch.where(condition, state, other)
+        return torch.where(documents.view(-1, *(1,) * (state.dim() - 1)), state, other)
 
     return map_states(select, states, others)
 
