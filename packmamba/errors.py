@@ -18,12 +18,17 @@ def expect(holds: object, name: str, expected: str, got: object, kind: type[Exce
         raise kind(f"{name}: expected {expected}, got {got}")
 
 
+def missing_package(name: str | None) -> ModuleNotFoundError:
+    """Make the error that says how to install a package of the extra ``train``."""
+    message = f"the package '{name}' is missing; pip install 'packmamba[train]'"
+    return ModuleNotFoundError(message, name=name)
+
+
 def require(*packages: str) -> None:
     """Raise ModuleNotFoundError for a missing package of the extra ``train``, importing none."""
     for name in packages:
         if importlib.util.find_spec(name) is None:
-            message = f"the package '{name}' is missing; pip install 'packmamba[train]'"
-            raise ModuleNotFoundError(message, name=name)
+            raise missing_package(name)
 
 
 class UserError(Exception):

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, Optional
 
 from packmamba import __version__
-from packmamba.errors import COMMAND, Unfinished, UserError, extra, need, refusing, suggest
+from packmamba.errors import COMMAND, Unfinished, UserError, extra, missing_package, need, refusing, suggest
 from packmamba.files import full_disk, space_for, write_whole
 
 try:
@@ -491,9 +491,11 @@ def main(argv: list[str] | None = None, prog: str = "packmamba") -> int:
     except BrokenPipeError:  # a reader such as head has ended: no error, and nothing more to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except ModuleNotFoundError as error:
+        failure: Exception = missing_package(error.name)
     except KeyboardInterrupt:
-        failure: Exception = Unfinished("stopped; the same command resumes", status=130)
-    except (UserError, OSError, ModuleNotFoundError) as error:
+        failure = Unfinished("stopped; the same command resumes", status=130)
+    except (UserError, OSError) as error:
         failure = full_disk(error, "output") or error
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "out of memory" not in str(error):
