@@ -253,12 +253,9 @@ def _check_rules(config: Config) -> None:
     _check_keys_in_use(config, strategy, boundary)
     rule(data.row_length or not strategy.needs_row_length, "data.row_length", f"an integer with {data.strategy}")
     longest = data.cut_documents or float("inf")
-    fits = strategy.splits_documents or longest <= (data.row_length or longest)
+    fits = data.overlong != "error" or strategy.splits_documents or longest <= (data.row_length or longest)
     unknown = "truncate or split with data.streaming, in which the longest document is not known"
-    rule(fits or data.overlong != "error" or not data.streaming, "data.overlong", unknown)
-    # Else the end of each piece would be lost.
-    keeps = fits or data.overlong != "truncate" or not data.cut_documents
-    rule(keeps, "data.cut_documents", "at most data.row_length with data.overlong=truncate")
+    rule(fits or not data.streaming, "data.overlong", unknown)
     has_kernels = config.ops.backend != "mamba_ssm" or config.model.mixer not in ("mamba2", "mamba3")
     rule(has_kernels, "ops.backend", f"auto, reference, cpu or cuda with model.mixer={config.model.mixer}")
     if boundary.continues:

@@ -117,12 +117,11 @@ class PackMambaLM(TemplateLM):
         return texts
 
     def _generate(self, contexts: list[str], arguments: dict[str, Any]) -> list[str]:
-        options = dict(normalize_gen_kwargs(arguments))
+        given = {name: value for name, value in arguments.items() if value is not None}
+        options = dict(normalize_gen_kwargs(given))
         stops = [stop for stop in options.pop("until") if stop]
         count = options.pop("max_gen_toks")
-        # It has decided the temperature: 0 unless the harness is to sample.
-        options.pop("do_sample")
-        temperature = float(options.pop("temperature", 0.0))
+        temperature = float(options.pop("temperature", 0.0)) * bool(options.pop("do_sample"))
         nucleus = options.pop("top_p", 1.0)
         known = "until, max_gen_toks, temperature, top_p or do_sample"
         expect(not options, "generation_kwargs", known, sorted(options))

@@ -46,11 +46,8 @@ def score(
     """
     begin = () if begin_token is None else check_ids([begin_token], "begin_token", model)
     checked = []
-    for i, request in enumerate(requests):
+    for i, (given, continuation) in enumerate(requests):
         name = f"requests[{i}]"
-        if not isinstance(request, (tuple, list)) or len(request) != 2:
-            raise TypeError(f"{name}: expected a pair (context, continuation), got {request!r:.60}")
-        given, continuation = request
         context = check_ids(given if len(given) else begin, f"{name}: context", model, least=1)
         checked.append((context, check_ids(continuation, f"{name}: continuation", model, least=1)))
     predictions: Wanted = {}

@@ -27,9 +27,8 @@ TOKENS = tl.constexpr(128)
 @triton.jit
 def tile_of(slot, inside, heads, head, angles, W: tl.constexpr):
     """Return where (TOKENS, W) lies in a tensor (slots, heads, angles), and which of it is there."""
-    angle = tl.arange(0, W)
-    place = (slot * heads + head)[:, None] * angles + angle[None, :]
-    return place, inside[:, None] & (angle < angles)[None, :]
+    place = (slot * heads + head)[:, None] * angles + tl.arange(0, W)[None, :]
+    return place, inside[:, None] & (tl.arange(0, W) < angles)[None, :]
 
 
 @triton.jit
@@ -43,12 +42,14 @@ def write_angles(rate, dt, theta, starts, ends, angles, W: tl.constexpr):
         slot = first + tl.arange(0, TOKENS)
         place, inside = tile_of(slot, slot < end, 1, 0, angles, W)
         size = tl.load(dt + slot * heads + head, slot < end, 0.0)
-        parts = (tl.load(rate + place, inside, 0.0) * size[:, None] * PARTS).to(tl.int64)
+        turns = tl.load(rate + place, inside, 0.0) * size[:, None]
+        parts = (turns * PARTS).to(tl.int64)
         through = total[None, :] + tl.cumsum(parts, 0)
         total += tl.sum(parts, 0)
         place, inside = tile_of(slot, slot < end, heads, head, angles, W)
-        # Modulo a turn, and signed.
-        tl.store(theta + place, ((through << 16) >> 16).to(tl.float32) * (TURN / PARTS), inside)
+        # Modulo a turn, and signed. No integer is NaN: the token's angle is, if its turn is.
+        signed = ((through << 16) >> 16).to(tl.float32) * (TURN / PARTS)
+        tl.store(theta + place, signed + 0.0 * turns, inside)
 
 
 @triton.jit

@@ -319,7 +319,7 @@ class PackedLitModule(lightning.LightningModule):
         if batch.source_names and metric is self.alone:
             if self.by_source is None:
                 self.by_source = BucketedLoss(batch.source_names).to(self.device)
-            if batch.source is not None:  # a rank's batch may hold no document
+            if batch.source is not None and len(batch.source):  # a rank's batch may hold no document
                 self.by_source.update(losses, batch.loss_mask, batch.source[batch.layout.documents])
 
     def on_validation_epoch_start(self) -> None:

@@ -121,6 +121,8 @@ def test_arguments_of_generation(checkpoint):
         return model.generate_until([Instance("generate_until", {}, ("the cat", options), 0)])
 
     assert generate(max_new_tokens=3) == generate(max_gen_toks=3) != generate(max_gen_toks=9)
+    for greedy in ({"temperature": None}, {"temperature": 9.0, "do_sample": 0}, {"do_sample": False, "until": None}):
+        assert generate(max_gen_toks=9, **greedy) == generate(max_gen_toks=9)
     with pytest.raises(ValueError, match="generation_kwargs: .*num_beams"):
         generate(num_beams=3)
 

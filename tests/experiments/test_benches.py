@@ -22,17 +22,7 @@ from experiments.packing import bench as packing
 from experiments.parity.reproduce import GRADIENTS
 from experiments.scoring import bench as scoring
 from experiments.speedup import bench as speedup
-from experiments.speedup.model import (
-    TOLERANCES,
-    Arm,
-    Breakdown,
-    Config,
-    Model,
-    exclusive,
-    feed,
-    random_documents,
-    sort_kernels,
-)
+from experiments.speedup.model import TOLERANCES, Arm, Config, exclusive, feed, random_documents, sort_kernels
 from experiments.speedup.report import FAMILIES
 from experiments.tasks import bench as tasks
 from made_records import read_rows
@@ -421,11 +411,3 @@ def test_audit_of_transformers(tmp_path):
     records = records_of(audit.run, load_bench("leakcheck", ["only=[mamba]"]).config, tmp_path)
     leaks = {(r["arm"], r["config"]["boundaries"]): r["metrics"]["leaks"] for r in records}
     assert leaks["mamba", "position_ids"] == 1 and leaks["mamba, patched", "position_ids"] == 0
-
-
-def test_a_breakdown_has_no_more_idle_time_than_the_unprofiled_call(tmp_path):
-    model = Model(configured(Config, TINY), "130m", torch.device("cpu"), tmp_path / "records.jsonl", False)
-    families = {family: 0.0 for family in FAMILIES if family != "idle"} | {"scan": 12.0}
-    for profiled_idle, timed in ((3.0, 20.0), (9.0, 18.0), (3.0, 11.0)):
-        model.record_breakdown("packed", {}, "steps", timed, Breakdown(families, [], profiled_idle, 0.5), 2)
-    assert [record["metrics"]["idle"] for record in read_records(tmp_path)] == [1.5, 3.0, 0.25]

@@ -248,7 +248,7 @@ def test_every_arm_of_a_registered_study_trains_and_is_compared(file, mixer, sam
     assert all(np.isfinite(record["metrics"][metric]) for record in records)
     rulings = contrasts(training_arms(records), metric)
     rates = sweep.grid.get("optimizer.lr", [0])
-    assert sum(contrast.primary for contrast in rulings) == len(sweep.primary) * len(rates)
+    assert sum(contrast.comparison.family == "primary" for contrast in rulings) == len(sweep.primary) * len(rates)
     if file.endswith("beyond_rows.yaml"):
         losses = {record["arm"].split()[0]: record["metrics"][metric] for record in records}
         assert len({*losses.values()}) == len(losses), "every arm trains another model"

@@ -68,6 +68,9 @@ def interpret_angles(_):
         total = (sines.flatten(1) * weight[layout.documents >= 0]).sum()
         results.append([sines, *torch.autograd.grad(total, [rate, dt])])
     assert max(map(error, results[1], results[0])) < 1e-5
+    dt.data[0, 75] = torch.nan
+    sick = sum_angles(rate, dt, layout.starts, layout.ends).isnan().flatten(2).any(2)
+    assert sick.nonzero().tolist() == [[0, 75]], "a token whose turn is no number, and no other"
 
 
 def interpret(name):

@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from models import losses_alone
 from packmamba import MambaLM, SequenceLayout
 from packmamba.config import ConfigError, DataConfig, OptimizerConfig
+from packmamba.data.batch import PackedBatch
 from packmamba.lab.sweep import load_sweep
 from packmamba.training import PackedDataModule, PackedLitModule
 from packmamba.training.lit_module import LossByPosition
@@ -510,3 +511,13 @@ def test_gradients_are_clipped_by_their_norm_before_it(tmp_path, limit):
     module.take_step(data.steps[0], optimizer, 0)
     norm = torch.cat([p.grad.flatten() for p in module.model.parameters()]).norm()
     assert float(norm) == pytest.approx(min(limit, float(optimizer.gradient_norm)), rel=1e-4)
+
+
+def test_a_rank_whose_columns_hold_no_document_validates_a_mixture():
+    layout = SequenceLayout.from_lengths([[]], 4)
+    tokens = torch.zeros(1, 4, dtype=torch.long)
+    nothing = torch.arange(0)
+    batch = PackedBatch(tokens, tokens, tokens > 0, layout, source=nothing, source_names=("a", "b"))
+    module = PackedLitModule(MambaLM(8, 16, 1))
+    module.validation_step(batch, 0)
+    assert {"a", "b"} == module.by_source.compute().keys()

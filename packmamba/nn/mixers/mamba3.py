@@ -170,9 +170,9 @@ class PackedMamba3(HeadMixer):
         first = ssm_layout.starts.clamp(max=document.numel() - 1)
         last = (ssm_layout.ends - 1).clamp(max=document.numel() - 1)
         wide = accumulation_dtype(projected.dtype)
-        z, x, *others = projected.split(self.parts, dim=-1)
+        z, *others = projected.split(self.parts, dim=-1)
         # Converted apart: else torch.compile computes each element's gradient by all their branches.
-        B, C, dt, rate, trapezoid, angle = (part.to(wide) for part in others)
+        x, B, C, dt, rate, trapezoid, angle = (part.to(wide) for part in others)
         x = x.unflatten(-1, (self.nheads, self.headdim))
         k = self._per_head(B, self.B_norm, self.B_bias)
         q = self._per_head(C, self.C_norm, self.C_bias)
@@ -208,7 +208,7 @@ class PackedMamba3(HeadMixer):
             return y, None
         k, x, cos, sin = (_at(tensor, last) for tensor in (k, x, cos, sin))
         k = k.view(-1, *self.state_shapes["k_state"])
-        return y, (k, x.to(wide), _rotate(h, cos[:, 0, :, None], -sin[:, 0, :, None]))
+        return y, (k, x, _rotate(h, cos[:, 0, :, None], -sin[:, 0, :, None]))
 
     def _walk(
         self, v: Tensor, k: Tensor, q: Tensor, weight: Tensor, step: Tensor, dtype: torch.dtype, **of_scan: Any
