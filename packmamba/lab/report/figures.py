@@ -121,7 +121,7 @@ class _Panel(NamedTuple):
 
 def _line_figure(name: str, caption: str, arms: Arms, panels: Sequence[_Panel], log: bool = False) -> list[Figure]:
     """Draw arms' lines with intervals, panel below panel; no panel where no line has two points."""
-    panels = [panel for panel in panels if any(len(line) > 1 for line in panel.lines.values())]
+    panels = [panel for panel in panels if any(line["mean"].count() > 1 for line in panel.lines.values())]
     if not panels:
         return []
     size = (PAGE_WIDTH, 3.2 * len(panels) + 0.3)

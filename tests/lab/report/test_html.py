@@ -115,3 +115,9 @@ def test_nothing_drawn_is_cut_and_no_panel_is_empty(drawn):
             assert box.x0 >= 0 and box.x1 <= fig.bbox.width
         assert all(ax.lines or ax.patches for ax in fig.axes)
     assert len(drawn["loss-by-position"][0].axes) == 1, "nothing is compared"
+
+
+def test_lines_without_a_number_are_not_drawn():
+    """Of runs that diverged before a validation, which a logarithmic axis would refuse."""
+    line = figures.pd.DataFrame(float("nan"), index=[1, 2], columns=["mean", "low", "high"])
+    assert not figures._line_figure("name", "", [], [figures._Panel("", "", "", {None: line})], log=True)
