@@ -247,9 +247,10 @@ def generate(words: list[str]) -> None:
     folder = newest_run(words[0])
     prompt = words[1]
     config = load(GenerateConfig, None, words[2:])
+    read_config(folder)
+    need(Path(folder, TOKENIZER).is_file(), folder, "a model of text", f"one without {TOKENIZER}")
     model = load_model(folder, config.device, config.dtype)
     tokenizer: Any = model.tokenizer
-    need(tokenizer is not None, folder, "a model of text", f"one without {TOKENIZER}")
     begin = [] if tokenizer.begin_id is None else [tokenizer.begin_id]
     ids = begin + tokenizer.encode(prompt).tolist()
     sampling = {name: value for name, value in vars(config).items() if name not in ("device", "dtype")}
