@@ -131,5 +131,4 @@ class PackMambaLM(TemplateLM):
         more: Any = {"max_slots": self.max_slots, "stop": ends}
         sampling = (temperature, nucleus if temperature else 1.0)
         generated = generate(self.model, prompts, count, *sampling, self.eot_token_id, **more)
-        texts = map(self.tok_decode, generated)
-        return [postprocess_generated_text(text, stops, None) for text in texts]
+        return [postprocess_generated_text(self.tok_decode(tokens), stops, None) for tokens in generated]

@@ -19,7 +19,7 @@ from torch import Tensor
 
 # Parts of a turn in which turns are counted.
 PARTS = tl.constexpr(2.0**48)
-TURN = tl.constexpr(6.283185307179586)  # in radians
+TURN = tl.constexpr(6.283185307179586)  # 2 pi, in radians
 # Tokens that are summed at once.
 TOKENS = tl.constexpr(128)
 
@@ -98,16 +98,14 @@ def _backward(dtheta: Tensor, rate: Tensor, dt: Tensor, starts: Tensor, ends: Te
 
 
 def _launch(kernel, theta: Tensor, starts: Tensor, *tensors: Tensor) -> None:
+    """Launch a program for each document and head of theta (B, L, H, n), or of its gradient."""
     *_, heads, angles = theta.shape
     kernel[(len(starts), heads)](*tensors, angles, W=triton.next_power_of_2(angles))
-
-
-def _gradients(ctx, dtheta: Tensor) -> tuple:
-    return *_backward(dtheta.contiguous(), *ctx.saved_tensors), None, None
 
 
 sum_angles.register_fake(lambda rate, dt, *_: dt.new_empty(*dt.shape, rate.shape[2]))
 _backward.register_fake(lambda dtheta, rate, dt, *_: (torch.empty_like(rate), torch.empty_like(dt)))
 sum_angles.register_autograd(
-    _gradients, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
-)  # fmt: skip
+    lambda ctx, dtheta: (*_backward(dtheta.contiguous(), *ctx.saved_tensors), None, None),
+    setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+)

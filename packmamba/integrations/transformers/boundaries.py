@@ -40,6 +40,8 @@ def find(
 
     Raises TypeError or ValueError.
     """
+    if attention_mask is None and not given:
+        return WHOLE_ROWS
     real = torch.ones(shape, dtype=torch.bool) if attention_mask is None else _real(attention_mask, shape)
     # Tokens so far in the row; a slot before the first of them is padding on the left.
     count = real.cumsum(1)

@@ -283,7 +283,8 @@ class PackedMamba3(HeadMixer):
         Return angles (B, L, H, n).
 
         In integers, whose sums are exact and wrap at whole turns: neither documents before nor a
-        document's length cost a bit. The gradient is that of a sum by ``ops.ssm_pack``.
+        document's length cost a bit. The gradient is that of a sum by ``ops.ssm_pack``, or, of
+        float32 on a GPU, of the kernels that sum there.
         """
         on_gpu = rate.is_cuda and backend_name(self.backend, rate.device) == "cuda"
         if on_gpu and rate.dtype == torch.float32 and layout.crossing is None and not is_transforming():
