@@ -272,8 +272,7 @@ class _Run:
         if not self.trainer.is_global_zero:
             return record
         if self.metrics.diverged is None:
-            names = [name for name in state if name.startswith("model.")]
-            weights = {name.removeprefix("model."): state[name] for name in names}
+            weights = {name.removeprefix("model."): state[name] for name in state if name.startswith("model.")}
             # The folder is a model: weights and, of text, the tokenizer.
             write_pretrained(self.folder, dict(module.model.config), weights)
             if reads_text(self.config.data):

@@ -68,6 +68,8 @@ class SweepConfig:
         for name, values in self.grid.items():
             distinct = values and len(values) == len(set(map(str, values)))
             need(distinct, f"grid.{name}", "at least one value and none twice", values)
+        for arm in arms:
+            need(not re.search(" [^ =]+=", arm), f"arms.{arm}", "a name without ' key='", "one, as a grid adds it")
         names = ", ".join(arms)
         need(self.baseline in (None, *arms), "baseline", f"one of {names} or null", f"'{self.baseline}'")
         for contrast in self.primary:

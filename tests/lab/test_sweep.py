@@ -42,6 +42,7 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"arm": {}}, "unknown key 'arm'.*'arms'"),
         ({"arms": {}}, "arms: expected at least one arm"),
         ({"arms": ["x"]}, "arms: expected keys and values"),
+        ({"arms": {"x y=1": {}}}, "arms.x y=1: expected a name without ' key='"),
         ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
         ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected concat_split"),
         ({"arms": {"x": {"model": {"d_state": 2}}}, "grid": {"model.d_state": [4]}}, "grid.model.d_state: .*arms.x"),

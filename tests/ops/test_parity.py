@@ -74,36 +74,27 @@ def test_optional_arguments_absent(operator, backend, dtype):
     assert_all_parity(operator, "splits", dtype, backend, optional=False)
 
 
+@pytest.mark.parametrize("number", [30, pytest.param(200, marks=pytest.mark.slow)])
 @every_operator
 @every_backend
-@given(data=st.data())
-@settings(max_examples=30)
-def test_random_layouts(operator, backend, data):
-    assert_parity_of_any_layout(operator, backend, data)
+def test_random_layouts(operator, backend, number):
+    @given(data=st.data())
+    @settings(max_examples=number)
+    def check(data):
+        layout = data.draw(layouts().filter(lambda layout: layout.num_documents))
+        options = {
+            "channels": st.integers(1, 40),
+            "seed": st.integers(0, 99),
+            "optional": st.booleans(),
+            "states": st.booleans(),
+            "d_state": st.sampled_from([1, 3, 16]),
+            "width": st.integers(2, 4),
+        }
+        case = random_case(operator, layout, dtype, device_of(backend), **data.draw(st.fixed_dictionaries(options)))
+        assert_results(case, backend, dtype, case.specification())
 
-
-@pytest.mark.slow
-@every_operator
-@every_backend
-@given(data=st.data())
-@settings(max_examples=200)
-def test_many_random_layouts(operator, backend, data):
-    assert_parity_of_any_layout(operator, backend, data)
-
-
-def assert_parity_of_any_layout(operator, backend, data):
     dtype = torch.float32 if backend == "cuda" else torch.float64
-    layout = data.draw(layouts().filter(lambda layout: layout.num_documents))
-    options = {
-        "channels": st.integers(1, 40),
-        "seed": st.integers(0, 99),
-        "optional": st.booleans(),
-        "states": st.booleans(),
-        "d_state": st.sampled_from([1, 3, 16]),
-        "width": st.integers(2, 4),
-    }
-    case = random_case(operator, layout, dtype, device_of(backend), **data.draw(st.fixed_dictionaries(options)))
-    assert_results(case, backend, dtype, case.specification())
+    check()
 
 
 @pytest.mark.slow

@@ -408,7 +408,9 @@ def difference_along(arm: Arm, curve: str, *places: str) -> list[tuple[tuple[int
     if arm.baseline is arm or any(points.empty for points in curves):
         return []
     ours, theirs = (points.groupby([*places, "seed"])["loss"].last().astype(float) for points in curves)
-    differences = (ours - theirs).dropna().groupby(level=list(places))
+    # As headline losses: without runs that diverged, also where they were still finite.
+    diverged = [*arm.diverged | arm.baseline.diverged]
+    differences = (ours - theirs).dropna().drop(diverged, level="seed", errors="ignore").groupby(level=list(places))
     return [(place, statistics.interval(values)) for place, values in differences]
 
 

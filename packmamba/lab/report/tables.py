@@ -546,11 +546,14 @@ def evaluation_tables(records: Records) -> list[Table]:
 
 
 def _evaluated_models(name: str, task: str, records: Records) -> Table:
-    """Tabulate the models of one evaluation; the first is the baseline's, if there is one."""
+    """Tabulate the models of one evaluation; the first is the baseline's, if there is one, by the
+    report's or the sweep's name for it.
+    """
     models: dict[str, Arm] = {}
     for arm, runs in aggregate.frame(records, "evaluation").groupby("arm", sort=False):
         models[arm] = Arm(arm, (), runs.drop_duplicates("seed", keep="last").set_index("seed"))
-    first = next(models[arm] for arm in (*aggregate.BASELINES, *models) if arm in models)
+    named = records[0].get("sweep", {}).get("baseline")
+    first = next(models[arm] for arm in (named, *aggregate.BASELINES, *models) if arm in models)
     metrics = main_first(list(first.runs.select_dtypes(float)))
     columns = make_columns("!arm | runs:d") + [_metric_column(metric, []) for metric in metrics]
     rows: list[Row] = []

@@ -54,6 +54,8 @@ def test_differences_are_paired_by_position_too():
     for record in records:
         record["curves"]["loss_by_position"][1]["end"] = 2**31
     assert table(records, "loss-by-position")[1]["end"] == ""
+    records[0]["metrics"]["diverged_at_step"] = 5
+    assert table(records, "loss-by-position")[0]["pairs"] == "2"
 
 
 def test_a_sweep_s_own_metrics_and_columns():
@@ -101,3 +103,5 @@ def test_each_evaluation_of_models_has_a_table():
     late = evaluation("perplexity", {}, loss=2.5, time="2030-01-02T00:00:00+00:00")
     (row,) = table([records[0], late], "evaluation")
     assert (row["arm"], row["runs"], row["loss"]) == ("mine", "1", "2.5"), "the latest counts"
+    named = [late | {"arm": arm, "sweep": {"baseline": "b"}} for arm in "ab"]
+    assert [row["arm"] for row in table(named, "evaluation")] == ["b", "a"]
