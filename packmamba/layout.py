@@ -386,8 +386,7 @@ class SequenceLayout:
 def move_parts(holder: Any, move: Callable[[Any], Any]) -> Any:
     """Return a copy of a dataclass whose tensors and layouts are moved."""
     parts = vars(holder).items()
-    movable = {name: part for name, part in parts if isinstance(part, Tensor | SequenceLayout)}
-    return replace(holder, **{name: move(part) for name, part in movable.items()})
+    return replace(holder, **{name: move(part) for name, part in parts if isinstance(part, Tensor | SequenceLayout)})
 
 
 def _append_zero(tensor: Tensor) -> Tensor:
@@ -399,8 +398,7 @@ def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[li
     """Check and list rows of integers; errors name the row and the place."""
     listed = []
     for b, row in enumerate(rows):
-        is_row = hasattr(row, "__iter__")
-        expect(is_row, f"{name}[{b}]", "a sequence of integers", type(row).__name__, TypeError)
+        expect(hasattr(row, "__iter__"), f"{name}[{b}]", "a sequence of integers", type(row).__name__, TypeError)
         listed.append([_integer(n, f"{name}[{b}][{s}]", minimum) for s, n in enumerate(row)])
     return listed
 
@@ -421,8 +419,7 @@ def _shape(rows: int, row_length: int) -> tuple[int, int]:
         return rows, row_length  # a check would fix a traced tensor's sizes
     rows = _integer(rows, "rows", minimum=1)
     row_length = _integer(row_length, "row_length", minimum=1)
-    fits = rows * row_length <= MAX_SLOTS
-    expect(fits, "row_length", "at most 2**31 - 1 slots", f"{rows} rows of {row_length}")
+    expect(rows * row_length <= MAX_SLOTS, "row_length", "at most 2**31 - 1 slots", f"{rows} rows of {row_length}")
     return rows, row_length
 
 
@@ -433,8 +430,7 @@ def integer_tensor(tensor: Tensor, name: str) -> Tensor:
     expect(not is_traced, name, expected, "values that decide a shape", TypeError)
     # NumPy's arrays have a dtype, too.
     dtype = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
-    fits = dtype in INT_DTYPES and not tensor.is_meta
-    expect(fits, name, "an integer tensor of values", dtype, TypeError)
+    expect(dtype in INT_DTYPES and not tensor.is_meta, name, "an integer tensor of values", dtype, TypeError)
     return tensor.to("cpu", torch.int64)
 
 

@@ -224,7 +224,7 @@ def _has_neighbours(step: Any, ranks: int) -> bool:
 
     Its counts are of all ranks.
     """
-    return step.num_behind > 0 or ranks == 1 and any(map(_is_packed, step.batches))
+    return step.num_behind > 0 or (ranks == 1 and any(map(_is_packed, step.batches)))
 
 
 def __getattr__(name: str) -> Any:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # name that begins its own.
 FLOORS = {
     "library": "errors files layout ops nn isolation testing integrations",
-    "training": "registry config data training.boundary training evaluation",
+    "training": "config data training.boundary training evaluation",
     "lab": "lab.records lab.run_id lab.report lab cli",
 }
 ORDER = " ".join(FLOORS.values()).split()

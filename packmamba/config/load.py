@@ -131,8 +131,7 @@ def resolve(declared: type[Keys], layers: Iterable[tuple[Any, str]]) -> Keys:
         except (OmegaConfBaseException, TypeError) as error:
             raise _wrong_type(error, update, origin) from None
     for name in sorted(required):
-        got = f"??? in a file; set {name}=..."
-        need(OmegaConf.select(config, name) is not None, name, "a value", got)
+        need(OmegaConf.select(config, name) is not None, name, "a value", f"??? in a file; set {name}=...")
     if declared is Config:
         # Before interpolations, such as a tokenizer of the same folder.
         for name in ("model.pretrained", "trainer.init_from"):
@@ -203,8 +202,7 @@ def newest_run(name: Any) -> Any:
 
 def keys_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """Yield each key's whole name, its field and its value; inner dataclasses come first."""
-    fields = dataclasses.fields(config)
-    keys = [(prefix + field.name, field, getattr(config, field.name)) for field in fields]
+    keys = [(prefix + field.name, field, getattr(config, field.name)) for field in dataclasses.fields(config)]
     for name, _, value in keys:
         entries = value.items() if isinstance(value, dict) else ()
         for place, section in [(name, value), *((f"{name}.{entry}", part) for entry, part in entries)]:
@@ -328,8 +326,7 @@ def _check_keys_in_use(config: Config, strategy: Any, boundary: Any) -> None:
     defaults = Config()
     for name, (is_used, where) in used.items():
         default = attrgetter(name)(defaults)
-        at_default = attrgetter(name)(config) == default
-        _rule(config, is_used or at_default, name, f"{shown(default)}, unless {where}")
+        _rule(config, is_used or attrgetter(name)(config) == default, name, f"{shown(default)}, unless {where}")
 
 
 def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
@@ -346,8 +343,7 @@ def _check_carry(config: Config, strategy: Any, boundary: Any) -> None:
         tokens = (data.row_length or 1) * (1 if data.takes_turns else data.streams)
         rule(data.tokens_per_step % tokens == 0, "data.tokens_per_step", f"a multiple of {tokens}")
     if data.takes_turns:
-        whole_steps = data.streams % data.step_rows == 0
-        rule(whole_steps, "data.streams", f"a multiple of a step's {data.step_rows} rows")
+        rule(data.streams % data.step_rows == 0, "data.streams", f"a multiple of a step's {data.step_rows} rows")
         equal_batches = data.step_rows % (data.batch_rows * devices) == 0
         rule(equal_batches, "data.max_tokens_per_batch", f"equal batches of a step's {data.step_rows} rows")
 

@@ -57,8 +57,7 @@ class PackedBatch:
     def shard(self, context: Any) -> PackedBatch:
         """Return this rank's columns of rows that ranks share; context: a ContextParallel."""
         layout = context.shard(self.layout)
-        per_slot = ("tokens", "targets", "loss_mask")
-        columns: Any = {name: context.columns(getattr(self, name)) for name in per_slot}
+        columns: Any = {name: context.columns(getattr(self, name)) for name in ("tokens", "targets", "loss_mask")}
         # Of each document here its number in the whole batch, which its first slot has there.
         kept = context.columns(self.layout.documents).flatten()[layout.starts]
         source = None if self.source is None else self.source[kept]

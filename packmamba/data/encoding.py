@@ -1,6 +1,6 @@
-"""Tokenise documents and write them.
+"""Tokenize documents, and write the files of a split.
 
-Here are the files of a split, and the key of everything that decides their tokens.
+``Opened.identity`` is everything that decides their tokens; its hash names the corpus' folder.
 """
 
 import functools
@@ -137,7 +137,8 @@ class SplitWriter:
         if encoded.answered is None:
             return document.targets
         # Also behind an empty answer, which has no token; not without any answer.
-        ends_with_answer = np.full(len(self.end), (document.answers or ((0, -1),))[-1][1] == len(document.content))
+        last_answer_end = document.answers[-1][1] if document.answers else -1
+        ends_with_answer = np.full(len(self.end), last_answer_end == len(document.content))
         answered = np.concatenate([np.zeros(len(self.begin), bool), encoded.answered, ends_with_answer])
         # A token predicts its successor where that is part
         # of an answer; the last one predicts nothing.

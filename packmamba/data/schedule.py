@@ -1,7 +1,7 @@
 """Decide which documents each optimizer step holds, and in which rows.
 
 A schedule is a pure function of (corpus, configuration, step number): resuming is counting, and
-two ranks that count alike read alike. Documents are shuffled in *windows* of a million, so that
+ranks at the same step read the same plan. Documents are shuffled in *windows* of a million, so that
 memory stays bounded; an epoch is every window once. Nothing is dropped.
 
 Two values of ``data.batching`` make steps, here of 8 tokens in rows of 8; the first has two
@@ -56,7 +56,8 @@ def longest_trained(data: DataConfig) -> int:
     """Return how many tokens of a document are trained on, where longer ones are truncated."""
     # Documents that are cut into pieces first lose nothing.
     cuts = data.cut_documents or STRATEGIES[data.strategy].splits_documents
-    return data.row_length if data.overlong == "truncate" and data.row_length and not cuts else MAX_SLOTS
+    truncates = data.overlong == "truncate" and not cuts
+    return data.row_length if truncates and data.row_length else MAX_SLOTS
 
 
 def pieces_of(corpus: Documents, documents: Integers, longest: int | None = None) -> Pieces:

@@ -1,4 +1,4 @@
-"""Tokenised corpora on disk, under a hash of everything that decides their tokens.
+"""Tokenized corpora on disk, under a hash of everything that decides their tokens.
 
 Files are little-endian, without headers.
 """
@@ -38,7 +38,7 @@ class Corpora(NamedTuple):
 def load_corpora(data: DataConfig, progress: bool = True) -> Corpora:
     """Open a corpus, or the mixture of ``data.sources``.
 
-    A corpus that is not there is tokenised, by one process.
+    A corpus that is not there is tokenized, by one process.
 
     Raises ConfigError.
     """
@@ -90,12 +90,12 @@ def _tokenize(folder: Path, data: DataConfig, opened: Opened, progress: bool) ->
     bar = functools.partial(tqdm, unit=" documents", disable=None if progress else True)
     with work_folder(folder) as work:
         writers = {split: SplitWriter(work / split, tokenizer) for split in SPLITS}
-        documents = bar(source.read(), f"Tokenising {data.source}")
+        documents = bar(source.read(), f"Tokenizing {data.source}")
         for chunk in encode(documents, tokenizer, data):
             for split, held_out in (("train", False), ("validation", True)):
                 writers[split].add([pair for pair in chunk if pair[0].held_out == held_out])
         if source.read_test is not None:
-            documents = bar(source.read_test(), f"Tokenising {data.source}, test")
+            documents = bar(source.read_test(), f"Tokenizing {data.source}, test")
             for chunk in encode(documents, tokenizer, data):
                 writers["test"].add(chunk)
         _check_counts(data, *writers.values())

@@ -58,30 +58,41 @@ def generate(
     new_tokens: list[list[int]] = [[] for _ in texts]
     active = list(range(len(texts)))  # prompts that go on; row r of hidden and states is active[r]
     while active:
-        uniform = torch.tensor([draws[i].random() for i in active], dtype=torch.float64)
-        parts = log_probabilities(model, hidden)
-        drawn = [_draw(log_p, temperature, top_p, uniform[part]) for part, log_p in parts]
-        sampled = torch.cat(drawn).tolist()
+        sampled = _sample(model, hidden, [draws[prompt] for prompt in active], temperature, top_p)
         rows = []
         for row, (prompt, token) in enumerate(zip(active, sampled)):
-            if token == stop_token:
-                continue
-            continuation = new_tokens[prompt]
-            continuation.append(token)
-            if len(continuation) < max_new_tokens and not (stop and stop(continuation)):
-                rows.append(row)
-        # Prompts have ended: go on with the states of the others alone.
+            if token != stop_token:
+                new_tokens[prompt].append(token)
+                if len(new_tokens[prompt]) < max_new_tokens and not (stop and stop(new_tokens[prompt])):
+                    rows.append(row)
         if len(rows) < len(active):
-            index = torch.tensor(rows, dtype=torch.int64, device=hidden.device)
-            states = [tuple(state.index_select(0, index) for state in layer) for layer in states]
             active = [active[row] for row in rows]
+            states = _states_of(rows, states)
         if active:
-            # A token of each prompt, a document of its own: hidden (1, prompts, d_model).
-            tokens = torch.tensor([[sampled[row] for row in rows]], device=hidden.device)
-            layout = SequenceLayout.from_lengths([[1] * len(rows)], len(rows)).to(hidden.device)
-            hidden, states = model(tokens, layout=layout, states=states, return_states=True, return_hidden=True)
-            hidden = hidden[0]
+            hidden, states = _read_next(model, [sampled[row] for row in rows], states)
     return new_tokens
+
+
+def _sample(model: MambaLM, hidden: Tensor, draws: list[Any], temperature: float, top_p: float) -> list[int]:
+    """Draw the token after each row of hidden (prompts, d_model), by the prompt's own generator."""
+    uniform = torch.tensor([generator.random() for generator in draws], dtype=torch.float64)
+    parts = log_probabilities(model, hidden)
+    return torch.cat([_draw(log_p, temperature, top_p, uniform[part]) for part, log_p in parts]).tolist()
+
+
+def _states_of(rows: list[int], states: Any) -> Any:
+    """Select the states of the prompts that go on, by layer."""
+    index = torch.tensor(rows, dtype=torch.int64, device=states[0][0].device)
+    return [tuple(state.index_select(0, index) for state in layer) for layer in states]
+
+
+def _read_next(model: MambaLM, tokens: list[int], states: Any) -> tuple[Tensor, Any]:
+    """Read one token of each prompt, as documents in one row; return activations and states."""
+    device = model.lm_head.weight.device
+    layout = SequenceLayout.from_lengths([[1] * len(tokens)], len(tokens)).to(device)
+    row = torch.tensor([tokens], device=device)
+    hidden, states = model(row, layout=layout, states=states, return_states=True, return_hidden=True)
+    return hidden[0], states
 
 
 def _check_sampling(max_new_tokens: int, temperature: float, top_p: float, seed: int) -> None:

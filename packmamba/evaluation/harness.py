@@ -42,8 +42,7 @@ def check_task(name: str, context: EvalContext, evaluations: Iterable[str]) -> N
     got = f"'{name}'{suggest(name, evaluations)}"
     remedy = "; pip install 'packmamba[eval]' for the harness"
     need(importlib.util.find_spec("lm_eval"), context.names, expected, got + remedy)
-    is_text = reads_text(context.data)
-    need(is_text, context.names, "evaluations of ids, since the documents are no text", f"'{name}'")
+    need(reads_text(context.data), context.names, "evaluations of ids, since the documents are no text", f"'{name}'")
     for option, value in context.options.items():
         place = f"{context.key}.{name}"
         need(option in OPTIONS, place, f"options of {', '.join(OPTIONS)}", f"'{option}'")

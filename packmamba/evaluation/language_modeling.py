@@ -38,15 +38,18 @@ def by_position(edges: Sequence[int], losses: Losses) -> tuple[list[list[float]]
     """
     spans = list(zip(edges, edges[1:]))
     # losses[i] is of the token at position i + 1: the token at 0 is never predicted.
-    parts = [[some[start - 1 : end - 1] for start, end in spans if start <= len(some)] for some in losses]
-    sums = [[float(part.sum()) for part in own] for own in parts]
+    parts = []
+    for document in losses:
+        parts.append([document[start - 1 : end - 1] for start, end in spans if start <= len(document)])
+    sums = [[float(part.sum()) for part in document] for document in parts]
     means = []
     for i, (start, end) in enumerate(spans):
         # Documents that reach the bucket, perhaps in part.
-        if reach := [(own[i], len(part[i])) for own, part in zip(sums, parts) if len(own) > i]:
-            nats, count = map(sum, zip(*reach))
-            point = {"start": start, "end": end, "loss": nats / count}
-            means.append(point | {"count": count, "documents": len(reach)})
+        reaching = [number for number, document in enumerate(parts) if len(document) > i]
+        if reaching:
+            count = sum(len(parts[number][i]) for number in reaching)
+            loss = sum(sums[number][i] for number in reaching) / count
+            means.append({"start": start, "end": end, "loss": loss, "count": count, "documents": len(reaching)})
     return sums, means
 
 
@@ -105,8 +108,7 @@ def validation(name: str, context: EvalContext, vocab_size: int | None) -> Any:
     need(corpus is not None, f"{place}.{SPLIT}", expected, "'test'; set data.test_path or data.test_fraction")
     scores_all = name != "perplexity" and corpus.has_answers and context.data.source != "task"
     need(not scores_all, name, "documents without prompts", "answers; set data.loss_on=all to score prompts too")
-    fits = corpus.vocab_size <= vocab_size
-    need(fits, "data.tokenizer", f"at most {vocab_size} tokens", corpus.vocab_size)
+    need(corpus.vocab_size <= vocab_size, "data.tokenizer", f"at most {vocab_size} tokens", corpus.vocab_size)
     numbers, groups = evaluation_documents(corpus, context.data).tolist(), corpus.groups
     labels = [{"document": n} | ({} if groups is None else {"group": int(groups[n])}) for n in numbers]
     documents = [corpus.document(number) for number in numbers]
@@ -132,8 +134,9 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     if texts.corpus.has_answers:  # positions count answers' tokens, too
         answered = [texts.answered(number) for number in range(len(documents))]
         documents = [document[1:][kept] for document, kept in zip(documents, answered)]
-        losses = {suffix: [each[kept] for each, kept in zip(some, answered)] for suffix, some in losses.items()}
-    targets = [len(some) for some in losses[""]]
+        for suffix, of_documents in losses.items():
+            losses[suffix] = [document[kept] for document, kept in zip(of_documents, answered)]
+    targets = [len(document) for document in losses[""]]
     decode = context.tokenizer.decode if context.tokenizer else lambda _: ""
     # Part of a character decodes to U+FFFD, of three bytes; it is one, of a tokenizer of bytes.
     size_of = lambda ids: len(decode(ids).replace("\ufffd", "?").encode("utf-8", "replace"))
@@ -144,9 +147,9 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
     # Octaves of positions: [1, 2), [2, 4), ...
     edges = [2**i for i in range(max(targets).bit_length() + 1)]
     columns: dict[str, Any] = {"targets": targets, "bytes": sizes}
-    for suffix, some in losses.items():
-        columns["nats" + suffix] = [float(one.sum()) for one in some]
-        columns["octaves" + suffix] = by_position(edges, some)[0]
+    for suffix, of_documents in losses.items():
+        columns["nats" + suffix] = [float(document.sum()) for document in of_documents]
+        columns["octaves" + suffix] = by_position(edges, of_documents)[0]
     items = texts.items(range(len(targets)), **columns)
     nats, total = sum(columns["nats"]), sum(targets)
     bits_per_byte = nats / math.log(2) / sum(sizes) if any(sizes) else float("nan")
@@ -157,16 +160,21 @@ def perplexity(model: MambaLM, context: EvalContext) -> EvalResult:
             metrics[f"loss.{name}"] = sum(item["nats"] for item in of_source) / targets_of_source
     if boundary.as_trained:
         metrics["loss_as_trained"] = sum(columns["nats_as_trained"]) / total
-    # A document's targets and nats in each octave, to be summed by group.
-    buckets = []
-    for item in items:
-        for i, start in enumerate(edges[: len(item["octaves"])]):
-            count = min(2 * start - 1, item["targets"]) - start + 1
-            nats_of_octave = {"nats" + suffix: item["octaves" + suffix][i] for suffix in losses}
-            buckets.append({"start": start, "targets": count, "group": item.get("group")} | nats_of_octave)
+    buckets = _octaves_of_documents(items, edges, losses)
     sums = ["targets", *("nats" + suffix for suffix in losses)]
     curve = by_position(edges, losses[""])[1]
     return texts.result(metrics, "by_position", curve, items, key="start", sums=sums, items_of=buckets)
+
+
+def _octaves_of_documents(items: Any, edges: Sequence[int], suffixes: Iterable[str]) -> list[dict[str, Any]]:
+    """Return each document's targets and nats in each octave of positions, to be summed by group."""
+    octaves = []
+    for item in items:
+        for i, start in enumerate(edges[: len(item["octaves"])]):
+            count = min(2 * start - 1, item["targets"]) - start + 1
+            nats = {"nats" + suffix: item["octaves" + suffix][i] for suffix in suffixes}
+            octaves.append({"start": start, "targets": count, "group": item.get("group")} | nats)
+    return octaves
 
 
 def _by_group(key: str, sums: Sequence[str], items_of: list[dict[str, Any]]) -> list[dict[str, float]]:

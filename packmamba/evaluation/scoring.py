@@ -54,8 +54,7 @@ def score(
     for context, continuation in checked:
         predictions.setdefault(context, {})[continuation] = []
     segments = [_segment(context, list(others)) for context, others in predictions.items()]
-    passes = packed_forward(model, segments, max_slots)
-    predict(model, (_with_targets(pieces, predictions) for pieces in passes))
+    predict(model, (_with_targets(pieces, predictions) for pieces in packed_forward(model, segments, max_slots)))
     scores = []
     for context, continuation in checked:
         # In pieces, where a pass ended inside the continuation.

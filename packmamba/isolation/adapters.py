@@ -146,8 +146,7 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
     if not ours and isinstance(model, nn.Module) and "input_ids" in forward_parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)
     marked_by = "layout" if ours else "lengths"
-    none = boundaries in ("position_ids", marked_by)
-    expect(none, "boundaries", f"none beside {marked_by}", repr(boundaries))
+    expect(boundaries in ("position_ids", marked_by), "boundaries", f"none beside {marked_by}", repr(boundaries))
     if not ours:
         modules = [model] if isinstance(model, nn.Module) else _modules_of(model)
         return CheckedCallable(model, modules, marked_by, vocab_size or 32, 128)

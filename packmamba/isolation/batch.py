@@ -97,8 +97,7 @@ def cut_rows(batch: Any, max_slots: int) -> Any:
     # Documents that lie outside of the window are dropped.
     part = SequenceLayout.from_seq_idx(layout.documents.flatten()[slots])
     slots = slots.to(batch.tokens.device)
-    names = ("tokens", "targets", "loss_mask")
-    cut: Any = {name: getattr(batch, name).flatten()[slots] for name in names}
+    cut: Any = {name: getattr(batch, name).flatten()[slots] for name in ("tokens", "targets", "loss_mask")}
     return replace(batch, layout=part.to(slots.device), **cut)
 
 

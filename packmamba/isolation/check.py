@@ -1,4 +1,8 @@
-"""Check documents for isolation: change others, compare bits, gradients, and documents alone."""
+"""Check that documents in a row are isolated.
+
+Others' tokens are changed, and a document's logits compared bit by bit; gradients must not cross
+boundaries; and each document is compared with itself alone.
+"""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -11,7 +15,7 @@ from torch import Tensor
 
 from packmamba.errors import expect
 from packmamba.isolation import probes
-from packmamba.isolation.adapters import adapt
+from packmamba.isolation.adapters import CheckedCallable, adapt
 from packmamba.isolation.probes import Documents, moved
 
 # Lengths of documents, awkward or at kernels' chunks; two rows that fit are checked.
@@ -132,10 +136,7 @@ def leakcheck(
         Exception: the model's own, where it fails without boundaries too.
     """
     model = adapt(model_or_callable, boundaries, vocab_size)
-    fits = isinstance(lengths, Sequence) and len(lengths) > 1 and all(type(n) is int and n > 0 for n in lengths)
-    expect(lengths is None or fits, "lengths", "two or more integers above 0", repr(lengths))
-    rows = [tuple(lengths)] if lengths is not None else [row for row in ROWS if sum(row) <= model.longest][:2]
-    expect(rows, "lengths", f"documents that fit in {model.longest} positions", "none")
+    rows = _rows_to_check(lengths, model.longest)
     result = LeakCheckResult(model.boundaries)
     with probes.undisturbed(model.modules):
         # Evaluation mode first: with dropout a document alone differs from itself packed.
@@ -148,15 +149,8 @@ def leakcheck(
                 model.vocab_size = probes.logits_of(model.alone, two).shape[-1]
         for row, way in itertools.product(rows, model.inputs):
             check_documents(probes.draw(model, way, row), result)
-        # Padding is reported by itself: a model may
-        # refuse it, or read it, and still pack correctly.
-        for side in model.padding if result.raises is None else ():
-            padded = LeakCheckResult(side)
-            try:
-                check_documents(probes.draw(model, side, rows[0]), padded)
-            except ValueError:
-                padded.same_as_alone = False
-            result.padding[side] = None if padded.raises else padded.ok
+        if result.raises is None:
+            result.padding = {side: _check_padding(model, side, rows[0]) for side in model.padding}
         # Only without a leak so far: training mode may take other kernels.
         if result.raises is None and not result.leaks and model.modules:
             for module in model.modules:
@@ -168,19 +162,38 @@ def leakcheck(
     return result
 
 
+def _rows_to_check(lengths: Sequence[int] | None, longest: int) -> Sequence[tuple[int, ...]]:
+    """Return rows of documents' lengths: those that are given, or two of ROWS that fit."""
+    if lengths is None:
+        rows = [row for row in ROWS if sum(row) <= longest][:2]
+        expect(rows, "lengths", f"documents that fit in {longest} positions", "none")
+        return rows
+    are_lengths = isinstance(lengths, Sequence) and all(type(length) is int and length > 0 for length in lengths)
+    expect(are_lengths and len(lengths) > 1, "lengths", "two or more integers above 0", repr(lengths))
+    return [tuple(lengths)]
+
+
+def _check_padding(model: CheckedCallable, side: str, lengths: Sequence[int]) -> bool | None:
+    """Tell whether padded documents are what they are alone; None: the model refuses padding.
+
+    Reported by itself: a model may refuse padding, or read it, and still pack correctly.
+    """
+    padded = LeakCheckResult(side)
+    try:
+        check_documents(probes.draw(model, side, lengths), padded)
+    except ValueError:
+        padded.same_as_alone = False
+    return None if padded.raises else padded.ok
+
+
 def check_documents(documents: Documents, result: LeakCheckResult, alone: bool = True) -> None:
     """Check documents; add to ``result``. ``alone``: compare with documents alone, too.
 
     Raises ValueError for logits that are not finite, or that no token moves; the model's errors.
     """
     with torch.no_grad():
-        try:
-            base = documents.logits()
-        except Exception as error:
-            if not documents.model.optional:
-                raise
-            documents.alone()  # fails too where it is no refusal of boundaries
-            result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        base = _packed_logits(documents, result)
+        if base is None:
             return
         expect(base.isfinite().any(-1).all(), "logits", "finite numbers", "none at a token")
         # (probes, L): changed tokens, slots whose logits must stay, each token's largest change.
@@ -188,10 +201,7 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
         moves = torch.stack([_moves(documents.logits(changed), base) for changed in tokens])
         # Two equal calls: what differs is noise of the model, and no change below it can be seen.
         noise = float(_moves(documents.logits(), base).max())
-        with probes.eager(), probes.Watch() as ran:
-            documents.logits()
-        # Of the coarsest dtype of products.
-        dtype = max((ran.dtypes & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__)
+        dtype, routed = _products(documents, base)
         rounding = ROUNDING[dtype] * float(base[base.isfinite()].abs().max())
         carried = noise > rounding
         if noise:
@@ -220,10 +230,29 @@ def check_documents(documents: Documents, result: LeakCheckResult, alone: bool =
     result.largest = max(result.largest, largest)
     # Rounding is no leak where routed tokens change the
     # shapes of others' products, unless a gradient crosses.
-    isolated = not largest or (crossed is False and largest <= rounding and ran.routed)
+    isolated = not largest or (crossed is False and largest <= rounding and routed)
     result.add("isolated_forward", isolated)
     if not isolated:
         _locate(documents, result, tokens, watched, slots)
+
+
+def _packed_logits(documents: Documents, result: LeakCheckResult) -> Tensor | None:
+    """Compute packed documents' logits; None, with the reason in ``result``, if the model refuses."""
+    try:
+        return documents.logits()
+    except Exception as error:
+        if not documents.model.optional:
+            raise
+        documents.alone()  # fails too where it is no refusal of boundaries
+        result.raises = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        return None
+
+
+def _products(documents: Documents, base: Tensor) -> tuple[torch.dtype, bool]:
+    """Return the coarsest dtype of products, and whether tokens are routed."""
+    with probes.eager(), probes.Watch() as ran:
+        documents.logits()
+    return max((ran.dtypes & TOLERANCES.keys()) | {base.dtype}, key=TOLERANCES.__getitem__), ran.routed
 
 
 def _compare_with_alone(documents: Documents, base: Tensor, tolerance: float, result: LeakCheckResult) -> None:

@@ -1,7 +1,8 @@
 """Callbacks of a training run: what it counts, saves, checks and evaluates.
 
-Lightning calls them in the order of ``fit``'s list, ``Checkpoint`` last, so that what a checkpoint
-holds is complete. What they hold between steps is saved with it: a run that goes on counts on.
+Lightning calls them in the order of ``fit.make_trainer``'s list, but for ``Checkpoint``, which it
+moves to the end, so that what a checkpoint holds is complete. What they hold between steps is saved
+with it: a run that goes on counts on.
 Checkpoints, evaluations and leak checks happen outside of the run's clock (``RunMetrics.paused``);
 a speed that included them would compare how often runs were saved.
 """
@@ -403,9 +404,8 @@ def why_unchecked(options: TrainerConfig) -> str | None:
 
 def evaluation_context(config: Config, name: str, **more: Any) -> EvalContext:
     """Return what an evaluation of a run reads; ``more``: further fields of EvalContext."""
-    options = config.evaluation_options.get(name, {})
-    more |= {"key": "evaluation_options", "names": "evaluations", "options": options}
-    more |= {"examples": config.evaluation_examples}
+    more |= {"key": "evaluation_options", "options": config.evaluation_options.get(name, {})}
+    more |= {"names": "evaluations", "examples": config.evaluation_examples}
     return EvalContext(config.data, trainer=config.trainer, **more)
 
 

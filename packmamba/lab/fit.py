@@ -190,8 +190,7 @@ class _Run:
         model = PackedLitModule.from_config(self.config, self.data.vocab_size).model
         if self.config.trainer.init_from is not None:
             load_initial_weights(model, self.config)
-        same = weights_checksum(model) == checksum
-        need(same, key, "the weights that this run began with", self._got_others)
+        need(weights_checksum(model) == checksum, key, "the weights that this run began with", self._got_others)
 
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
@@ -411,8 +410,7 @@ def make_logger(spec: Any, folder: Path, purged_step: int) -> Logger:
         # What was logged after the checkpoint is purged.
         return TensorBoardLogger(folder, spec, "", default_hp_metric=False, purge_step=purged_step or None)
     if spec == "wandb":
-        project = folder.parent.name or "packmamba"
-        return WandbLogger(folder.name, folder, id=folder.name, project=project)
+        return WandbLogger(folder.name, folder, id=folder.name, project=folder.parent.name or "packmamba")
     if spec == "mlflow":
         # To a server, or to one file beside the folders of runs.
         runs = folder.parent.resolve()

@@ -66,7 +66,8 @@ LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": Fa
 def id_of(arm: str, values: dict[str, Any]) -> str:
     """Return a run's id from its record's configuration.
 
-    Of a run that is to be continued it is the id of its schedule's end.
+    Two runs that differ only in how far they follow one schedule share an id, which has the
+    schedule's end in place of ``trainer.max_steps``.
     """
     keys = DEFAULTS | LATER | flatten(values)
     # A run with more steps of the same schedule goes on where the shorter one ended: its id is the

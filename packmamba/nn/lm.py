@@ -1,9 +1,8 @@
 """The Mamba language model on packed documents: an embedding, blocks, and a head.
 
 Names of modules and parameters are state-spaces', whose checkpoints it reads and writes. Layouts
-are checked here, once a batch, and handed unchanged to every block. The head is separate from the
-rest (``return_hidden``), since the loss of a large vocabulary is computed without all of its logits
-(``packmamba.nn.loss``).
+are handed unchanged to every block. The head is separate from the rest (``return_hidden``), since
+the loss of a large vocabulary is computed without all of its logits (``packmamba.nn.loss``).
 
 A block gets the residual stream both as it is and normalised, and hands on both. So the norm of the
 next block is computed where the addition is, and what the backward needs is saved once: the
@@ -298,8 +297,7 @@ class Block(nn.Module):
                 ``add_norm`` normalises it.
             layouts_and_state: conv_layout, ssm_layout, state, return_state, as of ``Mixer.mix``.
         """
-        arguments = (normed, self.norm.weight, *layouts_and_state)
-        mixed, state = call(self.mixer.mix, *arguments, recompute=self.recompute)
+        mixed, state = call(self.mixer.mix, normed, self.norm.weight, *layouts_and_state, recompute=self.recompute)
         residual, normed = add_norm(residual, mixed, self.norm.eps)
         if self.mlp is not None:
             mixed = call(self.mlp, normed, self.norm2.weight, recompute=self.recompute)

@@ -20,8 +20,8 @@ from torch.autograd.function import once_differentiable
 from packmamba.ops.build import has_c_compiler
 from packmamba.ops.checks import accumulation_dtype
 
-# Maximum logits at a time: in bfloat16 about 200 MB; their gradients take as much, on a GPU the
-# same.
+# Maximum logits at a time: in bfloat16 about 200 MB. Their gradients take as much again; on a GPU
+# they are written over the logits.
 CHUNK_LOGITS = 2048 * 50304
 
 

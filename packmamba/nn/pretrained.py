@@ -90,8 +90,7 @@ def read_pretrained(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     published = read_json(path)
     translate = _from_hugging_face if "hidden_size" in published else _from_state_spaces
     arguments = translate(published, path)
-    read = read_weights(folder)
-    weights = {name.replace(".embeddings.", ".embedding."): tensor for name, tensor in read.items()}
+    weights = {name.replace(".embeddings.", ".embedding."): weight for name, weight in read_weights(folder).items()}
     embedding = weights.get("backbone.embedding.weight")
     if embedding is None:
         raise ValueError(f"{folder}: the weights lack 'backbone.embedding.weight'")
@@ -213,8 +212,7 @@ def _layer(mixer: str) -> str:
 
 def _from_state_spaces(published: dict[str, Any], path: Path) -> dict[str, Any]:
     """Translate state-spaces' configuration to MambaLM's arguments. Raises ValueError."""
-    has_sizes = {"d_model", "n_layer"} <= published.keys()
-    expect(has_sizes, str(path), "d_model and n_layer, or hidden_size", "neither")
+    expect({"d_model", "n_layer"} <= published.keys(), str(path), "d_model and n_layer, or hidden_size", "neither")
     attention = published.get("attn_layer_idx")
     expect(not attention, f"{path}: attn_layer_idx", "none (Mamba blocks only)", repr(attention))
     expect(published.get("rms_norm", True), f"{path}: rms_norm", "true", "false")

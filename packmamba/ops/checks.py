@@ -43,8 +43,7 @@ def check_activations(tensor: Tensor, name: str, shape: str = "(B, L, D)") -> No
     check_is_tensor(tensor, name)
     if tensor.dim() != shape.count(",") + 1 or 0 in tensor.shape:
         raise ValueError(f"{name}: expected shape {shape} with no empty dimension, got {tuple(tensor.shape)}")
-    fits = tensor.dtype in ACTIVATION_DTYPES
-    expect(fits, name, "bfloat16, float16, float32 or float64", tensor.dtype, TypeError)
+    expect(tensor.dtype in ACTIVATION_DTYPES, name, "bfloat16, float16, float32 or float64", tensor.dtype, TypeError)
     _check_channel_stride(tensor, name)
 
 
@@ -167,8 +166,7 @@ def check_size(name: str, size: object, most: int) -> None:
 
 def is_tracing() -> bool:
     """Return whether a compiler, a functorch transform or a dispatch mode intercepts calls."""
-    compiling = torch.compiler.is_compiling()
-    return compiling or is_transforming() or torch._C._len_torch_dispatch_stack() > 0
+    return torch.compiler.is_compiling() or is_transforming() or torch._C._len_torch_dispatch_stack() > 0
 
 
 def is_transforming() -> bool:

@@ -203,8 +203,7 @@ def launch(name: str, direction: str, arguments: dict[str, Any], like: Tensor, t
             launch(name, direction, arguments, like, tensor_cores)
         return
     stream = torch._C._cuda_getCurrentRawStream(device)
-    starts_and_ends = (arguments["starts"], arguments["ends"])
-    work = schedule(*starts_and_ends, like.shape, tensor_cores, direction, stream)
+    work = schedule(arguments["starts"], arguments["ends"], like.shape, tensor_cores, direction, stream)
     kernel("cuda", name)({**arguments, **work.arguments, "stream": stream})
 
 

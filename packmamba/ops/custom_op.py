@@ -278,8 +278,7 @@ class PackedOperator(Generic[Arguments]):
         # Operators return empty tensors for absent gradients; autograd expects None.
         gradients = tuple(None if tensor is None else gradient for tensor, gradient in zip(values, computed))
         if torch.is_grad_enabled():
-            tensors = values[: self.signature.num_tensors]
-            gradients = _FirstDerivatives.apply(self.name, gradients, *grads, *tensors)
+            gradients = _FirstDerivatives.apply(self.name, gradients, *grads, *values[: self.signature.num_tensors])
         return gradients
 
     def _refuse_tangents(self, tensors: tuple[Tensor | None, ...]) -> None:
@@ -302,7 +301,7 @@ class PackedOperator(Generic[Arguments]):
         return none_to_empty(gradients, after_grads[0])
 
     def _run_fake_backward(self, *values: Any) -> tuple[Tensor, ...]:
-        tensors = values[self.num_outputs :][: self.signature.num_gradients]
+        tensors = values[self.num_outputs : self.num_outputs + self.signature.num_gradients]
         return none_to_empty(map(empty_grad_like, tensors), tensors[0])
 
     def _save(self, ctx: Any, inputs: tuple, output: tuple) -> None:
@@ -343,8 +342,7 @@ class _EagerCall(torch.autograd.Function):
         num_saved = operator.signature.num_saved
         saved = ctx.saved_tensors
         # With gradients enabled the result may be differentiated.
-        create_graph = torch.is_grad_enabled()
-        differentiate = operator.differentiate_dispatched if create_graph else operator.differentiate
+        differentiate = operator.differentiate_dispatched if torch.is_grad_enabled() else operator.differentiate
         gradients = differentiate(saved[:num_saved] + ctx.options, saved[num_saved:], grads)
         # The operator, its options and the layouts' tensors have no gradients.
         return None, None, *gradients, *(None,) * (num_saved - len(gradients))

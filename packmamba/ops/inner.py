@@ -180,8 +180,7 @@ def _walk(
     low_rank, B, C = a.parts(projected)
     delta = _linear(low_rank, dt_weight)
     scanned, saved = recur(a.scan(x, delta, B, C, z), needs_backward)
-    mixed = _linear(scanned.y, out_weight)
-    outputs = BlockOutputs(mixed, convolved.final_state, scanned.final_state)
+    outputs = BlockOutputs(_linear(scanned.y, out_weight), convolved.final_state, scanned.final_state)
     if not needs_backward:
         return outputs, InnerSaved(None, None, None, None, None)
     kept = InnerSaved(saved.states, projected, x, delta, scanned.y)

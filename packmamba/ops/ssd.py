@@ -84,14 +84,18 @@ def ssd_pack(
     checks.check_tensors(x, "x", wide, A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)))
     checks.check_tensors(x, "x", wide, initial_state=(initial_state, state_shape))
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
-    if delta_limit is not None:
-        is_pair = isinstance(delta_limit, (tuple, list)) and len(delta_limit) == 2
-        are_numbers = is_pair and all(isinstance(one, (int, float)) for one in delta_limit)
-        rises = are_numbers and delta_limit[0] <= delta_limit[1]
-        expect(rises, "delta_limit", "(low, high) with low at most high, or None", repr(delta_limit))
+    _check_limit(delta_limit)
     tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets)
     a = SsdArguments(*tensors, layout, delta_softplus, delta_limit, return_final_state)
     return context_parallel.run("ssd_pack", a, backend)
+
+
+def _check_limit(limit: Any) -> None:
+    """Raise ValueError unless a limit of step sizes is None or (low, high)."""
+    is_pair = isinstance(limit, (tuple, list)) and len(limit) == 2
+    are_numbers = is_pair and all(isinstance(bound, (int, float)) for bound in limit)
+    is_limit = limit is None or (are_numbers and limit[0] <= limit[1])
+    expect(is_limit, "delta_limit", "(low, high) with low at most high, or None", repr(limit))
 
 
 class SsdArguments(NamedTuple):
@@ -132,53 +136,47 @@ def by_channels(
     dtype: gradients of step sizes are summed over a head's channels, and are not to be rounded to
     16 bits before.
     """
-    dtype = a.A.dtype
-    heads, channels = a.x.shape[2:]
-    groups, states = a.B.shape[2:]
-    x, z = (None if tensor is None else tensor.to(dtype) for tensor in (a.x, a.z))
-    B, C = a.B.to(dtype), a.C.to(dtype)
-    delta, delta_bias = a.delta.to(dtype), a.delta_bias
+    delta, delta_bias = a.delta.to(a.A.dtype), a.delta_bias
     if a.delta_limit is not None:
         # Mamba-1's scan has no limit: give it finished step sizes, without a bias.
         delta, delta_bias = _limited_steps(a, delta), None
-    shared = heads // groups
-
-    def of_channels(tensor: Tensor | None, axis: int, group: int) -> Any:
-        """Take a group's heads along an axis, and repeat each one's number for its channels."""
-        here = None if tensor is None else tensor.narrow(axis, group * shared, shared)
-        return None if here is None else here.repeat_interleave(channels, dim=axis)
-
-    def flat(tensor: Tensor | None, axis: int, group: int) -> Any:
-        """Take a group's heads along an axis; heads and channels become one."""
-        here = None if tensor is None else tensor.narrow(axis, group * shared, shared)
-        return None if here is None else unit_stride(here.flatten(axis, axis + 1))
-
-    skip = flat if a.D is not None and a.D.dim() == 2 else of_channels
-    outputs: list[Tensor] = []
-    finals: list[Any] = []
-    # A scan of Mamba-1 for each group, of (H / G) P channels: u, delta and z are (B, L, H / G P).
-    for group in range(groups):
-        y, final = scan(
-            ScanArguments(
-                u=flat(x, 2, group),
-                delta=of_channels(delta, 2, group),
-                A=of_channels(a.A, 0, group)[:, None].repeat(1, states),
-                B=B[:, :, group],
-                C=C[:, :, group],
-                D=skip(a.D, 0, group),
-                z=flat(z, 2, group),
-                delta_bias=of_channels(delta_bias, 0, group),
-                initial_state=flat(a.initial_state, 1, group),
-                layout=a.layout,
-                delta_softplus=a.delta_softplus and a.delta_limit is None,
-                return_final_state=a.return_final_state,
-            )
-        )
-        outputs.append(y)
-        finals.append(final)
+    finished = a._replace(delta=delta, delta_bias=delta_bias)
+    outputs, finals = zip(*(scan(_of_group(finished, group)) for group in range(a.B.shape[2])))
     # Channels of all groups side by side are heads by channels again.
     y = torch.cat(outputs, 2).view(a.x.shape).to(a.x.dtype)
     return y, torch.cat(finals, 1).view(a.state_shape) if a.return_final_state else None
+
+
+def _of_group(a: SsdArguments, group: int) -> ScanArguments:
+    """Return a group's arguments for Mamba-1's scan: u, delta and z are (B, L, (H / G) P)."""
+    heads, channels = a.x.shape[2:]
+    groups, states = a.B.shape[2:]
+    shared = heads // groups
+
+    def of_heads(tensor: Tensor | None, axis: int) -> Any:
+        """Take the group's heads along an axis, and repeat each one's number for its channels."""
+        taken = None if tensor is None else tensor.narrow(axis, group * shared, shared)
+        return None if taken is None else taken.repeat_interleave(channels, dim=axis)
+
+    def of_channels(tensor: Tensor | None, axis: int) -> Any:
+        """Take the group's heads along an axis; heads and channels become one."""
+        taken = None if tensor is None else tensor.narrow(axis, group * shared, shared).to(a.A.dtype)
+        return None if taken is None else unit_stride(taken.flatten(axis, axis + 1))
+
+    return ScanArguments(
+        u=of_channels(a.x, 2),
+        delta=of_heads(a.delta, 2),
+        A=of_heads(a.A, 0)[:, None].repeat(1, states),
+        B=a.B[:, :, group].to(a.A.dtype),
+        C=a.C[:, :, group].to(a.A.dtype),
+        D=of_channels(a.D, 0) if a.D is not None and a.D.dim() == 2 else of_heads(a.D, 0),
+        z=of_channels(a.z, 2),
+        delta_bias=of_heads(a.delta_bias, 0),
+        initial_state=of_channels(a.initial_state, 1),
+        layout=a.layout,
+        delta_softplus=a.delta_softplus and a.delta_limit is None,
+        return_final_state=a.return_final_state,
+    )
 
 
 def _limited_steps(a: SsdArguments, delta: Tensor) -> Tensor:

@@ -184,8 +184,7 @@ def _allocate(size: int, alignment: int, stream: int | None) -> Tensor:
 
 def _run(function: Any, a: Any, *gradients: Any) -> Any:
     """Call with PyTorch's memory for tensor descriptors, whatever allocator Triton has been set."""
-    dense_names = ("A", "D", "delta_bias", "initial_state")
-    a = a._replace(**{name: dense(getattr(a, name)) for name in dense_names})
+    a = a._replace(**{name: dense(getattr(a, name)) for name in ("A", "D", "delta_bias", "initial_state")})
     context = contextvars.copy_context()
     context.run(triton.set_allocator, _allocate)
     return context.run(function, a, *gradients)

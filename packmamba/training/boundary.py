@@ -118,7 +118,8 @@ class Leak(Boundary):
 
     def layouts(self, layout: SequenceLayout) -> tuple[SequenceLayout, SequenceLayout]:
         """Merge each row's documents."""
-        return layout.flow(), layout.flow()
+        merged = layout.flow()
+        return merged, merged
 
 
 class LeakConv(Boundary):
@@ -265,9 +266,8 @@ class CarryScan(Carry):
     """Continue the state of the recurrence; start the convolution fresh."""
 
     def continued(self, incoming: States, fresh: States) -> States:
-        """Keep the recurrence's incoming state, the last of a layer's, and other fresh ones."""
-        layers = zip(incoming, fresh)
-        return [(*fresh_layer[:-1], incoming_layer[-1]) for incoming_layer, fresh_layer in layers]
+        """Keep of each layer the recurrence's incoming state, its last; take fresh ones for the rest."""
+        return [(*fresh_layer[:-1], incoming_layer[-1]) for incoming_layer, fresh_layer in zip(incoming, fresh)]
 
 
 class StatePassing(Carry):

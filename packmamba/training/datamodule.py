@@ -36,7 +36,7 @@ class PackedDataModule(lightning.LightningDataModule):
         seed: of the order of documents.
         boundary: a key of BOUNDARIES; None: the scheme of ``trainer.lightning_module``, else reset.
         plugins: modules that loader workers import first.
-            ``progress``: show a bar while a corpus is prepared.
+        progress: show a bar while a corpus is prepared.
         context_parallel: consecutive ranks that share each row (``trainer.context_parallel``).
         keys: of the section ``data``, such as ``source="text"``.
 
@@ -237,11 +237,10 @@ class StepDataset(Dataset):
     rank: int = 0
 
     def __getitem__(self, step: int) -> StepBatch:
-        schedule = self.schedule
-        plan = schedule.step(step)
+        plan = self.schedule.step(step)
         # Micro-batch i belongs to rank i modulo the number of ranks.
-        own = plan.micro_batches[self.rank :: schedule.world_size]
-        batches = [make_batch(plan.corpus, plan.rows, rows, turn=schedule.turn(rows)) for rows in own]
+        of_rank = plan.micro_batches[self.rank :: self.schedule.world_size]
+        batches = [make_batch(plan.corpus, plan.rows, rows, turn=self.schedule.turn(rows)) for rows in of_rank]
         counts = count_step(plan.corpus, plan.rows, plan.micro_batches)
         return StepBatch(**vars(counts), batches=batches)
 

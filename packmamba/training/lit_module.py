@@ -121,8 +121,7 @@ class PackedLitModule(lightning.LightningModule):
         need(takes, "model", "MambaLM's arguments or a module", f"{model}; pass your own")
         scheme: Any = {"boundary": boundary, "boundary_options": boundary_options or {}}
         trainer = validate(TrainerConfig(**scheme, mean_over=mean_over))
-        given = ({"lr": lr, **optimizer}, type(self).__name__)
-        self.optimizer_config = resolve(OptimizerConfig, [given])
+        self.optimizer_config = resolve(OptimizerConfig, [({"lr": lr, **optimizer}, type(self).__name__)])
         # Two instances: validation must not touch the states that training carries.
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
         self.mean_over, self.cuda_graphs = mean_over, cuda_graphs
@@ -168,8 +167,7 @@ class PackedLitModule(lightning.LightningModule):
             sharded = mesh.size() == self.trainer.world_size
             sizes = "data_parallel_size to be all devices, tensor_parallel_size 1"
             need(sharded, "strategy", sizes, mesh.size())
-            boundary = self.boundary
-            need(boundary.sharded, "strategy", f"ddp with boundary={boundary.name}", "FSDP2")
+            need(self.boundary.sharded, "strategy", f"ddp with boundary={self.boundary.name}", "FSDP2")
             for part in (*self.model.backbone.layers, self.model):
                 fully_shard(part, mesh=mesh)
 
@@ -204,7 +202,7 @@ class PackedLitModule(lightning.LightningModule):
         mask = batch.loss_mask
         weights = None
         # The head is the largest product: padding is left out.
-        slots = layout.token_slots if layout.num_tokens < layout.num_slots else None
+        slots = layout.token_slots if layout.has_padding else None
         if self.mean_over == "rows":
             # (B, 1): of T targets in R rows, each of row i's n_i weighs (T / R) / n_i, so that the
             # micro-batch's sum is T times the mean of its rows' means.
@@ -295,8 +293,7 @@ class PackedLitModule(lightning.LightningModule):
         if number + 1 in (1, self.trainer.max_steps) or (number + 1) % every == 0:
             # On the CPU, and only here: it waits for the GPU.
             self.log("train/loss", loss.cpu(), prog_bar=True)
-            measures = self.boundary.measures().items()
-            logged: dict[str, Any] = {f"train/{name}": value for name, value in measures}
+            logged: Any = {f"train/{name}": value for name, value in self.boundary.measures().items()}
             logged["train/learning_rate"] = self.learning_rate(number)
             logged["data/padding_fraction"] = 1 - step.num_tokens / step.num_slots
             if (norm := getattr(optimizer.optimizer, "gradient_norm", None)) is not None:
@@ -418,7 +415,6 @@ def make_model(config: Config, vocab_size: int) -> MambaLM:
     # The embedding may have more rows than the corpus has ids, as padded or published ones do.
     rows = vocab_size if model.vocab_size is None else model.vocab_size
     need(rows >= vocab_size, "model.vocab_size", f"at least the corpus's {vocab_size}", rows)
-    names = ("d_model", "n_layer", "tie_embeddings", "mixer")
-    options = {name: getattr(model, name) for name in names}
+    options = {name: getattr(model, name) for name in ("d_model", "n_layer", "tie_embeddings", "mixer")}
     with refusing(ValueError, TypeError, prefix="model."):
         return MambaLM(rows, **shared, **options, **model.of_mixer())

@@ -13,7 +13,8 @@ from packmamba.config.load import reads
 from packmamba.data.sources import builtin, files, packages, splits
 from packmamba.data.sources.source import Document, Source
 
-# Values of ``data.source``, which read no file yet; plugins may add to it.
+# Functions that open a source, by the values of ``data.source``, without reading its documents;
+# plugins may add to it.
 SOURCES: dict[str, Callable[[DataConfig], Source]] = {
     "stdlib": builtin.open_stdlib,
     "text": files.open_text,

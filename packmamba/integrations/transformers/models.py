@@ -123,7 +123,8 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     tokens, cache, mask = (_first(kwargs, INPUTS), _first(kwargs, CACHES), kwargs.get("attention_mask"))
     cached = cache is not None or bool(kwargs.get("use_cache"))
     # A dictionary (kind of layer -> mask) was prepared by transformers.
-    prepared = isinstance(mask, dict) and (not given or (cache is not None and given.keys() == {"position_ids"}))
+    beside_cache = cache is not None and given.keys() == {"position_ids"}
+    prepared = isinstance(mask, dict) and (not given or beside_cache)
     if not isinstance(tokens, Tensor) or prepared:
         return kwargs
     # States are there already: a step of generation goes on, with one document a row.

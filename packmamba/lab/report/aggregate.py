@@ -119,9 +119,9 @@ class Arm:
 
     @property
     def expected(self) -> set[int]:
-        """Seeds of its runs, those that no variant has, and those of the sweep that fits best.
+        """Seeds of its runs, seeds of its sweep without any run, and those of the plan that fits best.
 
-        That is the plan with the fewest runs outside of it, of equal ones the smallest.
+        That plan leaves out the fewest of the arm's seeds; of equal ones it is the smallest.
         """
         misfit = lambda seeds: (len({*self.runs.index}.difference(seeds)), len(seeds))
         plan = min(self.sweep.get("plans", ()), key=misfit, default=())
@@ -281,7 +281,8 @@ def _baseline(arm: Arm, arms: Arms) -> Arm:
 
 def versus(arms: Arms) -> str:
     """Name the baselines of arms, for a column's title."""
-    names = {each.label if each.sweep.get("apart") else each.title for each in (arm.baseline for arm in arms)}
+    baselines = {arm.baseline for arm in arms}
+    names = {baseline.label if baseline.sweep.get("apart") else baseline.title for baseline in baselines}
     return " or ".join(sorted(names))
 
 
@@ -353,8 +354,7 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
         margin = arm.sweep.get("margin") if same else None
         is_leak = same and arm.leaks and not other.leaks
         differences = paired(arm, other, metric)
-        diverged = divergence(arm, other)
-        more: Any = {"margin": margin, "divergence": diverged, "family": family}
+        more: Any = {"margin": margin, "divergence": divergence(arm, other), "family": family}
         comparisons[arm, other] = Comparison(*differences, **more, setting=arm.setting, is_leak=is_leak)
     rulings = statistics.rule(comparisons, {"primary": absent}, higher_is_better(metric))
     return [Contrast(*pair, comparisons[pair], rulings[pair]) for pair in pairs]
@@ -390,8 +390,12 @@ def same_documents(arm: Arm, other: Arm) -> bool:
     """
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
     # Steps of exact size hold what truncate leaves, which depends on rows.
-    cut = any(side.says("data.overlong") == "truncate" and side.says("data.cut_at_steps") for side in (arm, other))
-    if not cut and {side.says("data.batching", "matched") for side in (arm, other)} == {"matched"}:
+    arms = (arm, other)
+    depends_on_rows = any(
+        side.says("data.overlong") == "truncate" and side.says("data.cut_at_steps") for side in arms
+    )
+    are_matched = all(side.says("data.batching", "matched") == "matched" for side in arms)
+    if are_matched and not depends_on_rows:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
     columns = [column for column in {*arm.runs, *other.runs} if column.startswith("config.data.")]
     keys = {column.removeprefix("config.") for column in columns} - free

@@ -110,7 +110,8 @@ def bootstrap(sums: Any, weights: Any, draws: int = DRAWS) -> Estimate:
     of_seeds, of_groups = (drawn.astype(float) for drawn in _draws(seeds, groups, draws))
     held = of_groups @ weights
     # The mean of each draw over its seeds and groups; draws that hold no target are left out.
-    means = ((of_seeds / seeds @ sums) * of_groups).sum(axis=1)[held > 0] / held[held > 0]
+    drawn_sums = ((of_seeds / seeds @ sums) * of_groups).sum(axis=1)
+    means = drawn_sums[held > 0] / held[held > 0]
     # Widened about the mean: t over normal, and n / (n - 1) for the resampled variance.
     n = min(seeds, groups)
     t_over_normal = stdtrit(n - 1, 0.975) / ndtri(0.975)
@@ -357,8 +358,7 @@ def rule(
     caught: dict[Hashable, int] = {}
     for key, each in comparisons.items():
         if each.is_leak:
-            harm = rulings[key].shows_harm(higher_is_better)
-            caught[each.setting] = max(caught.get(each.setting, 0), harm)
+            caught[each.setting] = max(caught.get(each.setting, 0), rulings[key].shows_harm(higher_is_better))
     of_setting = {key: caught.get(each.setting) for key, each in comparisons.items()}
     return {key: rulings[key]._replace(leak_caught=index) for key, index in of_setting.items()}
 

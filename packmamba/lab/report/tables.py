@@ -175,9 +175,10 @@ def mean_sd(values: pd.Series) -> Cell:
     """Format mean and standard deviation; not that of one value, or of equal counts."""
     mean, sd = values.mean(), values.std()
     # Whole numbers from 10 on are counts, such as steps: decimals would claim what is not there.
-    counts = mean >= 10 and bool((values.dropna() % 1 == 0).all())
-    digits = ",.0f" if counts else ".4f"
-    spread = "" if pd.isna(sd) or counts and not sd else f" ± {sd:{digits}}"
+    are_counts = mean >= 10 and bool((values.dropna() % 1 == 0).all())
+    digits = ",.0f" if are_counts else ".4f"
+    are_equal_counts = are_counts and sd == 0
+    spread = "" if pd.isna(sd) or are_equal_counts else f" ± {sd:{digits}}"
     return Cell("-" if pd.isna(mean) else f"{mean:{digits}}{spread}", (mean, sd))
 
 
@@ -219,8 +220,9 @@ def ruled(ruling: Ruling) -> Row:
 P_COLUMNS = "p of difference, Holm = p_difference:p | p of equivalence, Holm = p_equivalence:p"
 
 
-# A new metric: derive it in ``aggregate.training_arms`` or write it to records, name it in TITLES,
-# format it in FORMATS; ``_further`` lists those of the headline.
+# A new metric: derive it in ``aggregate.training_arms`` or write it in ``fit.training_record`` and
+# list it in ``records.METRICS``, which a sweep's ``table.metrics`` may name. Name it in TITLES, format
+# it in FORMATS; ``_further`` lists those of the headline.
 TITLES = {
     "val_loss": "validation loss",
     "val_loss_start": "loss, first 32 tokens",
@@ -327,7 +329,8 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
     """Make the headline: each arm's seeds, metrics, differences, verdict, and what it costs."""
     metrics, more = table_keys(arms)
     if more is None:
-        more = [key for key in _further(arms) if key not in metrics and any(arm[key].notna().any() for arm in arms)]
+        has_values = lambda metric: any(arm[metric].notna().any() for arm in arms)
+        more = [metric for metric in _further(arms) if metric not in metrics and has_values(metric)]
     # For each metric its value and the difference from the baseline; the verdict, which is on the
     # first metric; then what the runs cost.
     columns = make_columns("!arm | seeds")
@@ -520,8 +523,7 @@ def throughput_tables(records: Records) -> list[Table]:
     metrics = ("rounds", "seconds_per_step_median", "seconds_per_step_spread", *aggregate.SPEEDS)
     rows = []
     for arm in aggregate.timed_arms(records):
-        run = Cell((arm.timing or "")[:8], (arm.timing,))
-        rows.append({"arm": arm.name, "run": run} | _values(arm, metrics))
+        rows.append({"arm": arm.name, "run": Cell((arm.timing or "")[:8], (arm.timing,))} | _values(arm, metrics))
     measured = [_metric_column(metric, []) for metric in metrics]
     columns = [*make_columns("!arm"), *measured, *make_columns("run")]
     note = "Only arms of one run compare. Speedup: over the arm with 1.00x."

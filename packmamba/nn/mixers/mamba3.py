@@ -119,25 +119,30 @@ class PackedMamba3(HeadMixer):
         # z, x, B, C, dt, a, lambda, angles
         self.parts = [self.d_inner] * 2 + [rank * ngroups * d_state] * 2 + [self.nheads] * 3 + [self.num_angles]
         self.in_proj = Projection(d_model, sum(self.parts), bias=False)
-        self.dt_bias = nn.Parameter(torch.empty(self.nheads))
-        self.B_bias = nn.Parameter(torch.empty(self.nheads, rank, d_state))
-        self.C_bias = nn.Parameter(torch.empty(self.nheads, rank, d_state))
-        self.B_norm = nn.RMSNorm(d_state, eps=EPSILON)
-        self.C_norm = nn.RMSNorm(d_state, eps=EPSILON)
-        self.D = nn.Parameter(torch.empty(self.nheads))
+        self._make_parameters(d_state)
         of_head = {"k_state": (d_state,), "v_state": (headdim,), "ssm_state": (headdim, d_state)}
         self.state_shapes = {name: (self.nheads, *shape) for name, shape in of_head.items()}
         if is_mimo:
             self.state_shapes["k_state"] = (rank, self.nheads, d_state)
-            # Of x, of the gate z and of the output: (H, R, P).
-            self.mimo_x = nn.Parameter(torch.empty(self.nheads, rank, headdim))
-            self.mimo_z = nn.Parameter(torch.empty(self.nheads, rank, headdim))
-            self.mimo_o = nn.Parameter(torch.empty(self.nheads, rank, headdim))
         self._reset_own()
         # Holds the weight of a norm of each head.
         self.norm = nn.RMSNorm(self.d_inner, eps=EPSILON) if is_outproj_norm else None
         self.out_proj = Projection(self.d_inner, d_model, bias=False)
         self._mark_parameters()
+
+    def _make_parameters(self, d_state: int) -> None:
+        """Make parameters that are no projection's, empty, in the order of published checkpoints."""
+        self.dt_bias = nn.Parameter(torch.empty(self.nheads))
+        self.B_bias = nn.Parameter(torch.empty(self.nheads, self.rank, d_state))
+        self.C_bias = nn.Parameter(torch.empty(self.nheads, self.rank, d_state))
+        self.B_norm = nn.RMSNorm(d_state, eps=EPSILON)
+        self.C_norm = nn.RMSNorm(d_state, eps=EPSILON)
+        self.D = nn.Parameter(torch.empty(self.nheads))
+        if self.is_mimo:
+            # Of x, of the gate z and of the output: (H, R, P).
+            self.mimo_x = nn.Parameter(torch.empty(self.nheads, self.rank, self.headdim))
+            self.mimo_z = nn.Parameter(torch.empty(self.nheads, self.rank, self.headdim))
+            self.mimo_o = nn.Parameter(torch.empty(self.nheads, self.rank, self.headdim))
 
     def _reset_own(self) -> None:
         super()._reset_own()
@@ -160,15 +165,15 @@ class PackedMamba3(HeadMixer):
         one_layout = conv_layout is ssm_layout
         # An outer product that enters inside a document would have no place in the scan.
         expect(one_layout or state is None, "state", "None where conv_layout is not ssm_layout", "states")
-        documents = self._check_documents(projected, conv_layout, ssm_layout, state)
-        conv_layout, ssm_layout, k_before, v_before, h = documents
+        conv_layout, ssm_layout, k_before, v_before, h = self._check_documents(
+            projected, conv_layout, ssm_layout, state
+        )
         is_shared = conv_layout.crossing or ssm_layout.crossing
         expect(one_layout or not is_shared, "conv_layout", "ssm_layout where ranks share rows", "another")
         document = ssm_layout.slot_documents()
         conv_document = document if one_layout else conv_layout.slot_documents()
         # Absent documents of a CUDA graph lie behind every slot.
         first = ssm_layout.starts.clamp(max=document.numel() - 1)
-        last = (ssm_layout.ends - 1).clamp(max=document.numel() - 1)
         wide = accumulation_dtype(projected.dtype)
         z, *others = projected.split(self.parts, dim=-1)
         # Converted apart: else torch.compile computes each element's gradient by all their branches.
@@ -190,8 +195,7 @@ class PackedMamba3(HeadMixer):
         if not one_layout:
             k_before, v_before = _before(k, x, first, conv_document)
         if k_before is not None and v_before is not None:
-            v_before = self._per_rank(_at(from_previous, first)[..., None] * v_before, "mimo_x")
-            entering = (v_before[..., None] * k_before.view(-1, *k.shape[2:])[..., None, :]).sum(1)
+            entering = self._entering(k_before, v_before, _at(from_previous, first))
             h = entering if h is None else h + entering
         v = self._per_rank(x, "mimo_x")
         weight = share * dt + from_next
@@ -204,11 +208,19 @@ class PackedMamba3(HeadMixer):
         y, h = self._walk(v, rotated_k, rotated_q, weight, step, dtype, **of_scan)
         y = y + self._within_token(q, k, v, weight, from_next)
         y = self._gate(y, z.to(wide)).to(projected.dtype)
-        if not return_state:
-            return y, None
+        return y, self._final_state(k, x, h, cos, sin, ssm_layout) if return_state else None
+
+    def _final_state(self, k: Tensor, x: Tensor, h: Tensor, cos: Tensor, sin: Tensor, layout: Any) -> State:
+        """Return the last tokens' k and x, and the scan's states h in their frame."""
+        last = (layout.ends - 1).clamp(max=layout.num_slots - 1)
         k, x, cos, sin = (_at(tensor, last) for tensor in (k, x, cos, sin))
         k = k.view(-1, *self.state_shapes["k_state"])
-        return y, (k, x, _rotate(h, cos[:, 0, :, None], -sin[:, 0, :, None]))
+        return k, x, _rotate(h, cos[:, 0, :, None], -sin[:, 0, :, None])
+
+    def _entering(self, k: Tensor, v: Tensor, weight: Tensor) -> Tensor:
+        """Return what the tokens before documents add to states (S, H, P, N), by weights (S, H)."""
+        v = self._per_rank(weight[..., None] * v, "mimo_x")
+        return (v[..., None] * k.view(-1, self.rank, self.nheads, self.d_state)[..., None, :]).sum(1)
 
     def _walk(
         self, v: Tensor, k: Tensor, q: Tensor, weight: Tensor, step: Tensor, dtype: torch.dtype, **of_scan: Any

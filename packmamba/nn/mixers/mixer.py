@@ -1,4 +1,4 @@
-"""Share between the Mambas' mixers: arguments and states, initialisation, names in checkpoints.
+"""What the Mambas' mixers share: checks of arguments, states, initialisation, checkpoints' names.
 
 A mixer projects tokens (``in_proj``), convolves them, scans them by a recurrence and projects back
 (``out_proj``). The convolution and the recurrence take a layout each, since an experiment may let
@@ -74,8 +74,7 @@ class Mixer(nn.Module):
         dt_min, dt_max, dt_init_floor = dt_range
         fits = 0 < dt_min <= dt_max < math.inf and 0 <= dt_init_floor <= 1
         expect(fits, "dt_min, dt_max", "0 < dt_min <= dt_max", dt_range)
-        backends = (None, *ops.BACKENDS)
-        expect(backend in backends, "backend", f"one of {', '.join(ops.BACKENDS)}", repr(backend))
+        expect(backend in (None, *ops.BACKENDS), "backend", f"one of {', '.join(ops.BACKENDS)}", repr(backend))
         self.d_model = sizes["d_model"]
         self.d_state = sizes["d_state"]
         self.d_inner = sizes["expand"] * self.d_model
@@ -120,13 +119,12 @@ class Mixer(nn.Module):
         ssm_layout = layout if ssm_layout is None else ssm_layout
         if ssm_layout is not None and ssm_layout.has_padding:
             # The projection's weight gradient multiplies padding by zero, which NaN survives.
-            is_padding = ssm_layout.slot_documents() < 0
-            hidden = hidden.masked_fill(is_padding[..., None], 0)
+            hidden = hidden.masked_fill((ssm_layout.slot_documents() < 0)[..., None], 0)
         mixed, state = self._mix(self.in_proj(hidden), conv_layout, ssm_layout, state, return_state)
         return (mixed, state) if return_state else mixed
 
     def mix(self, normed: Tensor, weight: Tensor, *layouts_and_state: Any) -> tuple[Tensor, State | None]:
-        """Compute ``forward(normed * weight)`` without checks of arguments.
+        """Compute ``forward(normed * weight)`` without the checks of ``hidden``.
 
         Args:
             normed: (B, L, d_model), finite at padding.
