@@ -20,8 +20,7 @@ def expect(holds: object, name: str, expected: str, got: object, kind: type[Exce
 
 def missing_package(name: str | None) -> ModuleNotFoundError:
     """Make the error that says how to install a package of the extra ``train``."""
-    message = f"the package '{name}' is missing; pip install 'packmamba[train]'"
-    return ModuleNotFoundError(message, name=name)
+    return ModuleNotFoundError(f"the package '{name}' is missing; pip install 'packmamba[train]'", name=name)
 
 
 def require(*packages: str) -> None:

@@ -178,8 +178,7 @@ class _LeakCheck(Saved):
         try:
             sharded = any(type(part).__name__.startswith(("FSDP", "FullySharded")) for part in model.modules())
             sharded |= any(hasattr(parameter, "ds_id") for parameter in model.parameters())
-            got = "sharded ones; check it before or after the training"
-            expect(not sharded, "model", "whole weights", got)
+            expect(not sharded, "model", "whole weights", "sharded ones; check it before or after the training")
             return Found.ISOLATED if check() else Found.NO_NEIGHBOURS, ""
         except Exception as error:  # only a leak ends a training
             line = " ".join(str(error).split())

@@ -59,8 +59,7 @@ def test_what_is_written_is_whole_or_absent(tmp_path, name):
 
 def test_an_append_leaves_the_lines_before(tmp_path):
     append_record(tmp_path / "records.jsonl", training("single"))
-    size = (tmp_path / "records.jsonl").stat().st_size
-    with files_of_at_most(size + 10), pytest.raises(DiskFull):
+    with files_of_at_most((tmp_path / "records.jsonl").stat().st_size + 10), pytest.raises(DiskFull):
         append_record(tmp_path / "records.jsonl", training("padded"))
     assert [record["arm"] for record in read_records(tmp_path)] == ["single"]
     (tmp_path / "records.jsonl").write_bytes(b'{"kind": "trai')

@@ -203,8 +203,7 @@ class StepSchedule:
     def step(self, step: int) -> StepPlan:
         """Plan optimizer step ``step``, counted from 0 over all epochs."""
         rows, numbers = self._rows(step)
-        batches = micro_batches(rows, numbers, self.data, self.carry, self.world_size)
-        return StepPlan(self.corpus, rows, batches)
+        return StepPlan(self.corpus, rows, micro_batches(rows, numbers, self.data, self.carry, self.world_size))
 
     def _rows(self, step: int) -> tuple[RowPlan, Integers]:
         """Return a plan, and the numbers of the step's rows in it."""
@@ -229,6 +228,12 @@ class StepSchedule:
         if self.exact:
             return ceil_div(self._count_tokens(), self.budget)
         return sum(self._size(window) for window in range(self._windows_per_epoch))
+
+    def passes(self, steps: int) -> float:
+        """Return how many epochs so many steps are; of a corpus that is not streamed."""
+        if self.exact:
+            return steps * self.budget / self._count_tokens()
+        return steps / self.epoch_steps()
 
     @property
     def _windows_per_epoch(self) -> int:

@@ -161,8 +161,7 @@ def _start_writer(data: DataConfig, folder: Path) -> subprocess.Popen:
     # The same modules as here, whatever else lies in the current folder.
     code = f"import sys; sys.path[:] = {sys.path}; from packmamba.data.streaming import main; main()"
     writer: Any = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, start_new_session=True)
-    content = json.dumps([str(folder), IMPORTED_PLUGINS, dataclasses.asdict(data)])
-    writer.stdin.write(content.encode() + b"\n")
+    writer.stdin.write(json.dumps([str(folder), IMPORTED_PLUGINS, dataclasses.asdict(data)]).encode() + b"\n")
     writer.stdin.flush()
     return writer
 

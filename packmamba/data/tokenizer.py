@@ -79,8 +79,7 @@ def _download(name: str) -> Path:
     with refusing(Exception, prefix=f"data.tokenizer: expected {expected}, got '{name}' (", suffix=")"):
         import huggingface_hub
 
-        files = [TOKENIZER, OPTIONS, TEMPLATE]
-        folder = huggingface_hub.snapshot_download(name, allow_patterns=files)
+        folder = huggingface_hub.snapshot_download(name, allow_patterns=[TOKENIZER, OPTIONS, TEMPLATE])
     return Path(folder)
 
 

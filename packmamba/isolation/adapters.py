@@ -121,8 +121,7 @@ class CheckedModel(CheckedCallable):
         """Compute the logits of one document in a row of its own."""
         # A patched model refuses tokens without boundaries, so one document gets its positions.
         if getattr(self.call, "require_boundaries", False):
-            positions = torch.arange(tokens.shape[1], device=tokens.device)
-            return self._logits(tokens, position_ids=positions[None])
+            return self._logits(tokens, position_ids=torch.arange(tokens.shape[1], device=tokens.device)[None])
         return self._logits(tokens)
 
     def _logits(self, tokens: Tensor, **arguments: Any) -> Tensor:

@@ -64,8 +64,7 @@ class Arm:
     def step(self, number: int) -> tuple[float, int, int]:
         """Take a step, from 0; return seconds, tokens and slots."""
         step = self.steps[number].to(self.fabric.device)
-        taken = seconds(lambda: self.take(step, number), self.fabric.device)
-        return taken, step.num_tokens, step.num_slots
+        return seconds(lambda: self.take(step, number), self.fabric.device), step.num_tokens, step.num_slots
 
     def take(self, step: StepBatch, number: int) -> None:
         """Take a step of the arm's training."""

@@ -292,7 +292,7 @@ class Checkpoint(LightningCheckpoint):
             return
         step = trainer.global_step
         signum = self._wanted_stop(trainer)
-        last = step == trainer.max_steps
+        last = step == trainer.max_steps or trainer.should_stop  # as EarlyStopping sets it
         if step % self.options.checkpoint_every and not last and not signum:
             return
         with self.metrics.paused():

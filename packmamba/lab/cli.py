@@ -226,7 +226,9 @@ def _evaluate(name: str, model: Any, context: Any, config: EvalConfig, output: P
     if name in language_modeling.EVALUATIONS or settings["options"].get("documents") == "validation":
         split = context.options.get(language_modeling.SPLIT, "validation")
         settings["documents"] = getattr(load_corpora(config.data), split).corpus_hash
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True, default=str).encode()).hexdigest()[:10]
+    # The same weights may be another model: of Mamba-3 by ``decay``.
+    decisive = json.dumps([settings, model.model.config], sort_keys=True, default=str)
+    digest = hashlib.sha256(decisive.encode()).hexdigest()[:10]
     done = [each for each in records.records_of(output, "evaluation") if each["config"].get("id") == digest]
     # A user's own task may have changed.
     if not done or (config.include_path and name not in EVALUATIONS):
@@ -354,8 +356,10 @@ def report(words: list[str]) -> None:
     if len(folders) > 1 or config.baseline not in (None, found[0].get("sweep", {}).get("baseline")):
         arms = dict.fromkeys(record["arm"] for record in found)
         need(config.baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{config.baseline}'")
-        for record in found:  # no seeds: each arm has those of its runs
-            record["sweep"] = {"baseline": config.baseline, "apart": True, "seeds": []}
+        for record in found:  # of several folders each arm has the seeds of its runs
+            planned = {"seeds": []} | (record.get("sweep", {}) if len(folders) == 1 else {})
+            # No contrast was registered with this baseline.
+            record["sweep"] = planned | {"baseline": config.baseline, "apart": True, "margin": None, "primary": []}
     is_written = len(folders) == 1 or config.output is not None
     sections = build_sections(found, figures=is_written, kinds=kinds)
     print(f"\n{format_sections(sections)}")

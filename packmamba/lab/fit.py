@@ -27,7 +27,8 @@ from typing import Any
 import lightning
 import numpy as np
 import torch
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.loggers import CSVLogger, Logger, MLFlowLogger, TensorBoardLogger, WandbLogger
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy, Strategy
 from omegaconf import OmegaConf
@@ -201,8 +202,8 @@ class _Run:
         module = PackedLitModule.from_config(self.config, self.data.vocab_size)
         check_run(self.config, len(module.model.lm_head.weight))
         starts_from = self.config.trainer.init_from or self.config.model.pretrained
-        if self.config.model.pretrained is not None and self.trainer.is_global_zero:
-            warn_of_another_tokenizer(self.config)
+        if starts_from is not None and self.trainer.is_global_zero:
+            warn_of_another_tokenizer(self.config, Path(starts_from))
         if starts_from is not None and not self.reached:
             if self.config.trainer.init_from is not None:
                 load_initial_weights(module.model, self.config)
@@ -222,7 +223,7 @@ class _Run:
         self.backend = backend_name(self.config.ops.backend, self.trainer.strategy.root_device)
         if self.progress and self.trainer.is_global_zero:
             self._announce(module, resume)
-        with self.checkpoint.signals():
+        with self.checkpoint.signals(), refusing(MisconfigurationException, prefix="trainer: "):
             self.trainer.fit(module, self.data, ckpt_path=resume, weights_only=True)
         if self.checkpoint.stopped is not None:
             raise self.checkpoint.stopped
@@ -244,9 +245,9 @@ class _Run:
         passes_of = train.passes(tokens) if train.source_names else {}
         of_sources = [f"{passes:.2g} of {name}" for name, passes in passes_of.items()]
         sources = f" ({', '.join(of_sources)})" if of_sources else ""
-        passes = f", {tokens / train.num_tokens:.2g} epochs{sources}"
-        if train.is_streamed:
-            passes = " on a stream that begins with these documents"
+        passes = " on a stream that begins with these documents"
+        if not train.is_streamed:
+            passes = f", {self.data.schedule().passes(max_steps):.2g} epochs{sources}"
         from_step = f", from step {callbacks.step_of(resume)}" if resume else ""
         print(
             f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; "
@@ -338,6 +339,9 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     of_lightning: Any = {name: getattr(options, name) for name in LIGHTNING_KEYS}
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
     averages = [type(callback).__name__ for callback in configured if isinstance(callback, WeightAveraging)]
+    # It would average the initial weights: it samples at an epoch's start, and a run is one epoch.
+    by_epochs = any(isinstance(callback, StochasticWeightAveraging) for callback in configured)
+    need(not by_epochs, "trainer.callbacks", "WeightAveraging or EMAWeightAveraging", "StochasticWeightAveraging")
     # An average is a deep copy, which FSDP2's sharded modules refuse.
     copies = options.strategy != "fsdp2" or not averages
     got = f"{', '.join(averages)}; set trainer.strategy=ddp"
@@ -391,7 +395,7 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     It gets those of ``defaults`` that it takes.
     """
     described: dict[str, Any] = {"class_path": spec} if isinstance(spec, str) else spec
-    is_known = {"class_path"} <= described.keys() <= {"class_path", "init_args"}
+    is_known = isinstance(described, dict) and {"class_path"} <= described.keys() <= {"class_path", "init_args"}
     need(is_known, key, "a class path, or {class_path: ..., init_args: {...}}", described)
     path = described["class_path"]
     prefix = f"{key}: expected a class path, got {path}: "
@@ -445,12 +449,11 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
             expect(np.array_equal(np.array(ours), np.array(theirs)), name, f"{theirs}, as of {path}", ours)
 
 
-def warn_of_another_tokenizer(config: Config) -> None:
+def warn_of_another_tokenizer(config: Config, folder: Path) -> None:
     """Warn where ``data.tokenizer`` writes a text otherwise than the checkpoint's own does.
 
     A checkpoint without a tokenizer is no reason for a warning.
     """
-    folder = Path(str(config.model.pretrained))
     if not (folder / TOKENIZER).is_file() or not reads_text(config.data):
         return
     text = "The quick brown fox, 0123 of them."

@@ -10,7 +10,7 @@ command skips what has a record and resumes the rest; nothing else remembers whe
 import itertools
 import re
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ class SweepConfig:
     table: TableConfig = field(default_factory=TableConfig)
     jobs: Any = key(1, "Runs at a time; auto: one on each GPU, or on each four cores.", check=AUTO)
 
-    def check(self, arms: Collection[str]) -> None:
+    def check(self, arms: Mapping[str, Any]) -> None:
         """Check rules between a sweep's own keys. Raises ConfigError.
 
         arms: all of the file, also those that an override leaves out.
@@ -68,8 +68,10 @@ class SweepConfig:
         for name, values in self.grid.items():
             distinct = values and len(values) == len(set(map(str, values)))
             need(distinct, f"grid.{name}", "at least one value and none twice", values)
-        for arm in arms:
-            need(not re.search(" [^ =]+=", arm), f"arms.{arm}", "a name without ' key='", "one, as a grid adds it")
+        for place, keys in {"common": self.common, **{f"arms.{arm}": arms[arm] for arm in arms}}.items():
+            of_sweep = ", ".join(sorted({"name", "output", "runs_dir"} & {*keys}))
+            need(not of_sweep, place, "no key that the sweep itself sets", of_sweep)
+            need(not re.search(" [^ =]+=", place), place, "a name without ' key='", "one, as a grid adds it")
         names = ", ".join(arms)
         need(self.baseline in (None, *arms), "baseline", f"one of {names} or null", f"'{self.baseline}'")
         for contrast in self.primary:

@@ -241,8 +241,7 @@ class StepDataset(Dataset):
         # Micro-batch i belongs to rank i modulo the number of ranks.
         of_rank = plan.micro_batches[self.rank :: self.schedule.world_size]
         batches = [make_batch(plan.corpus, plan.rows, rows, turn=self.schedule.turn(rows)) for rows in of_rank]
-        counts = count_step(plan.corpus, plan.rows, plan.micro_batches)
-        return StepBatch(**vars(counts), batches=batches)
+        return StepBatch(**vars(count_step(plan.corpus, plan.rows, plan.micro_batches)), batches=batches)
 
     def __len__(self) -> int:
         """Return the steps of an epoch; there are more, of later ones."""

@@ -117,26 +117,6 @@ def test_texts_are_plain(built):
     assert text.rst("Title\n=====\n\n.. note:: See :ref:`this <that>` and ``x``::\n") == "\0Title\n\nSee this and x:"
 
 
-ENTRY = """Arpent \\Ar"pent\\, n. [F. arpent, fr. L.
-   arepennis.]
-   Formerly, a measure of land in {France}, varying in
-   different parts. It was 4,088 sq. yards. [Obs.] --Fabyan.
-   [1913 Webster]
-"""
-
-
-def test_an_entry_of_gcide_is_plain_and_its_gloss_is_marked(tmp_path):
-    base = tmp_path / "usr/share/dictd"
-    write(base / "gcide.dict.dz", gzip.compress(b"x" * 64 + ENTRY.encode().ljust(256)))
-    write(base / "gcide.index", "00-info\tA\tB\nArpent\tBA\tEA\n")
-    (entry,) = text.gcide(tmp_path)
-    gloss = "Formerly, a measure of land in France, varying in different parts"
-    head = "Arpent, n. [F. arpent, fr. L. arepennis.] "
-    assert entry.text == f"{head}{gloss}. It was 4,088 sq. yards. [Obs.] --Fabyan."
-    assert entry.gloss[:2] == ("Arpent", "noun") and entry.group == "gcide:arp"
-    assert entry.text[slice(*entry.gloss[2:])] == gloss
-
-
 def test_items_are_of_held_out_entries_and_their_answers_are_right(built):
     of = {row["id"]: row for row in rows(built / "corpus/validation.jsonl")}
     items = rows(built / "items/headword.validation.jsonl")

@@ -22,9 +22,10 @@ from packmamba.lab.run_id import run_folder, run_id
 from packmamba.training.lit_module import PackedLitModule
 from runs import CARRY, assert_same_training, final_state, stop_at, tiny_config
 
+LIGHTNING = "lightning.pytorch.callbacks"
 AVERAGES = {
-    "exponential": {"class_path": "lightning.pytorch.callbacks.EMAWeightAveraging", "init_args": {"decay": 0.6}},
-    "mean": {"class_path": "lightning.pytorch.callbacks.WeightAveraging"},
+    "exponential": {"class_path": f"{LIGHTNING}.EMAWeightAveraging", "init_args": {"decay": 0.6}},
+    "mean": {"class_path": f"{LIGHTNING}.WeightAveraging"},
 }
 
 
@@ -81,8 +82,8 @@ class Counter(lightning.Callback):
 
 
 def test_callbacks_by_class_path(tmp_path, monkeypatch):
-    monkeypatch.setattr("lightning.pytorch.callbacks.Counter", Counter, raising=False)
-    path = "lightning.pytorch.callbacks.Counter"
+    monkeypatch.setattr(f"{LIGHTNING}.Counter", Counter, raising=False)
+    path = f"{LIGHTNING}.Counter"
     config = tiny_config(tmp_path, "trainer.loggers=[]")
     config.trainer.callbacks = [path, {"class_path": path, "init_args": {"every": 3}}]
     fit(config, progress=False)
@@ -90,10 +91,19 @@ def test_callbacks_by_class_path(tmp_path, monkeypatch):
     assert run_id(config) != run_id(tiny_config(tmp_path)), "a callback may change the training"
     misspelt = {"class_path": path, "init_arg": {"every": 3}}
     unknown = {"class_path": path, "init_args": {"unknown": 1}}
-    for wrong in ("nowhere.Callback", "lightning.Nothing", misspelt, unknown):
+    of_epochs = {"class_path": f"{LIGHTNING}.StochasticWeightAveraging", "init_args": {"swa_lrs": 0.1}}
+    for wrong in ("nowhere.Callback", "lightning.Nothing", misspelt, unknown, 3, of_epochs):
         config.trainer.callbacks = [wrong]
         with pytest.raises(ConfigError, match=r"trainer\.callbacks"):
             fit(config, progress=False)
+
+
+def test_a_run_that_a_callback_stops_keeps_its_last_step(tmp_path):
+    config = tiny_config(tmp_path, "trainer.validate_every=2", "trainer.checkpoint_every=3", "trainer.loggers=[]")
+    early = {"monitor": "val/loss", "min_delta": 1e9, "patience": 1}
+    config.trainer.callbacks = [{"class_path": f"{LIGHTNING}.EarlyStopping", "init_args": early}]
+    assert fit(config, progress=False)["metrics"]["steps"] == 4
+    assert (run_folder(config) / "checkpoints" / "step=4.ckpt").is_file()
 
 
 FILES = {

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import shutil
 import subprocess
 import sys
 from unittest.mock import Mock
@@ -11,11 +12,12 @@ import torch
 from tqdm import tqdm
 
 import run
+from made_records import training
 from packmamba import MambaLM
 from packmamba.config import load_config
 from packmamba.errors import UserError
 from packmamba.lab import cli
-from packmamba.lab.records import read_records
+from packmamba.lab.records import append_record, read_records, write_sweep
 from packmamba.lab.sweep import load_sweep
 from processes import ROOT
 from runs import tiny_config, write_config
@@ -44,7 +46,7 @@ def test_train_says_what_it_begins_with_and_repeats_nothing(folder, trained, tmp
     assert cli.main([*command, "trainer.max_steps=2"]) == 0
     shown = capsys.readouterr()
     assert "Loading" in shown.out and "48 documents with 794 tokens; validation on 12 of 12 held out" in shown.err
-    assert "parameters; backend cpu; 2 steps, 0.24 epochs; run" in shown.err and "from step" not in shown.err
+    assert "parameters; backend cpu; 2 steps, 0.22 epochs; run" in shown.err and "from step" not in shown.err
     assert cli.main([*command, "trainer.max_steps=4"]) == 0 and "from step 2\n" in capsys.readouterr().err
     assert cli.main([*command, "trainer.max_steps=4"]) == 0
     shown = capsys.readouterr().err
@@ -91,9 +93,15 @@ def test_report_of_runs_trained_apart(trained, tmp_path, capsys, undrawn):
     assert "single" in capsys.readouterr().out and (tmp_path / "both/report.html").is_file()
     assert cli.main(["report", *folders, "baseline=singel"]) == 2
     assert "baseline" in capsys.readouterr().err
+    for arm, seed in [("padded", 0), ("padded", 1), ("single", 0), ("single", 1)]:
+        append_record(tmp_path / "records.jsonl", training(arm, seed))
+    write_sweep(tmp_path, "mine", {"padded": [0, 1, 2], "single": [0, 1]}, baseline="padded", margin=1.0)
+    assert cli.main(["report", str(tmp_path), "baseline=single"]) == 0
+    shown = capsys.readouterr()
+    assert "2 of 3, 1 missing" in shown.out and "equivalent" not in shown.out
 
 
-def test_eval(trained, capsys):
+def test_eval(trained, tmp_path, capsys):
     command = ["eval", str(trained["single"]), "tasks=[perplexity,parity]", "examples=3"]
     assert cli.main(command) == 0 and cli.main(command) == 0
     records = read_records(trained["single"] / "evaluation")
@@ -102,6 +110,10 @@ def test_eval(trained, capsys):
     expected = read_records(trained["single"])[0]["metrics"]["val_loss"]
     assert losses["perplexity"]["loss"] == pytest.approx(expected, rel=1e-5)
     assert len(list((trained["single"] / "evaluation/items").iterdir())) == 2
+    other = shutil.copytree(trained["single"], tmp_path / "other")
+    (other / "config.json").write_text((other / "config.json").read_text().replace("{", '{"norm_epsilon": 0.1,', 1))
+    assert cli.main(["eval", str(other), *command[2:], f"output={trained['single']}/evaluation"]) == 0
+    assert len(read_records(trained["single"] / "evaluation")) == 4, "the same weights, another model"
     assert cli.main(["eval", str(trained["single"]), "tasks=[parity]", "options.mqar.num_pairs=3"]) == 2
     assert "options.mqar" in capsys.readouterr().err
 

@@ -63,6 +63,7 @@ def test_a_folder_that_cannot_be_written_is_refused(tmp_path, key):
         ("evaluation_options.parity", "{unknown: 6}", ["evaluations=[parity]"]),
         ("model.vocab_size", "9", []),
         ("trainer.callbacks", "[{class: missing}]", []),
+        ("trainer.samples", "2", ["data.source=synthetic", "data.path=null"]),
         ("optimizer.options", "{momentum: abc}", ["optimizer.name=muon"]),
         ("ops.backend", "missing", []),
         ("data.chat_template", "chatlm", ["data.source=text"]),

@@ -145,8 +145,7 @@ def open_megatron(data: DataConfig) -> Source:
     prefix = f"data.path: expected a whole Megatron index of version 1, got {index} ("
     with refusing(struct.error, LookupError, ValueError, prefix=prefix, suffix=")"):
         with open(index, "rb") as file:
-            header = file.read(MEGATRON_HEADER.size)
-            magic, version, code, sequences, count = MEGATRON_HEADER.unpack(header)
+            magic, version, code, sequences, count = MEGATRON_HEADER.unpack(file.read(MEGATRON_HEADER.size))
             lengths = np.frombuffer(file.read(4 * sequences), "<i4")
             file.seek(8 * sequences, 1)  # places: sequences follow each other
             firsts = np.frombuffer(file.read(8 * count), "<i8")

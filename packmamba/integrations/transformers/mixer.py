@@ -128,8 +128,7 @@ def mix2(mixer: Any, hidden: Tensor, packing: Packing, cache: Any) -> Tensor:
         documents = (layout, layout, None, None)
         options: Any = {"groups": groups, "epsilon": mixer.norm.variance_epsilon}
         options |= {"delta_limit": mixer.time_step_limit, "return_state": keeps}
-        arguments = mamba2_layer_arguments(mixer, projected, A, D, documents, **options)
-        y, _, state = ops.mamba2_inner(arguments)
+        y, _, state = ops.mamba2_inner(mamba2_layer_arguments(mixer, projected, A, D, documents, **options))
     else:
         xbc = ops.conv1d_pack(inputs, *_convolution(mixer), layout=layout, activation="silu")
         x, B, C = xbc.split((channels, groups * states, groups * states), dim=-1)

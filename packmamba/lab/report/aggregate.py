@@ -364,14 +364,17 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], str], int]:
     """Return pairs of arms with their family, and the number of primary ones without runs."""
     pairs = {(arm, arm.baseline): "exploratory" for arm in arms if arm is not arm.baseline}
     absent = 0
-    named = [(arm.setting, name) for arm in arms for name in arm.sweep.get("primary", ())]
-    for setting, name in dict.fromkeys(named):
+    named = [(arm.setting, name, arm.sweep.get("baseline")) for arm in arms for name in arm.sweep.get("primary", ())]
+    for setting, name, baseline in dict.fromkeys(named):
         first, _, second = name.partition(" - ")
         # Reversed, so that of equal titles the first counts.
         titles = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
-        if first in titles and (second in titles or not second):
-            arm = titles[first]
-            pairs[arm, titles.get(second, arm.baseline)] = "primary"
+        arm = titles.get(first)
+        # Not with what an arm without its baseline falls back to, which may be itself.
+        second = second or baseline
+        other = titles.get(str(second)) if second or not arm else arm.baseline
+        if arm and other and other is not arm:
+            pairs[arm, other] = "primary"
         else:
             absent += 1
     return pairs, absent

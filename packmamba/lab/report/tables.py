@@ -347,8 +347,7 @@ def _training(arms: Arms, contrasts: Sequence[Contrast]) -> Table:
         row |= _values(arm, [*metrics, *more])
         row |= {f"{metric}_difference": aggregate.difference(arm, metric) for metric in metrics}
         rows.append(row)
-    heading = f"{', '.join(map(title, metrics))} by arm"
-    return make_table("training", heading, columns, rows, *_notes(arms))
+    return make_table("training", f"{', '.join(map(title, metrics))} by arm", columns, rows, *_notes(arms))
 
 
 def _further(arms: Arms) -> list[str]:
@@ -524,8 +523,7 @@ def throughput_tables(records: Records) -> list[Table]:
     rows = []
     for arm in aggregate.timed_arms(records):
         rows.append({"arm": arm.name, "run": Cell((arm.timing or "")[:8], (arm.timing,))} | _values(arm, metrics))
-    measured = [_metric_column(metric, []) for metric in metrics]
-    columns = [*make_columns("!arm"), *measured, *make_columns("run")]
+    columns = [*make_columns("!arm"), *(_metric_column(metric, []) for metric in metrics), *make_columns("run")]
     note = "Only arms of one run compare. Speedup: over the arm with 1.00x."
     heading = "Time of optimizer steps, arms interleaved in one process"
     return [make_table("throughput", heading, columns, rows, note)] if rows else []
