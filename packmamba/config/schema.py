@@ -106,7 +106,7 @@ class DataConfig:
     shuffle_steps: Optional[int] = key(None, "Shuffle rows over this many steps (stream).", low=1)
     tokens_per_step: int = key(4096, "Tokens of an optimizer step (stream: with padding).", low=1)
     cut_documents: Optional[int] = key(None, "Cut training documents to this length.", low=1)
-    cut_at_steps: bool = key(True, "Cut documents so that steps hold tokens_per_step exactly.")
+    cut_at_steps: bool = key(True, "Cut documents so that steps hold tokens_per_step exactly (matched).")
     max_tokens_per_batch: int = key(
         4096, "Maximum tokens (padding included) of a micro-batch, without carried streams.", low=1
     )

@@ -47,7 +47,7 @@ RowStates = tuple[States, Tensor, int]
 class Boundary:
     """Start every document from zero. A scheme overrides what differs.
 
-    Attributes:
+    Attributes, of the class but for ``step``, since data is planned before there is an instance:
         continues: row b of a batch continues row b of the batch before; needs
             ``data.strategy=concat_split``.
         as_trained: validate a second time, with documents arranged and read as in training.
