@@ -357,9 +357,9 @@ def report(words: list[str]) -> None:
         arms = dict.fromkeys(record["arm"] for record in found)
         need(config.baseline in (None, *arms), "baseline", f"one of {', '.join(arms)}", f"'{config.baseline}'")
         for record in found:  # of several folders each arm has the seeds of its runs
-            planned = {"seeds": []} | (record.get("sweep", {}) if len(folders) == 1 else {})
+            planned = (len(folders) == 1 and record.get("sweep")) or {"seeds": [], "apart": True}
             # No contrast was registered with this baseline.
-            record["sweep"] = planned | {"baseline": config.baseline, "apart": True, "margin": None, "primary": []}
+            record["sweep"] = planned | {"baseline": config.baseline, "late": False, "margin": None, "primary": []}
     is_written = len(folders) == 1 or config.output is not None
     sections = build_sections(found, figures=is_written, kinds=kinds)
     print(f"\n{format_sections(sections)}")

@@ -338,14 +338,13 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     folder = run_id.run_folder(config)
     of_lightning: Any = {name: getattr(options, name) for name in LIGHTNING_KEYS}
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
-    averages = [type(callback).__name__ for callback in configured if isinstance(callback, WeightAveraging)]
+    averages = ", ".join(type(callback).__name__ for callback in configured if isinstance(callback, WeightAveraging))
     # It would average the initial weights: it samples at an epoch's start, and a run is one epoch.
     by_epochs = any(isinstance(callback, StochasticWeightAveraging) for callback in configured)
     need(not by_epochs, "trainer.callbacks", "WeightAveraging or EMAWeightAveraging", "StochasticWeightAveraging")
     # An average is a deep copy, which FSDP2's sharded modules refuse.
     copies = options.strategy != "fsdp2" or not averages
-    got = f"{', '.join(averages)}; set trainer.strategy=ddp"
-    need(copies, "trainer.callbacks", "no average of weights with fsdp2", got)
+    need(copies, "trainer.callbacks", "no average of weights with fsdp2", f"{averages}; set trainer.strategy=ddp")
     # On an axis of tokens, what was logged after the checkpoint stays, and is logged again.
     purged_step = resumed_step if options.log_axis == "steps" else 0
     bar = [callbacks.ProgressBar(refresh_rate=options.log_every)] if progress else []
@@ -399,7 +398,7 @@ def instantiate(spec: Any, key: str, **defaults: Any) -> Any:
     need(is_known, key, "a class path, or {class_path: ..., init_args: {...}}", described)
     path = described["class_path"]
     prefix = f"{key}: expected a class path, got {path}: "
-    with refusing(ImportError, AttributeError, TypeError, ValueError, prefix=prefix):
+    with refusing(ImportError, AttributeError, TypeError, ValueError, MisconfigurationException, prefix=prefix):
         made = registry(path)
         parameters = inspect.signature(made).parameters
         taken = {name: value for name, value in defaults.items() if name in parameters}

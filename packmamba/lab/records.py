@@ -135,9 +135,9 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
 
 def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]) -> None:
-    """Add to training records their sweep.
+    """Add to an arm's records their sweep: trained, timed and evaluated ones.
 
-    It is its entry with seeds, and arms and seeds without a record.
+    It is its entry with seeds, and arms and seeds that were not trained.
     """
     trained = of_kind(records, "training")
     recorded = {record["arm"] for record in trained}
@@ -152,7 +152,7 @@ def _add_sweeps(records: list[dict[str, Any]], entries: Iterable[dict[str, Any]]
             merged = {"seeds": sorted({*before["seeds"], *seeds})}
             merged["missing"] = [seed for seed in merged["seeds"] if (arm, seed) not in runs]
             sweeps[arm] = entry | merged | {"plans": [*before["plans"], seeds]}
-    for record in trained:
+    for record in records:
         if record["arm"] in sweeps:
             record["sweep"] = sweeps[record["arm"]]
 

@@ -68,7 +68,8 @@ class SweepConfig:
         for name, values in self.grid.items():
             distinct = values and len(values) == len(set(map(str, values)))
             need(distinct, f"grid.{name}", "at least one value and none twice", values)
-        for place, keys in {"common": self.common, **{f"arms.{arm}": arms[arm] for arm in arms}}.items():
+        sections = {"common": self.common, "grid": self.grid} | {f"arms.{arm}": arms[arm] for arm in arms}
+        for place, keys in sections.items():
             of_sweep = ", ".join(sorted({"name", "output", "runs_dir"} & {*keys}))
             need(not of_sweep, place, "no key that the sweep itself sets", of_sweep)
             need(not re.search(" [^ =]+=", place), place, "a name without ' key='", "one, as a grid adds it")

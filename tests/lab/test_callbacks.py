@@ -103,7 +103,7 @@ def test_a_run_that_a_callback_stops_keeps_its_last_step(tmp_path):
     early = {"monitor": "val/loss", "min_delta": 1e9, "patience": 1}
     config.trainer.callbacks = [{"class_path": f"{LIGHTNING}.EarlyStopping", "init_args": early}]
     assert fit(config, progress=False)["metrics"]["steps"] == 4
-    assert (run_folder(config) / "checkpoints" / "step=4.ckpt").is_file()
+    assert (run_folder(config) / "checkpoints/step=4.ckpt").is_file()
 
 
 FILES = {

@@ -43,7 +43,7 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"arms": {}}, "arms: expected at least one arm"),
         ({"arms": ["x"]}, "arms: expected keys and values"),
         ({"arms": {"x": {"name": "y"}}}, "arms.x: expected no key that the sweep itself sets, got name"),
-        ({"common": {"runs_dir": "y"}}, "common: expected no key that the sweep itself sets, got runs_dir"),
+        ({"grid": {"runs_dir": ["y"]}}, "grid: expected no key that the sweep itself sets, got runs_dir"),
         ({"arms": {"x y=1": {}}}, "arms.x y=1: expected a name without ' key='"),
         ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
         ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected concat_split"),

@@ -363,7 +363,7 @@ def contrasts(arms: Arms, metric: str) -> list[Contrast]:
 def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], str], int]:
     """Return pairs of arms with their family, and the number of primary ones without runs."""
     pairs = {(arm, arm.baseline): "exploratory" for arm in arms if arm is not arm.baseline}
-    absent = 0
+    absent = set()
     named = [(arm.setting, name, arm.sweep.get("baseline")) for arm in arms for name in arm.sweep.get("primary", ())]
     for setting, name, baseline in dict.fromkeys(named):
         first, _, second = name.partition(" - ")
@@ -376,8 +376,8 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], str], int]:
         if arm and other and other is not arm:
             pairs[arm, other] = "primary"
         else:
-            absent += 1
-    return pairs, absent
+            absent.add((setting, first, second))
+    return pairs, len(absent)
 
 
 def higher_is_better(metric: str) -> bool:

@@ -312,7 +312,7 @@ def training_tables(records: Records) -> list[Table]:
     if _is_ruled(arms):
         tables.append(_verdicts(contrasts, metric))
     # A verdict means little if its rule was chosen after its result was seen.
-    if any("late" in arm.sweep for arm in arms):
+    if any(arm.sweep.get("late") for arm in arms):
         for table in tables:
             table.notes.append("Margin or primaries came after runs.")
     tables += [_differences(arms), _positions(arms)]
