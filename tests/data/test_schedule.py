@@ -125,6 +125,7 @@ def test_steps_that_cut_hold_exactly_as_many_tokens_and_epochs_meet(lengths, ran
     for step in range(steps):
         assert {share.num_tokens for share in add(of_ranks, step, trained, targets)} == {budget}
     assert trained.sum() == steps * budget and not trained[~kept].any()
+    assert of_ranks[0].schedule.passes(steps) == pytest.approx(trained.sum() / kept.sum())
     assert np.ptp(trained[kept]) <= 1 + (len(lengths) > WINDOW)
 
 

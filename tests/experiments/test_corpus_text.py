@@ -16,11 +16,10 @@ from packmamba.data.token_store import load_corpora
 
 pytestmark = pytest.mark.slow
 SAMPLE = Path(text.__file__).with_name("text-sample.jsonl.gz")
-LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def words(rng, count):
-    return " ".join("".join(LETTERS[i] for i in rng.integers(0, 26, 6)) for _ in range(count))
+    return " ".join("".join(chr(ord("a") + i) for i in rng.integers(0, 26, 6)) for _ in range(count))
 
 
 def write(path, content):
@@ -115,6 +114,16 @@ def test_texts_are_plain(built):
     html = "<nav>no</nav><h1>A</h1><p>b\n <b>c</b></p><pre>x\n  y</pre><table><tr><td>1</td><td>2</td></tr></table>"
     assert text.Plain(html).text == "\0A\n\nb c\n\nx\n  y\n1 2"
     assert text.rst("Title\n=====\n\n.. note:: See :ref:`this <that>` and ``x``::\n") == "\0Title\n\nSee this and x:"
+
+
+def test_an_entry_of_gcide_is_plain_and_its_gloss_is_marked(tmp_path):
+    entry = b'Arpent \\Ar"pent\\, n. [F. arpent.]\n   A measure of land in {France}. It was 4 yards. [Obs.]\n   [1913 Webster]\n'
+    write(tmp_path / "usr/share/dictd/gcide.dict.dz", gzip.compress(b"x" * 64 + entry.ljust(256)))
+    write(tmp_path / "usr/share/dictd/gcide.index", "00-info\tA\tB\nArpent\tBA\tEA\n")
+    (found,) = text.gcide(tmp_path)
+    assert found.text == "Arpent, n. [F. arpent.] A measure of land in France. It was 4 yards. [Obs.]"
+    assert found.gloss[:2] == ("Arpent", "noun") and found.group == "gcide:arp"
+    assert found.text[slice(*found.gloss[2:])] == "A measure of land in France"
 
 
 def test_items_are_of_held_out_entries_and_their_answers_are_right(built):

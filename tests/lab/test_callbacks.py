@@ -99,11 +99,10 @@ def test_callbacks_by_class_path(tmp_path, monkeypatch):
 
 
 def test_a_run_that_a_callback_stops_keeps_its_last_step(tmp_path):
-    config = tiny_config(tmp_path, "trainer.validate_every=2", "trainer.checkpoint_every=3", "trainer.loggers=[]")
-    early = {"monitor": "val/loss", "min_delta": 1e9, "patience": 1}
-    config.trainer.callbacks = [{"class_path": f"{LIGHTNING}.EarlyStopping", "init_args": early}]
-    assert fit(config, progress=False)["metrics"]["steps"] == 4
-    assert (run_folder(config) / "checkpoints/step=4.ckpt").is_file()
+    early = f"{{class_path: {LIGHTNING}.EarlyStopping, init_args: {{monitor: val/loss, min_delta: 9.0, patience: 2}}}}"
+    config = tiny_config(tmp_path, f"trainer.callbacks=[{early}]", "trainer.validate_every=1")
+    assert fit(config, progress=False)["metrics"]["steps"] == 3
+    assert (run_folder(config) / "checkpoints/step=3.ckpt").is_file()
 
 
 FILES = {

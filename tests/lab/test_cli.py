@@ -108,9 +108,8 @@ def test_eval(trained, tmp_path, capsys):
     records = read_records(trained["single"] / "evaluation")
     assert len(records) == 2, "a finished evaluation is not repeated"
     losses = {record["config"]["evaluation"]["name"]: record["metrics"] for record in records}
-    assert losses["perplexity"]["loss"] == pytest.approx(
-        read_records(trained["single"])[0]["metrics"]["val_loss"], 1e-5
-    )
+    expected = read_records(trained["single"])[0]["metrics"]["val_loss"]
+    assert losses["perplexity"]["loss"] == pytest.approx(expected, rel=1e-5)
     assert len(list((trained["single"] / "evaluation/items").iterdir())) == 2
     other = shutil.copytree(trained["single"], tmp_path / "other")
     (other / "config.json").write_text((other / "config.json").read_text().replace("{", '{"norm_epsilon": 0.1,', 1))

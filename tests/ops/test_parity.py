@@ -82,14 +82,8 @@ def test_random_layouts(operator, backend, number):
     @settings(max_examples=number)
     def check(data):
         layout = data.draw(layouts().filter(lambda layout: layout.num_documents))
-        options = {
-            "channels": st.integers(1, 40),
-            "seed": st.integers(0, 99),
-            "optional": st.booleans(),
-            "states": st.booleans(),
-            "d_state": st.sampled_from([1, 3, 16]),
-            "width": st.integers(2, 4),
-        }
+        options = {"channels": st.integers(1, 40), "seed": st.integers(0, 99), "optional": st.booleans()}
+        options |= {"states": st.booleans(), "d_state": st.sampled_from([1, 3, 16]), "width": st.integers(2, 4)}
         case = random_case(operator, layout, dtype, device_of(backend), **data.draw(st.fixed_dictionaries(options)))
         assert_results(case, backend, dtype, case.specification())
 

@@ -1,4 +1,4 @@
-"""What the Mambas' mixers share: checks of arguments, states, initialisation, checkpoints' names.
+"""Hold what the Mambas' mixers share: checks, states, initialisation, names in checkpoints.
 
 A mixer projects tokens (``in_proj``), convolves them, scans them by a recurrence and projects back
 (``out_proj``). The convolution and the recurrence take a layout each, since an experiment may let
