@@ -374,13 +374,15 @@ def numerics(records: Sequence[Record]) -> Table:
         if it.seeds:
             row |= {"difference": it, "below": int((one.differences.sum(axis=1) < 0).sum()), "margin": one.margin}
             row |= {"p": ruling.p_difference, "p_same": ruling.p_equivalence, "groups": it.groups}
+            row["deviation"] = pd.Series(one.differences.sum(axis=1) / one.weights.sum()).std()
             row["verdict"] = "interim" if one.divergence.missing else ruling.verdict
         rows.append(row)
     return make_table(
         "numerics-text",
         "Effects of layout, micro-batch and precision on the loss of sealed documents, nats a target",
-        "!effect | !family | difference [95 %] = difference[]:5 | seeds = seeds planned | seeds below zero = below:d | "
-        "groups:d | p of difference, Holm = p:p | p of equivalence, Holm = p_same:p | margin:.4f | !verdict",
+        "!effect | !family | difference [95 %] = difference[]:5 | seeds = seeds planned | "
+        "standard deviation over seeds = deviation:.4f | seeds below zero = below:d | groups:d | "
+        "p of difference, Holm = p:p | p of equivalence, Holm = p_same:p | margin:.4f | !verdict",
         rows,
         "Mamba-1, learning rate 0.004, deterministic, all read in float32. Each effect is averaged over the factors "
         "that it does not name. Intervals resample seeds and groups of documents; Holm over the family. Interim: a "
