@@ -7,8 +7,9 @@ larger than memory and loader workers share it.
 A mixture numbers the documents of its parts one after the other. Each part is tokenized once,
 alone, so that the same files serve any weights. The schedule takes windows of a mixture, in which a
 part has documents in proportion to its weight over their mean length: weights are shares of tokens.
-A part's documents come in shuffled passes, each once a pass. A window is a function of its number,
-so resuming a run is counting, as with one corpus.
+A part's documents come in passes, each once a pass; the schedule shuffles a window, which mixes the
+passes that it holds. A window is a function of its number, so resuming a run is counting, as with
+one corpus.
 """
 
 import bisect

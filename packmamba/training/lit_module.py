@@ -78,8 +78,7 @@ class LossByPosition(BucketedLoss):
         """Return means in nats."""
         # START_TOKENS is an edge, so the first buckets hold exactly these tokens.
         ends = {"loss": None, "loss_start": POSITION_EDGES.index(START_TOKENS)}
-        sums, counts = self.sums, self.counts
-        means = {name: sums[:end].sum() / counts[:end].sum() for name, end in ends.items()}
+        means = {name: self.sums[:end].sum() / self.counts[:end].sum() for name, end in ends.items()}
         return {**means, "by_position": self.sums / self.counts, "counts": self.counts}
 
 
@@ -116,11 +115,12 @@ class PackedLitModule(lightning.LightningModule):
     ) -> None:
         super().__init__()
         # The module steps by itself: micro-batches share one denominator, the step's targets.
-        self.automatic_optimization, self.compiled = False, compile
+        self.automatic_optimization = False
+        self.compiled = compile
         takes = isinstance(model, dict | nn.Module)
         need(takes, "model", "MambaLM's arguments or a module", f"{model}; pass your own")
-        scheme: Any = {"boundary": boundary, "boundary_options": boundary_options or {}}
-        trainer = validate(TrainerConfig(**scheme, mean_over=mean_over))
+        options = boundary_options or {}
+        trainer = validate(TrainerConfig(boundary=boundary, boundary_options=options, mean_over=mean_over))
         self.optimizer_config = resolve(OptimizerConfig, [({"lr": lr, **optimizer}, type(self).__name__)])
         # Two instances: validation must not touch the states that training carries.
         self.boundary, self.evaluation_boundary = trainer.scheme(), trainer.scheme()
@@ -132,7 +132,8 @@ class PackedLitModule(lightning.LightningModule):
         # For ``load_from_checkpoint``: a model of the user's own must be given there again.
         self.save_hyperparameters(ignore="model")
         if isinstance(self.model, MambaLM):
-            self.save_hyperparameters({"model": dict(self.model.config)})
+            # With what is no part of the model's own configuration: ``recompute``.
+            self.save_hyperparameters({"model": self.model.config | (model if isinstance(model, dict) else {})})
         self.alone, self.as_trained = LossByPosition(), LossByPosition()
         self.by_source: BucketedLoss | None = None  # made when batches of a mixture come
         self._graphs: BatchGraphs | None = None
@@ -200,19 +201,19 @@ class PackedLitModule(lightning.LightningModule):
         """
         layout = batch.layout
         mask = batch.loss_mask
-        weights = None
         # The head is the largest product: padding is left out.
         slots = layout.token_slots if layout.has_padding else None
+        weights = None  # of targets: all 1
         if self.mean_over == "rows":
             # (B, 1): of T targets in R rows, each of row i's n_i weighs (T / R) / n_i, so that the
             # micro-batch's sum is T times the mean of its rows' means.
             targets_of_row = mask.sum(1, keepdim=True)
             rows = (targets_of_row > 0).sum().clamp(min=1)
-            weights = (targets_of_row.sum() / rows / targets_of_row.clamp(min=1)).expand(mask.shape)
+            weights = targets_of_row.sum() / rows / targets_of_row.clamp(min=1)
+            weights = weights.expand(mask.shape)
         head = self.model.lm_head
         if is_plain(head):
-            of_loss = (batch.targets, mask, slots, self.compiled, weights)
-            return linear_cross_entropy(hidden, head.weight, *of_loss)
+            return linear_cross_entropy(hidden, head.weight, batch.targets, mask, slots, self.compiled, weights)
         # With an adapter the weight is not the whole.
         logits = head(hidden).flatten(0, 1)
         logits = logits.to(accumulation_dtype(logits.dtype))
@@ -243,17 +244,17 @@ class PackedLitModule(lightning.LightningModule):
         if self._graphs is None:
             self._graphs = BatchGraphs(self.graph_loss, list(self.model.parameters()))
         losses = []
-        scheme: Any = self.boundary
+        boundary: Any = self.boundary
+        carries = isinstance(boundary, StatefulBoundary)
+        num_targets = max(step.num_targets, 1)
         for i, batch in enumerate(step.batches):
-            has_states = isinstance(scheme, StatefulBoundary)
-            incoming = scheme.incoming(self.model, batch) if has_states else []
-            edges = {"first": i == 0, "last": i + 1 == len(step.batches)}
-            num_targets = max(step.num_targets, 1)
-            total, _, *final = self._graphs(batch, num_targets, *flatten_states(incoming), **edges)
+            incoming = boundary.incoming(self.model, batch) if carries else []
+            place = {"first": i == 0, "last": i + 1 == len(step.batches)}
+            loss, _, *final = self._graphs(batch, num_targets, *flatten_states(incoming), **place)
             # A graph's results lie at fixed addresses, which the next replay overwrites.
-            losses.append(total.clone())
-            if has_states:
-                scheme.store(batch, unflatten_states([part.clone() for part in final], incoming))
+            losses.append(loss.clone())
+            if carries:
+                boundary.store(batch, unflatten_states([part.clone() for part in final], incoming))
         return torch.stack(losses).sum()
 
     def graph_loss(self, batch: PackedBatch, *incoming: Tensor) -> tuple[Tensor, ...]:

@@ -432,6 +432,7 @@ def test_patch_refuses_other_models_by_name():
         ("conv_kernel_size", {"conv_kernel": 5}),
         ("activation", {"hidden_act": "gelu"}),
         ("ssm_state_size", {"state_size": 257}),
+        ("rope_parameters", {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}),
     ],
 )
 def test_patch_refuses_what_its_kernels_do_not_compute(name, config):

@@ -44,10 +44,10 @@ def trainer_of(folder, **keys):
     return lightning.Trainer(default_root_dir=folder, accelerator="cpu", **quiet | keys)
 
 
-def lit_module(data, **keys):
+def lit_module(data, recompute="none", **keys):
     torch.manual_seed(0)
     data.prepare_data()
-    return PackedLitModule(model=dict(vocab_size=data.vocab_size, **SHAPE), warmup_steps=2, **keys)
+    return PackedLitModule(dict(vocab_size=data.vocab_size, recompute=recompute, **SHAPE), warmup_steps=2, **keys)
 
 
 class Seen(lightning.Callback):
@@ -180,22 +180,21 @@ def test_a_second_training_begins_without_the_states_of_the_first(tmp_path, boun
 @pytest.mark.parametrize("given", ["arguments", "a model"])
 def test_a_checkpoint_rebuilds_the_module(tmp_path, given):
     data = data_module(tmp_path, strategy="concat_split", streams=2, batching="stream", tokens_per_step=128)
-    module = lit_module(data, boundary="carry", betas=[0.9, 0.99])
+    module = lit_module(data, "block", boundary="carry", betas=[0.9, 0.99])
     if given == "a model":
         model = MambaLM(vocab_size=data.vocab_size, tie_embeddings=False, **SHAPE)
         module = PackedLitModule(model, boundary="carry", betas=[0.9, 0.99])
     trainer = trainer_of(tmp_path, max_steps=3)
     trainer.fit(module, data)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    plain = torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]
-    assert plain["boundary"] == "carry" and plain["model"]["d_model"] == 8
+    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]["boundary"] == "carry"
     loaded = PackedLitModule.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     assert loaded.optimizer_config.betas == [0.9, 0.99] and loaded.boundary.continues
-    tokens = torch.arange(6)[None]
-    layout = SequenceLayout.from_lengths([[4, 2]], row_length=6)
+    tokens, layout = torch.arange(6)[None], SequenceLayout.from_lengths([[4, 2]], row_length=6)
     assert torch.equal(loaded(tokens, layout=layout), module(tokens, layout=layout))
-    validated = [trainer_of(tmp_path).validate(each, data, verbose=False) for each in (loaded, module)]
-    assert validated[0] == validated[1]
+    assert loaded.model.backbone.layers[0].recompute == module.model.backbone.layers[0].recompute
+    found, expected = (trainer_of(tmp_path).validate(each, data, verbose=False) for each in (loaded, module))
+    assert found == expected
 
 
 def test_a_foreign_model_is_passed_again(tmp_path):

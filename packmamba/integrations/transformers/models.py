@@ -357,6 +357,9 @@ def exchange(model: nn.Module, require_boundaries: bool = False) -> None:
     for module in model.modules():
         known = not isinstance(module, tuple(HOLDS)) or type(module) in (*CLASSES, *CLASSES.values())
         expect(known, "model", "mixers of transformers' own class", type(module).__name__)
+    # These types of rotary embeddings choose their factors by the batch's longest document.
+    rope = str(getattr(getattr(model, "config", None), "rope_parameters", None))
+    expect("longrope" not in rope and "dynamic" not in rope, "rope_parameters", "another rope_type", rope)
     theirs = [module for module in model.modules() if type(module) in CLASSES]
     for module in theirs:
         check_supported(module)

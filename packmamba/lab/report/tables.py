@@ -138,8 +138,8 @@ def _cell(values: list[Any], form: str) -> Cell:
     if len(values) > 2 or (len(values) > 1 and not form):
         return Cell("-", tuple(values))
     if unit.startswith("±"):
-        pairs = zip(values, form.split(" ± "))
-        return Cell("-" if value is None else " ± ".join(f"{v:{f}}" for v, f in pairs), tuple(values))
+        text = "-" if value is None else " ± ".join(map(format, values, form.split(" ± ")))
+        return Cell(text, tuple(values))
     return number(value, plain, unit) if form else word(str(value))
 
 
@@ -177,8 +177,7 @@ def mean_sd(values: pd.Series) -> Cell:
     # Whole numbers from 10 on are counts, such as steps: decimals would claim what is not there.
     are_counts = mean >= 10 and bool((values.dropna() % 1 == 0).all())
     digits = ",.0f" if are_counts else ".4f"
-    are_equal_counts = are_counts and sd == 0
-    spread = "" if pd.isna(sd) or are_equal_counts else f" ± {sd:{digits}}"
+    spread = "" if pd.isna(sd) or (are_counts and sd == 0) else f" ± {sd:{digits}}"
     return Cell("-" if pd.isna(mean) else f"{mean:{digits}}{spread}", (mean, sd))
 
 
@@ -253,7 +252,8 @@ def title(metric: str) -> str:
 
 def _metric_column(metric: str, arms: Arms) -> Column:
     """Return the column of a metric, or of a key of the configuration."""
-    form = FORMATS.get(metric.rpartition(".")[2])
+    # A source of a mixture may have a count's name: its loss is a loss.
+    form = FORMATS.get("loss" if "loss." in metric else metric.rpartition(".")[2])
     if form is not None:
         is_speedup = metric == "speedup" and arms
         heading = f"speedup over {aggregate.versus(arms)}" if is_speedup else title(metric)
@@ -417,14 +417,15 @@ def _verdicts(contrasts: Sequence[Contrast], metric: str) -> Table:
         "left is a selection; diverges: more often than the other arm, by Fisher's exact test. Of "
         "survivors, seeds missing, other documents: never equivalent.",
         f"Seeds for 80 % power: to be equivalent at no difference, {FEW_SEEDS} or more, at the "
-        "upper 80 % confidence bound of the standard deviation; a dash: more than 100.",
+        "upper 80 % confidence bound of the standard deviation; a dash: more than 100, unknown, or of a leak.",
     )
 
 
 def _diverged(contrast: Contrast) -> str:
     """Say how many runs of each arm diverged, if any did."""
-    diverged, runs, other_diverged, other_runs = contrast.comparison.divergence[:4]
-    return f"{diverged} of {runs} against {other_diverged} of {other_runs}" * bool(diverged + other_diverged)
+    tally = contrast.comparison.divergence
+    text = f"{tally.diverged} of {tally.runs} against {tally.other_diverged} of {tally.other_runs}"
+    return text if tally.total else ""
 
 
 def _seeds_needed(contrast: Contrast, family: int) -> int | None:
