@@ -31,6 +31,7 @@ from packmamba.errors import expect
 INT_DTYPES = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 MAX_SLOTS = 2**31 - 1  # B * L, and positions in a document, are int32 in kernels
 Integers = TypeVar("Integers", int, np.ndarray)
+IntRows = Sequence[Sequence[int]]  # for each row of a batch, a number for each document
 
 
 def ceil_div(dividend: Integers, divisor: int) -> Integers:
@@ -44,13 +45,12 @@ def round_up(number: Integers, multiple: int) -> Integers:
 
 
 class Schedules(dict):
-    """Hold what kernels derive from a layout: work items on a GPU.
+    """Cache what kernels derive from a layout: work items on a GPU, by kernel and sizes.
 
-    ``ops.cuda`` and ``ops.ssd_triton`` make them.
-
-    An attribute of the layout's ``starts``, and not of the layout, since a traced graph hands
-    operators tensors alone. Every layer of a step then finds what the first one made. "longest" and
-    "offsets" are the layout's, which kernels also need.
+    ``ops.cuda`` and ``ops.ssd_triton_plan`` fill it, and all layers of a step share it. It is an
+    attribute of the tensor ``starts``, since a traced graph hands operators tensors and no layout.
+    Two entries are there from the start, "longest" and "offsets": the layout's own attributes of
+    these names, which kernels read from here for the same reason.
     """
 
     def __reduce__(self) -> tuple:
@@ -104,9 +104,7 @@ class SequenceLayout:
             self.starts.schedules = schedules  # type: ignore[attr-defined]
 
     @classmethod
-    def from_lengths(
-        cls, lengths: Sequence[Sequence[int]], row_length: int, offsets: Sequence[Sequence[int]] | None = None
-    ) -> SequenceLayout:
+    def from_lengths(cls, lengths: IntRows, row_length: int, offsets: IntRows | None = None) -> SequenceLayout:
         """Build from rows of document lengths, from the left; the rest of a row is padding.
 
         Args:
@@ -157,8 +155,7 @@ class SequenceLayout:
         valid = (positions == -1) | is_start
         # A slot is valid as padding, as a start, or as the successor of its left neighbour.
         valid[:, 1:] |= positions[:, 1:] == positions[:, :-1] + 1
-        expected = "0 (a document starts) or one more than before"
-        expected += "; only a row's first may begin above 0"
+        expected = "0 (a document starts) or one more than before; only a row's first may begin above 0"
         check_all(valid, name, expected, positions)
         return cls._from_starts(positions, is_start, offsets=positions)
 
@@ -394,7 +391,7 @@ def _append_zero(tensor: Tensor) -> Tensor:
     return torch.cat([tensor, tensor.new_zeros(1)])
 
 
-def _integers(rows: Sequence[Sequence[int]], name: str, minimum: int) -> list[list[int]]:
+def _integers(rows: IntRows, name: str, minimum: int) -> list[list[int]]:
     """Check and list rows of integers; errors name the row and the place."""
     listed = []
     for b, row in enumerate(rows):

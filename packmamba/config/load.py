@@ -205,7 +205,9 @@ def keys_of(config: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     keys = [(prefix + field.name, field, getattr(config, field.name)) for field in dataclasses.fields(config)]
     for name, _, value in keys:
         entries = value.items() if isinstance(value, dict) else ()
-        for place, section in [(name, value), *((f"{name}.{entry}", part) for entry, part in entries)]:
+        # Where a section may be: the value itself, or an entry of a mapping.
+        places = [(name, value)] + [(f"{name}.{entry}", part) for entry, part in entries]
+        for place, section in places:
             if dataclasses.is_dataclass(section):
                 yield from keys_of(section, f"{place}.")
     yield from keys

@@ -202,10 +202,11 @@ class Strategy:
     """Decide the row of each piece, and say what the decision does to documents.
 
     Attributes:
-        assign: ``(lengths, row_length, buffer) -> rows``. Takes (P,) lengths, each at most
+        assign: one of two signatures, by ``splits_documents``.
+            False: ``(lengths, row_length, buffer) -> rows``. Takes (P,) lengths, each at most
             row_length; returns (P,) row numbers from 0 without gaps. In a row, pieces keep their
-            order. ``buffer`` is what ``greedy`` reads. With ``splits_documents`` it is
-            ``(lengths, row_length, streams) -> (document, start, length, row)``, (P,) each.
+            order. ``buffer`` is ``data.buffer``, the window of ``greedy``.
+            True: ``(lengths, row_length, streams) -> (document, start, length, row)``, (P,) each.
             Default: a row for each piece.
         keeps_order: rows (of a stream) hold the documents in the order they came in.
         pads: rows have ``row_length`` slots; else as many slots as tokens, and a micro-batch is one
@@ -319,8 +320,9 @@ def _fit_to_rows(pieces: Pieces, limit: int, overlong: str) -> tuple[Pieces, Int
     """Truncate or cut pieces longer than a row; return them, and their tokens in earlier rows."""
     too_long = np.flatnonzero(pieces.length > limit)
     if overlong == "error" and len(too_long):
-        longest = f"{pieces.length[too_long[0]]} in document {pieces.document[too_long[0]]}"
-        got = f"{longest}, more in {len(too_long)} of {len(pieces.length)}; set overlong=split"
+        first = too_long[0]
+        got = f"{pieces.length[first]} in document {pieces.document[first]}"
+        got += f", more in {len(too_long)} of {len(pieces.length)}; set overlong=split"
         raise ValueError(f"lengths: expected at most row_length={limit} tokens, got {got}")
     if overlong == "truncate":
         return pieces.truncate(limit), np.zeros_like(pieces.start)

@@ -249,9 +249,9 @@ class StepSchedule:
         """
         if not (self.carry and self.data.takes_turns and len(numbers)):
             return 0
-        # A round of micro-batches, one a rank, has ``len(numbers)`` rows on each of ``world_size``
-        # ranks, all of one group; a step may have several rounds, of different groups.
-        return int(numbers[0]) % self.data.streams // len(numbers) // self.world_size
+        # A round of micro-batches, one a rank, is one group of streams; a step may have several.
+        streams_of_group = len(numbers) * self.world_size
+        return int(numbers[0]) % self.data.streams // streams_of_group
 
     def _tokens(self, first: int, last: int) -> Pieces:
         """Take tokens ``first`` to ``last``, counted over all windows."""

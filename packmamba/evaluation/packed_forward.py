@@ -7,9 +7,9 @@ by one bit, on the documents beside it; Mamba-3's last bits depend on where its 
 """
 
 import bisect
-import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -73,21 +73,21 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
     Shows a progress bar where there is a terminal.
     """
     expect(max_slots >= 1, "max_slots", "at least 1", max_slots)
-    length = functools.partial(Segment.length, max_slots=max_slots)
+    length = partial(Segment.length, max_slots=max_slots)
     waiting = sorted(segments, key=length)
     following: list[Segment] = []
     chosen: list[Segment] = []
     free = states = 0
 
-    # As a filter's predicate: takes a segment that fits into ``chosen``, and keeps the others.
-    def rejects(segment: Segment) -> bool:
+    def add_if_fits(segment: Segment) -> bool:
+        """Add a segment to the pass and return True; False where slots or states do not suffice."""
         nonlocal free, states
-        if length(segment) > free or segment.keeps(max_slots) > states:
-            return True
-        chosen.append(segment)
-        free -= length(segment)
-        states -= segment.keeps(max_slots)
-        return False
+        fits = length(segment) <= free and segment.keeps(max_slots) <= states
+        if fits:
+            chosen.append(segment)
+            free -= length(segment)
+            states -= segment.keeps(max_slots)
+        return fits
 
     total = sum(len(segment.tokens) for segment in segments)
     with tqdm(total=total, desc="reads", unit="token", unit_scale=True, disable=None, leave=False) as bar:
@@ -97,10 +97,10 @@ def packed_forward(model: MambaLM, segments: list[Segment], max_slots: int) -> I
             states = max(1, max_slots // SLOTS_PER_STATE)
             # Those that continue from states first; new ones
             # only when all of these fit: fewer states wait.
-            following = list(filter(rejects, following))
+            following = [segment for segment in following if not add_if_fits(segment)]
             while waiting and not following:
                 longest_fitting = bisect.bisect_right(waiting, free, key=length) - 1
-                if longest_fitting < 0 or rejects(waiting[longest_fitting]):
+                if longest_fitting < 0 or not add_if_fits(waiting[longest_fitting]):
                     break
                 del waiting[longest_fitting]
             pieces, continued = _one_pass(model, chosen, max_slots)
@@ -119,7 +119,7 @@ def read_to_the_end(
     last: dict[int, Tensor] = {}
     segments = []
     for i, document in enumerate(documents):
-        segments.append(Segment(i, document, finish=functools.partial(finals.__setitem__, i)))
+        segments.append(Segment(i, document, finish=partial(finals.__setitem__, i)))
     for pieces in packed_forward(model, segments, max_slots):
         last |= {i: hidden[-1].clone() for i, _, hidden in pieces}
     return torch.stack([last[i] for i in range(len(documents))])

@@ -135,9 +135,10 @@ class RunMetrics(Saved, Callback):
         step = trainer.global_step
         logged = step % self.log_every == 0 or step in (1, trainer.max_steps)
         self._steps_of_process += 1
-        counts = (1, batch.num_tokens, batch.num_slots, batch.num_targets, batch.num_behind, batch.tokens_behind)
+        counts = {"steps": 1, "real_tokens": batch.num_tokens, "slots": batch.num_slots}
+        counts |= {"targets": batch.num_targets, "documents_behind": batch.num_behind}
         wait = logged or self._steps_of_process <= self.WARMUP_STEPS
-        self._count(wait, **dict(zip(self.COUNTS, counts, strict=True)))
+        self._count(wait, **counts, tokens_behind=batch.tokens_behind)
         self._unchecked_losses.append(outputs["loss"])
         if logged:
             # The rate is of the steps since the last logged one, so that it shows a slow stretch.

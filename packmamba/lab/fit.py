@@ -245,15 +245,15 @@ class _Run:
         passes_of = train.passes(tokens) if train.source_names else {}
         of_sources = [f"{passes:.2g} of {name}" for name, passes in passes_of.items()]
         sources = f" ({', '.join(of_sources)})" if of_sources else ""
-        passes = " on a stream that begins with these documents"
+        epochs = " on a stream that begins with these documents"
         if not train.is_streamed:
-            passes = f", {self.data.schedule().passes(max_steps):.2g} epochs{sources}"
+            epochs = f", {self.data.schedule().passes(max_steps):.2g} epochs{sources}"
         from_step = f", from step {callbacks.step_of(resume)}" if resume else ""
         print(
             f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; "
             f"validation on {validated} of {held_out} held out; "
             f"{parameters:,} parameters; backend {self.backend}; "
-            f"{max_steps} steps{passes}; run {self.folder}{from_step}",
+            f"{max_steps} steps{epochs}; run {self.folder}{from_step}",
             flush=True,
         )
 
@@ -417,10 +417,8 @@ def make_logger(spec: Any, folder: Path, purged_step: int) -> Logger:
     if spec == "mlflow":
         # To a server, or to one file beside the folders of runs.
         runs = folder.parent.resolve()
-        local: Any = {
-            "tracking_uri": f"sqlite:///{runs / 'mlflow.db'}",
-            "artifact_location": str(runs / "mlartifacts"),
-        }
+        local: Any = {"tracking_uri": f"sqlite:///{runs / 'mlflow.db'}"}
+        local["artifact_location"] = str(runs / "mlartifacts")
         begun = folder / MLFLOW_RUN
         run = begun.read_text() if begun.is_file() else None  # which a resumed run goes on with
         places = {} if "MLFLOW_TRACKING_URI" in os.environ else local
@@ -441,9 +439,10 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
         defaults = {name: parameter.default for name, parameter in inspect.signature(mixer).parameters.items()}
         for name in UNSEEN:
             ours = (defaults | model.config).get(name)
-            # A checkpoint that lacks one of EXPLICIT does not say which model it is.
-            lacks = ours if name in getattr(mixer, "EXPLICIT", {}) else defaults.get(name)
-            theirs = arguments.get(name, lacks)
+            # A checkpoint without a key has the default; without one of EXPLICIT it does not say which
+            # model it is, and any value fits.
+            unsaid = ours if name in getattr(mixer, "EXPLICIT", {}) else defaults.get(name)
+            theirs = arguments.get(name, unsaid)
             # A list of JSON is the tuple of a default.
             expect(np.array_equal(np.array(ours), np.array(theirs)), name, f"{theirs}, as of {path}", ours)
 

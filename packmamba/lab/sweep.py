@@ -105,12 +105,15 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     sweep.check(read_yaml(path).arms | sweep.arms)
     sweep.name = sweep.name or Path(path).stem
 
-    first = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
+    # Layers of each run, each with its name in errors: the base, the run's own keys, overrides.
+    base = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
     last = [(parse_override(override), f"'{override}'") for override in of_runs]
     _check_places(sweep, {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last})
-    configs = [resolve(Config, [*first, (_layer(keys), str(path)), *last]) for keys in _runs(sweep)]
-    for config in {repr(replace(config, seed=0)): config for config in configs}.values():
-        check_run(config)  # a check takes a moment, and a seed decides none
+    configs = [resolve(Config, [*base, (_layer(keys), str(path)), *last]) for keys in _runs(sweep)]
+    # A check takes a moment, and a seed decides none: check one run of those that differ by seed.
+    without_seed = {repr(replace(config, seed=0)): config for config in configs}
+    for config in without_seed.values():
+        check_run(config)
         devices = config.trainer.devices * config.trainer.num_nodes
         need(devices == 1, "trainer.devices", "1 in a sweep", devices)
     sweep.check_metrics(configs[0].evaluations)
@@ -126,9 +129,10 @@ def _check_places(sweep: SweepConfig, overrides: dict[str, dict[str, Any]]) -> N
             need(not _overlapping(name, keys), f"grid.{name}", expected, f"one; give grid.{name}=[...]")
     for origin, keys in overrides.items():
         for name in keys:
-            values = [[arm[place] for place in _overlapping(name, arm)] for arm in arms.values()]
-            alike = not all(values) or all(value == values[0] for value in values)
-            need(alike, origin, "a key in which arms do not differ", f"one; set arms.<name>.{name}")
+            # Of each arm what it sets there; where some arm sets nothing, an override may.
+            by_arm = [[arm[place] for place in _overlapping(name, arm)] for arm in arms.values()]
+            differ = all(by_arm) and any(values != by_arm[0] for values in by_arm)
+            need(not differ, origin, "a key in which arms do not differ", f"one; set arms.<name>.{name}")
 
 
 def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
@@ -138,16 +142,17 @@ def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
 
 def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
     """Yield the keys of each run: each arm at each point of the grid."""
-    keys_of_both = ("plugins", "evaluations", "evaluation_options")
-    shared = {name: getattr(sweep, name) for name in keys_of_both if getattr(sweep, name)}
+    # Keys of a sweep that are a run's too.
+    passed_on = {name: getattr(sweep, name) for name in ("plugins", "evaluations", "evaluation_options")}
+    passed_on = {name: value for name, value in passed_on.items() if value}
     for values in itertools.product(*sweep.grid.values()):
         point = dict(zip(sweep.grid, values))
         # A point's name, as in `` lr=0.1 d_state=4``, is without its seed.
-        names = {place.rpartition(".")[2]: value for place, value in point.items() if place != "seed"}
-        suffix = "".join(f" {name}={value}" for name, value in names.items())
+        shown = {name.rpartition(".")[2]: value for name, value in point.items() if name != "seed"}
+        suffix = "".join(f" {name}={value}" for name, value in shown.items())
         for arm, keys in sweep.arms.items():
-            place = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
-            yield {**shared, **flatten(sweep.common), **flatten(keys), **point, **place}
+            own = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
+            yield {**passed_on, **flatten(sweep.common), **flatten(keys), **point, **own}
 
 
 def _layer(keys: dict[str, Any]) -> DictConfig:

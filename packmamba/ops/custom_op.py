@@ -137,8 +137,12 @@ class BlockOutputs(NamedTuple):
     ssm_state: Tensor | None
 
 
-class Documents(NamedTuple):
-    """A layout in a traced graph: the two tensors that kernels read, (S,) int32."""
+class Spans(NamedTuple):
+    """Hold what remains of a layout behind the schema: the two tensors that kernels read, (S,) int32.
+
+    Implementations get it in a layout's place under the dispatcher and in eager calls with
+    gradients, so they may read ``starts`` and ``ends`` of a layout, and nothing else.
+    """
 
     starts: Tensor
     ends: Tensor
@@ -155,7 +159,8 @@ class Signature(Generic[Arguments]):
     Attributes:
         gradients: names of the tensors' gradients, ``d<argument>``, in order.
         num_tensors, num_layouts: of each there are among the arguments.
-        num_saved: tensors of the schema, two a layout; num_values: all its values.
+        num_schema_tensors: tensors of the schema: the arguments', then two a layout.
+        num_schema_values: values of the schema: its tensors, then the options.
     """
 
     def __init__(self, arguments: type[Arguments], constants: tuple[str, ...]) -> None:
@@ -164,8 +169,8 @@ class Signature(Generic[Arguments]):
         self.schema = ", ".join(SCHEMA[kind].format(name) for name, kind in kinds.items())
         self.num_tensors = len(tensors)
         self.num_layouts = list(kinds.values()).count(SequenceLayout)
-        self.num_saved = self.num_tensors + 2 * self.num_layouts
-        self.num_values = len(kinds) + self.num_layouts
+        self.num_schema_tensors = self.num_tensors + 2 * self.num_layouts
+        self.num_schema_values = len(kinds) + self.num_layouts
         self.num_gradients = len(tensors) - len(constants)
         self.gradients = tuple(f"d{name}" for name in tensors[: self.num_gradients])
         # Faster than the named tuple's own __new__, which takes each field as a parameter.
@@ -179,10 +184,10 @@ class Signature(Generic[Arguments]):
         return (*arguments[: self.num_tensors], *documents, *layouts_and_options[self.num_layouts :])
 
     def unflatten(self, values: tuple) -> Arguments:
-        """Make arguments of the schema's values; layouts become ``Documents``."""
-        starts_and_ends = values[self.num_tensors : self.num_saved]
-        layouts = map(Documents, starts_and_ends[::2], starts_and_ends[1::2])
-        return self.make((*values[: self.num_tensors], *layouts, *values[self.num_saved :]))
+        """Make arguments of the schema's values; layouts become ``Spans``."""
+        starts_and_ends = values[self.num_tensors : self.num_schema_tensors]
+        layouts = map(Spans, starts_and_ends[::2], starts_and_ends[1::2])
+        return self.make((*values[: self.num_tensors], *layouts, *values[self.num_schema_tensors :]))
 
     def allocate_gradients(self, arguments: Arguments) -> dict[str, Any]:
         """Allocate contiguous gradients, as ``d<argument>``; None for None."""
@@ -256,7 +261,8 @@ class PackedOperator(Generic[Arguments]):
         if not needs_backward:
             outputs, _ = self.forward(arguments, False)
             return outputs
-        return _apply_eager(self, values[signature.num_saved :], *values[: signature.num_saved])
+        num_tensors = signature.num_schema_tensors
+        return _apply_eager(self, values[num_tensors:], *values[:num_tensors])
 
     def differentiate(self, values: tuple, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
         """Compute the gradients of the schema's values, in order.
@@ -296,7 +302,7 @@ class PackedOperator(Generic[Arguments]):
     def _run_backward(self, *values: Any) -> tuple[Tensor, ...]:
         grads = values[: self.num_outputs]
         after_grads = values[self.num_outputs :]
-        num_values = self.signature.num_values
+        num_values = self.signature.num_schema_values
         gradients = self.differentiate(after_grads[:num_values], after_grads[num_values:], grads)
         return none_to_empty(gradients, after_grads[0])
 
@@ -307,17 +313,17 @@ class PackedOperator(Generic[Arguments]):
     def _save(self, ctx: Any, inputs: tuple, output: tuple) -> None:
         """Save a dispatched call for its backward: all values, and what follows the outputs."""
         *values, ctx.keep = inputs
-        num_saved = self.signature.num_saved
-        ctx.options = values[num_saved:]
+        num_tensors = self.signature.num_schema_tensors
+        ctx.options = values[num_tensors:]
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*values[:num_saved], *output[self.num_outputs :])
+        ctx.save_for_backward(*values[:num_tensors], *output[self.num_outputs :])
 
     def _backward_of_call(self, ctx: Any, *grads: Tensor | None) -> tuple:
         if not ctx.keep:
             raise RuntimeError(f"packmamba::{self.name}: called with keep=False, so it cannot be differentiated")
-        num_saved = self.signature.num_saved
-        values = (*ctx.saved_tensors[:num_saved], *ctx.options)
-        states = ctx.saved_tensors[num_saved:]
+        num_tensors = self.signature.num_schema_tensors
+        values = (*ctx.saved_tensors[:num_tensors], *ctx.options)
+        states = ctx.saved_tensors[num_tensors:]
         gradients = self.differentiate_dispatched(values, states, grads[: self.num_outputs])
         # Layouts' tensors, options and ``keep`` have no gradients.
         return (*gradients, *(None,) * (len(values) + 1 - len(gradients)))
@@ -339,13 +345,13 @@ class _EagerCall(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple:
         operator: PackedOperator = ctx.operator
-        num_saved = operator.signature.num_saved
+        num_tensors = operator.signature.num_schema_tensors
         saved = ctx.saved_tensors
         # With gradients enabled the result may be differentiated.
         differentiate = operator.differentiate_dispatched if torch.is_grad_enabled() else operator.differentiate
-        gradients = differentiate(saved[:num_saved] + ctx.options, saved[num_saved:], grads)
+        gradients = differentiate(saved[:num_tensors] + ctx.options, saved[num_tensors:], grads)
         # The operator, its options and the layouts' tensors have no gradients.
-        return None, None, *gradients, *(None,) * (num_saved - len(gradients))
+        return None, None, *gradients, *(None,) * (num_tensors - len(gradients))
 
 
 # Without Function's search for functorch's wrappers: ``is_tracing`` rules them out.
@@ -383,9 +389,7 @@ def none_to_empty(values: Iterable[Tensor | None], like: Tensor) -> tuple[Tensor
 
 def empty_grad_like(tensor: Any) -> Any:
     """Allocate a contiguous gradient of a tensor; None for None."""
-    if tensor is None:
-        return None
-    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return None if tensor is None else torch.empty_like(tensor, memory_format=torch.contiguous_format)
 
 
 def to_dtype(tensor: Any, dtype: torch.dtype) -> Any:

@@ -25,8 +25,9 @@ from packmamba.ops.scan import compiled as scan_of_mamba1
 MOST_STATES = 256
 # A multiple of the numbers that one iteration of a processor's vector loop takes.
 VECTORS = 64
-scan = copy.copy(scan_of_mamba1)
-scan.name = "ssd_pack"  # in errors
+# Mamba-1's operator under this operator's name, which its errors give.
+scan_as_ssd = copy.copy(scan_of_mamba1)
+scan_as_ssd.name = "ssd_pack"
 
 
 def ssd_pack(
@@ -70,19 +71,20 @@ def ssd_pack(
     checks.check_activations(x, "x", "(B, L, H, P)")
     layout = checks.check_layout(layout, x, "x")
     rows, row_length, heads, channels = shape = x.shape
-    near, wide = (x.dtype,), (checks.accumulation_dtype(x.dtype),)
+    dtype = x.dtype
+    wide = checks.accumulation_dtype(dtype)
     # G and N, which other shapes depend on, are read from B.
     checks.check_is_tensor(B, "B")
     if B.dim() != 4 or not 1 <= B.shape[3] <= MOST_STATES or not B.shape[2] or heads % B.shape[2]:
         expected = f"({rows}, {row_length}, G, N) with G dividing {heads} and N from 1 to {MOST_STATES}"
         raise ValueError(f"B: expected shape {expected}, got {tuple(B.shape)}")
     by_group = rows, row_length, *B.shape[2:]
-    checks.check_tensors(x, "x", near, True, B=(B, by_group), C=(C, by_group), z=(z, shape))
-    checks.check_tensors(x, "x", near + wide, True, delta=(delta, shape[:3]))
+    checks.check_tensors(x, "x", (dtype,), True, B=(B, by_group), C=(C, by_group), z=(z, shape))
+    checks.check_tensors(x, "x", (dtype, wide), True, delta=(delta, shape[:3]))
     skip = (heads, channels) if isinstance(D, Tensor) and D.dim() == 2 else (heads,)
     state_shape = (layout.num_documents, heads, channels, B.shape[3])
-    checks.check_tensors(x, "x", wide, A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)))
-    checks.check_tensors(x, "x", wide, initial_state=(initial_state, state_shape))
+    checks.check_tensors(x, "x", (wide,), A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)))
+    checks.check_tensors(x, "x", (wide,), initial_state=(initial_state, state_shape))
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
     _check_limit(delta_limit)
     tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets)
@@ -124,7 +126,7 @@ class SsdArguments(NamedTuple):
 
 def on_cpu(a: SsdArguments) -> tuple[Tensor, Tensor | None]:
     """Compute ``ops.ssd_pack`` by Mamba-1's kernels."""
-    return by_channels(a, scan)
+    return by_channels(a, scan_as_ssd)
 
 
 def by_channels(
@@ -153,26 +155,26 @@ def _of_group(a: SsdArguments, group: int) -> ScanArguments:
     groups, states = a.B.shape[2:]
     shared = heads // groups
 
-    def of_heads(tensor: Tensor | None, axis: int) -> Any:
-        """Take the group's heads along an axis, and repeat each one's number for its channels."""
+    def repeated(tensor: Tensor | None, axis: int) -> Any:
+        """Take the group of (..., H, ...), repeat a head's number for its channels: (..., (H / G) P, ...)."""
         taken = None if tensor is None else tensor.narrow(axis, group * shared, shared)
         return None if taken is None else taken.repeat_interleave(channels, dim=axis)
 
-    def of_channels(tensor: Tensor | None, axis: int) -> Any:
-        """Take the group's heads along an axis; heads and channels become one."""
+    def flattened(tensor: Tensor | None, axis: int) -> Any:
+        """Take the group of (..., H, P, ...), join heads and channels: (..., (H / G) P, ...)."""
         taken = None if tensor is None else tensor.narrow(axis, group * shared, shared).to(a.A.dtype)
         return None if taken is None else unit_stride(taken.flatten(axis, axis + 1))
 
     return ScanArguments(
-        u=of_channels(a.x, 2),
-        delta=of_heads(a.delta, 2),
-        A=of_heads(a.A, 0)[:, None].repeat(1, states),
+        u=flattened(a.x, 2),
+        delta=repeated(a.delta, 2),
+        A=repeated(a.A, 0)[:, None].repeat(1, states),
         B=a.B[:, :, group].to(a.A.dtype),
         C=a.C[:, :, group].to(a.A.dtype),
-        D=of_channels(a.D, 0) if a.D is not None and a.D.dim() == 2 else of_heads(a.D, 0),
-        z=of_channels(a.z, 2),
-        delta_bias=of_heads(a.delta_bias, 0),
-        initial_state=of_channels(a.initial_state, 1),
+        D=flattened(a.D, 0) if a.D is not None and a.D.dim() == 2 else repeated(a.D, 0),
+        z=flattened(a.z, 2),
+        delta_bias=repeated(a.delta_bias, 0),
+        initial_state=flattened(a.initial_state, 1),
         layout=a.layout,
         delta_softplus=a.delta_softplus and a.delta_limit is None,
         return_final_state=a.return_final_state,
@@ -191,9 +193,10 @@ def _limited_steps(a: SsdArguments, delta: Tensor) -> Tensor:
 
 
 def elementwise(function: Callable[[Tensor], Tensor], value: Tensor) -> Tensor:
-    """Apply a function to whole vectors.
+    """Apply a function to a tensor that is padded to whole vectors.
 
-    Of the rest PyTorch takes each value by another function on a CPU, which rounds otherwise.
+    On a CPU PyTorch computes what is left after the last whole vector by a scalar function, which
+    rounds otherwise: an element's bits would depend on its place.
     """
     if value.is_cuda:
         return function(value)
@@ -209,10 +212,9 @@ def _forward(a: SsdArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]
         is_of_compiler = not isinstance(error, RuntimeError) or "C compiler" in str(error)
         if build.has_c_compiler() or not is_of_compiler:
             raise
+        missing = "no C compiler, which Triton needs for Mamba-2's and Mamba-3's kernels"
         remedy = "install gcc or name one in CC, or set ops.backend=reference"
-        raise KernelError(
-            f"no C compiler, which Triton needs for Mamba-2's and Mamba-3's kernels: {remedy}"
-        ) from error
+        raise KernelError(f"{missing}: {remedy}") from error
     return Outputs(y=y, final_state=final_state), ScanSaved(states=starts)
 
 

@@ -22,7 +22,6 @@ Shapes: B rows, S documents.
 """
 
 from collections.abc import Iterable, Sequence
-from itertools import chain
 from typing import Any
 
 import torch
@@ -218,11 +217,12 @@ class Carry(StatefulBoundary):
         # A continuing document must begin where the last one of its row ended, one batch before.
         rows = layout.rows[continuing].tolist()
         offsets = layout.offsets[continuing].tolist()
-        states, positions, step = self.stored.get(batch.turn, (fresh, torch.empty(0), 0))
+        nothing_stored: RowStates = (fresh, torch.empty(0), 0)  # refused below: no row has an end
+        states, positions, stored_at = self.stored.get(batch.turn, nothing_stored)
         ends = positions.tolist()
         follows = len(ends) == layout.shape[0] and [ends[row] for row in rows] == offsets
         need(follows, "layout", f"documents to continue at {ends}", dict(zip(rows, offsets)))
-        self.age = self.step - step
+        self.age = self.step - stored_at
         return self.exchange(states, positions, fresh)
 
     def exchange(self, states: States, positions: Tensor, fresh: States) -> States:
@@ -257,7 +257,7 @@ class Carry(StatefulBoundary):
 
     def measures(self) -> dict[str, float]:
         """Return the bytes of stored states, and the steps since the last used ones ended."""
-        stored = chain.from_iterable(flatten_states(states) for states, *_ in self.stored.values())
+        stored = flatten_states([states for states, *_ in self.stored.values()])
         age = {} if self.age is None else {"state_age_steps": self.age}
         return {"state_bytes": sum(tensor.nbytes for tensor in stored), **age}
 
@@ -342,7 +342,8 @@ class FittedNoise(Carry):
         if batch.turn not in self.stored:
             return
         # Rows that hold a document. Averages are float32 even of 16-bit states.
-        (rows,) = torch.where(self.stored[batch.turn][1] >= 0)
+        _, positions, _ = self.stored[batch.turn]
+        (rows,) = torch.where(positions >= 0)
         held = flatten_states(index_states(final, rows))
         states = [state.to(torch.promote_types(state.dtype, torch.float32)) for state in held]
         if not self.means:

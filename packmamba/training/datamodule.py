@@ -80,8 +80,12 @@ class PackedDataModule(lightning.LightningDataModule):
 
     @property
     def boundary(self) -> Any:
-        """Return the Lightning module's scheme, or None."""
-        return self._boundary or getattr(getattr(self.trainer, "lightning_module", None), "boundary", None)
+        """Return the boundary scheme: the class that was named, else the Lightning module's instance.
+
+        None where neither is there. Only attributes that class and instance share may be read.
+        """
+        module = getattr(self.trainer, "lightning_module", None)
+        return self._boundary or getattr(module, "boundary", None)
 
     def prepare_data(self) -> None:
         """Tokenize the corpus, or find it in the cache."""

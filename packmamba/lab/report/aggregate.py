@@ -191,9 +191,8 @@ def timed_arms(records: Records) -> list[Arm]:
     # A timing is one process in which arms took turns: only its arms' speeds compare.
     runs["timing"] = runs["config.run"].map(str)
     ended = runs.groupby("timing")["time"].max()
-    arms = []
-    for (name, timing), group in runs.groupby(["arm", "timing"]):
-        arms.append(Arm(name, (("run", timing),), group.tail(1).set_index("seed")))
+    groups = runs.groupby(["arm", "timing"])
+    arms = [Arm(name, (("run", timing),), rows.tail(1).set_index("seed")) for (name, timing), rows in groups]
     for arm in arms:
         # The baselines that the arm has as a trained one, then single, then BASELINES.
         baselines = {each.baseline.name for each in trained if each.name == arm.name}
@@ -310,10 +309,10 @@ def divergence(arm: Any, other: Any) -> Divergence:
 
     Each is an Arm, or has its ``runs``, ``diverged`` and ``expected``.
     """
-    runs = len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs)
+    counts = len(arm.diverged), len(arm.runs), len(other.diverged), len(other.runs)
     # Seeds that both should have, and those of them that either lacks.
     seeds = arm.expected & other.expected
-    return Divergence(*runs, len(seeds), len(seeds - ({*arm.runs.index} & {*other.runs.index})))
+    return Divergence(*counts, len(seeds), len(seeds - ({*arm.runs.index} & {*other.runs.index})))
 
 
 class Contrast(NamedTuple):
@@ -364,17 +363,20 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], str], int]:
     """Return pairs of arms with their family, and the number of primary ones without runs."""
     pairs = {(arm, arm.baseline): "exploratory" for arm in arms if arm is not arm.baseline}
     absent = set()
-    named = [(arm.setting, name, arm.sweep.get("baseline")) for arm in arms for name in arm.sweep.get("primary", ())]
-    for setting, name, baseline in dict.fromkeys(named):
+    primaries = [(arm, name) for arm in arms for name in arm.sweep.get("primary", ())]
+    # Each once at each point of the grid, in order.
+    named = dict.fromkeys((arm.setting, name, arm.sweep.get("baseline")) for arm, name in primaries)
+    for setting, name, baseline in named:
         first, _, second = name.partition(" - ")
         # Reversed, so that of equal titles the first counts.
-        titles = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
-        arm = titles.get(first)
-        # Not with what an arm without its baseline falls back to, which may be itself.
+        by_title = {arm.title: arm for arm in reversed(arms) if arm.setting == setting}
+        minuend = by_title.get(first)
+        # A named baseline without runs is absent: the arm's own ``baseline`` is then a substitute,
+        # which may be the arm itself.
         second = second or baseline
-        other = titles.get(str(second)) if second or not arm else arm.baseline
-        if arm and other and other is not arm:
-            pairs[arm, other] = "primary"
+        subtrahend = by_title.get(str(second)) if second or not minuend else minuend.baseline
+        if minuend and subtrahend and subtrahend is not minuend:
+            pairs[minuend, subtrahend] = "primary"
         else:
             absent.add((setting, first, second))
     return pairs, len(absent)
@@ -393,11 +395,9 @@ def same_documents(arm: Arm, other: Arm) -> bool:
     """
     free = {*NOT_SETTINGS, "data.max_tokens_per_batch"}
     # Steps of exact size hold what truncate leaves, which depends on rows.
-    arms = (arm, other)
-    depends_on_rows = any(
-        side.says("data.overlong") == "truncate" and side.says("data.cut_at_steps") for side in arms
-    )
-    are_matched = all(side.says("data.batching", "matched") == "matched" for side in arms)
+    truncated = [side for side in (arm, other) if side.says("data.overlong") == "truncate"]
+    depends_on_rows = any(side.says("data.cut_at_steps") for side in truncated)
+    are_matched = all(side.says("data.batching", "matched") == "matched" for side in (arm, other))
     if are_matched and not depends_on_rows:
         free |= {"data.strategy", "data.row_length", "data.buffer", "data.streams"}
     columns = [column for column in {*arm.runs, *other.runs} if column.startswith("config.data.")]

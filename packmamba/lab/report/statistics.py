@@ -267,8 +267,9 @@ class Divergence(NamedTuple):
 
         A run without a finite value of the metric did not survive, though its loss be finite.
         """
-        of_survivors = ", of survivors" * bool(self.total or pairs < self.seeds - self.missing)
-        return of_survivors + f", {self.missing} of {self.seeds} seeds missing" * bool(self.missing)
+        are_survivors = self.total or pairs < self.seeds - self.missing
+        missing = f", {self.missing} of {self.seeds} seeds missing" if self.missing else ""
+        return (", of survivors" if are_survivors else "") + missing
 
     @property
     def worse(self) -> bool:
@@ -341,9 +342,7 @@ class Ruling(NamedTuple):
 
 
 def rule(
-    comparisons: Mapping[Key, Comparison],
-    absent: Mapping[Hashable, int] | None = None,
-    higher_is_better: bool = False,
+    comparisons: Mapping[Key, Comparison], absent: Mapping[Any, int] | None = None, higher_is_better: bool = False
 ) -> dict[Key, Ruling]:
     """Give each contrast its verdict; the module's docstring says by which rule.
 
@@ -375,17 +374,17 @@ def _rule_family(family: Mapping[Key, Comparison], absent: int) -> dict[Key, Rul
             # A test that could reject counts in the family, also where it does not reject.
             of_difference[key, "divergence"] = each.divergence.p
         if each.margin is not None:
-            p_same = p_of_equivalence(each.differences, each.weights, each.margin)
-            of_equivalence[key] = math.nan if lost[key] else p_same  # counts, claims nothing
-    p_difference = holm(of_difference)
-    p_equivalence = holm(of_equivalence)
+            p = p_of_equivalence(each.differences, each.weights, each.margin)
+            of_equivalence[key] = math.nan if lost[key] else p  # NaN: counts, claims nothing
+    adjusted_difference = holm(of_difference)
+    adjusted_equivalence = holm(of_equivalence)
     rulings = {}
     for key, each in family.items():
         found = estimates[key]
-        p = p_difference[key, "mean"]
-        p_same = p_equivalence.get(key, math.nan)
+        p = adjusted_difference[key, "mean"]
+        p_same = adjusted_equivalence.get(key, math.nan)
         # Divergence goes first: losses of an arm whose runs diverge are of survivors.
-        if p_difference.get((key, "divergence"), math.nan) <= ALPHA:
+        if adjusted_difference.get((key, "divergence"), math.nan) <= ALPHA:
             claim = f"different ({'diverges' if each.divergence.worse else 'the other diverges'})"
         else:
             claim = verdict(found, None if lost[key] else each.margin, p, p_same) + lost[key]

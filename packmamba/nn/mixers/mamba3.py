@@ -25,8 +25,8 @@ MIMO has R of v, k and q a head and token, which share a state:
 
 with v[t, r] = mimo_x[r] x[t]; the layer's output is the sum over r of mimo_o[r] y[t, r]
 silu(mimo_z[r] z[t]). The scan then walks R slots a token, of which the first alone decays the
-state. The one of r holds k[t, s] up to s = r; what later ones give is added token by token, as what
-only the next token may hold is taken away.
+state. In slot r the state holds k[t, s] for s <= r only; ``_within_token`` adds s > r, as it takes
+away what only the next token may hold.
 
 Shapes: B rows, L slots, S documents, R ranks (SISO: 1), H heads, P headdim, G ngroups, N d_state,
 n angles.
@@ -120,10 +120,9 @@ class PackedMamba3(HeadMixer):
         self.parts = [self.d_inner] * 2 + [rank * ngroups * d_state] * 2 + [self.nheads] * 3 + [self.num_angles]
         self.in_proj = Projection(d_model, sum(self.parts), bias=False)
         self._make_parameters(d_state)
-        of_head = {"k_state": (d_state,), "v_state": (headdim,), "ssm_state": (headdim, d_state)}
-        self.state_shapes = {name: (self.nheads, *shape) for name, shape in of_head.items()}
-        if is_mimo:
-            self.state_shapes["k_state"] = (rank, self.nheads, d_state)
+        k_shape = (rank, self.nheads, d_state) if is_mimo else (self.nheads, d_state)
+        v_shape = (self.nheads, headdim)
+        self.state_shapes = {"k_state": k_shape, "v_state": v_shape, "ssm_state": (*v_shape, d_state)}
         self._reset_own()
         # Holds the weight of a norm of each head.
         self.norm = nn.RMSNorm(self.d_inner, eps=EPSILON) if is_outproj_norm else None
@@ -165,9 +164,8 @@ class PackedMamba3(HeadMixer):
         one_layout = conv_layout is ssm_layout
         # An outer product that enters inside a document would have no place in the scan.
         expect(one_layout or state is None, "state", "None where conv_layout is not ssm_layout", "states")
-        conv_layout, ssm_layout, k_before, v_before, h = self._check_documents(
-            projected, conv_layout, ssm_layout, state
-        )
+        documents = self._check_documents(projected, conv_layout, ssm_layout, state)
+        conv_layout, ssm_layout, k_before, v_before, h = documents
         is_shared = conv_layout.crossing or ssm_layout.crossing
         expect(one_layout or not is_shared, "conv_layout", "ssm_layout where ranks share rows", "another")
         document = ssm_layout.slot_documents()
@@ -243,10 +241,12 @@ class PackedMamba3(HeadMixer):
         return y.unflatten(1, (-1, self.rank)), final_state
 
     def _within_token(self, q: Tensor, k: Tensor, v: Tensor, weight: Tensor, from_next: Tensor) -> Tensor:
-        """Return what outputs (B, L, R, H, P) get of their own token, beside the scan's.
+        """Return what to add to the scan's outputs (B, L, R, H, P): a token's effect on itself.
 
-        Query r: of later ranks' outer products, whose slots are behind its own, all; of none what
-        enters with the next token; and D v.
+        At query r the scan's state holds the outer products of the token's keys s <= r alone, each
+        by ``weight``, which counts what enters with the next token (``from_next``). So add
+        weight (k[s] . q[r]) v[s] of each s > r, subtract from_next (k[s] . q[r]) v[s] of every s,
+        and add D v[r].
         """
         # Masks (R of q, R of k, 1).
         is_same = torch.eye(self.rank, dtype=v.dtype, device=v.device)[..., None]

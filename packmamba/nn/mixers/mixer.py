@@ -41,8 +41,8 @@ class Mixer(nn.Module):
 
     Attributes:
         d_inner: expand * d_model channels.
-        EXPLICIT (optional): arguments without which a checkpoint's weights may be another model,
-            which it therefore states; by name, what a new model takes.
+        EXPLICIT (optional): arguments that no weight's shape shows and whose default once differed,
+            so that a checkpoint must state them; by name, the default of a new model.
         HUGGING_FACE: by argument, the key of transformers' configuration and its default.
         SHARES_ROWS: whether ranks may share rows (``ContextParallel``), as all tokens pass on by
             ``ops`` alone; a mixer without it is refused there.
@@ -141,10 +141,9 @@ class Mixer(nn.Module):
         """Return initial states of so many documents: zeros."""
         weight = self.in_proj.weight
         wide = checks.accumulation_dtype(weight.dtype)
-        return tuple(
-            weight.new_zeros(documents, *shape, dtype=weight.dtype if name == "conv_state" else wide)
-            for name, shape in self.state_shapes.items()
-        )
+        shapes = self.state_shapes
+        dtypes = {name: weight.dtype if name == "conv_state" else wide for name in shapes}
+        return tuple(weight.new_zeros(documents, *shapes[name], dtype=dtypes[name]) for name in shapes)
 
     def _check_documents(self, projected: Tensor, conv_layout: Any, ssm_layout: Any, state: Any) -> tuple[Any, ...]:
         """Return two layouts (None: each row is a document), and initial states (None: zero)."""
@@ -154,10 +153,11 @@ class Mixer(nn.Module):
         fits = isinstance(states, (tuple, list)) and len(states) == len(self.state_shapes)
         expect(fits, "state", f"a tuple ({', '.join(self.state_shapes)})", type(state).__name__, TypeError)
         wide = checks.accumulation_dtype(projected.dtype)
-        for (name, shape), given in zip(self.state_shapes.items(), states):
+        for (name, of_document), tensor in zip(self.state_shapes.items(), states):
             layout = ssm_layout if name == "ssm_state" else conv_layout
+            shape = (layout.num_documents, *of_document)
             dtypes = (projected.dtype, torch.float32) if name == "conv_state" else (wide,)
-            checks.check_tensors(projected, "hidden", dtypes, **{name: (given, (layout.num_documents, *shape))})
+            checks.check_tensors(projected, "hidden", dtypes, **{name: (tensor, shape)})
         return conv_layout, ssm_layout, *states
 
     def reset_parameters(self) -> None:
