@@ -320,9 +320,8 @@ def _fit_to_rows(pieces: Pieces, limit: int, overlong: str) -> tuple[Pieces, Int
     """Truncate or cut pieces longer than a row; return them, and their tokens in earlier rows."""
     too_long = np.flatnonzero(pieces.length > limit)
     if overlong == "error" and len(too_long):
-        first = too_long[0]
-        got = f"{pieces.length[first]} in document {pieces.document[first]}"
-        got += f", more in {len(too_long)} of {len(pieces.length)}; set overlong=split"
+        first_too_long = f"{pieces.length[too_long[0]]} in document {pieces.document[too_long[0]]}"
+        got = f"{first_too_long}, more in {len(too_long)} of {len(pieces.length)}; set overlong=split"
         raise ValueError(f"lengths: expected at most row_length={limit} tokens, got {got}")
     if overlong == "truncate":
         return pieces.truncate(limit), np.zeros_like(pieces.start)

@@ -193,7 +193,8 @@ class StepSchedule:
         if self.corpus.has_answers:
             # Split, an answer would be trained without its prompt.
             remedy = "raise it, or set data.overlong=truncate, which cuts answers"
-            cut = int((self.corpus.lengths > data.row_length).sum())
+            parts = [part for part in getattr(self.corpus, "parts", [self.corpus]) if part.has_answers]
+            cut = sum(int((part.lengths > data.row_length).sum()) for part in parts)
             if cut and cuts:
                 how = "train ends of answers without the prompt" if splits else "lose the end of their answers"
                 warnings.warn(f"data.overlong: {cut} documents {how}", stacklevel=2)
@@ -249,9 +250,9 @@ class StepSchedule:
         """
         if not (self.carry and self.data.takes_turns and len(numbers)):
             return 0
-        # A round of micro-batches, one a rank, is one group of streams; a step may have several.
-        streams_of_group = len(numbers) * self.world_size
-        return int(numbers[0]) % self.data.streams // streams_of_group
+        # A round of micro-batches, one a rank, is one group of len(numbers) * world_size streams; a
+        # step may have several rounds, of different groups.
+        return int(numbers[0]) % self.data.streams // (len(numbers) * self.world_size)
 
     def _tokens(self, first: int, last: int) -> Pieces:
         """Take tokens ``first`` to ``last``, counted over all windows."""

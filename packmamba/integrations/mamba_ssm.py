@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout
 from packmamba.nn import PackedMamba
+from packmamba.nn.mixers.mixer import is_unchanged
 from packmamba.ops.checks import accumulation_dtype, boundary_layout
 
 
@@ -137,7 +138,7 @@ def replace(model: nn.Module) -> nn.Module:
 
     Layers keep their parameters, names, modes and device. ``MambaLMHeadModel`` hands further
     arguments of its forward to its layers: ``model(input_ids, seq_idx=...)`` packs. Raises
-    TypeError, or ValueError without such a layer or with another.
+    TypeError, or ValueError without such a layer, with another, or with one that has hooks.
     """
     expect(isinstance(model, nn.Module), "model", "a module", type(model).__name__, TypeError)
     layers = [
@@ -157,6 +158,8 @@ def _of(layer: Any) -> Mamba:
     kind, activation = type(layer).__name__, getattr(layer, "activation", "silu")
     expect(kind == "Mamba", "model", "layers of class Mamba (Mamba-1) alone", kind)
     expect(activation in ("silu", "swish"), "model", "the activation silu", repr(activation))
+    # Hooks, and a forward of an instance's own, would be lost with the layer that they are on.
+    expect(all(map(is_unchanged, layer.modules())), "model", "layers without hooks", "one with a hook or wrapped")
     inner, d_state = layer.A_log.shape
     # On meta, since every parameter is the replaced layer's own (assign, keep_vars).
     with torch.device("meta"):

@@ -261,8 +261,7 @@ class PackedOperator(Generic[Arguments]):
         if not needs_backward:
             outputs, _ = self.forward(arguments, False)
             return outputs
-        num_tensors = signature.num_schema_tensors
-        return _apply_eager(self, values[num_tensors:], *values[:num_tensors])
+        return _apply_eager(self, values[signature.num_schema_tensors :], *values[: signature.num_schema_tensors])
 
     def differentiate(self, values: tuple, saved: tuple, grads: tuple) -> tuple[Tensor | None, ...]:
         """Compute the gradients of the schema's values, in order.

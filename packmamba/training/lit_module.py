@@ -209,8 +209,7 @@ class PackedLitModule(lightning.LightningModule):
             # micro-batch's sum is T times the mean of its rows' means.
             targets_of_row = mask.sum(1, keepdim=True)
             rows = (targets_of_row > 0).sum().clamp(min=1)
-            weights = targets_of_row.sum() / rows / targets_of_row.clamp(min=1)
-            weights = weights.expand(mask.shape)
+            weights = (targets_of_row.sum() / rows / targets_of_row.clamp(min=1)).expand(mask.shape)
         head = self.model.lm_head
         if is_plain(head):
             return linear_cross_entropy(hidden, head.weight, batch.targets, mask, slots, self.compiled, weights)

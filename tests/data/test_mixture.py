@@ -115,6 +115,8 @@ def test_prompts_and_texts_mix(sources):
     batch = make_batch(corpus, plan.rows, np.concatenate(plan.micro_batches))
     trained = batch.targets[batch.loss_mask]
     assert (trained == ord("b")).any() and not (trained == ord("p")).any()
+    with pytest.warns(UserWarning, match=f"{len(corpus.parts[0].lengths)} documents lose the end of their answers"):
+        StepSchedule(corpus, mixed(sources, {"pairs": 1, "long": 1}, row_length=8, overlong="truncate"), seed=0)
 
 
 NUMBER = r"data.sources\[0\].weight: expected a number above 0, got "

@@ -59,7 +59,7 @@ def test_lines_that_name_their_split_keep_it_and_test_documents_stay_apart(tmp_p
     corpora = load_corpora(DataConfig("splits", str(path), cache_dir=str(tmp_path / "c")), progress=False)
     assert [corpus.group_names for corpus in corpora[:2]] == [["x"], ["y"]]
     path.write_text(path.read_text().replace('"test"', '"tset"'))
-    assert refused(DataConfig("splits", str(path), cache_dir=str(tmp_path / "d"))).startswith(f"data.path: {path}")
+    assert refused(DataConfig("splits", str(path), cache_dir=str(tmp_path / "d"))).startswith(f"data.path: {path}:3:")
     with pytest.raises(ConfigError, match=r"^data\.validation_fraction: "):
         open_source(of(path, "splits"))
 

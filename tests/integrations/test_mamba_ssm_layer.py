@@ -233,3 +233,7 @@ def test_what_cannot_be_exchanged_is_refused_before_any_work():
         replace(MambaLM(23, 8, 1))
     with pytest.raises(ValueError, match="^d_conv"):
         replace(MambaLMHeadModel([Theirs(8, d_conv=5)]))
+    hooked = MambaLMHeadModel([Theirs(8)])
+    hooked.layers[0].mixer.in_proj.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="^model: expected layers without hooks"):
+        replace(hooked)

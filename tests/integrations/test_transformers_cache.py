@@ -42,11 +42,15 @@ def warned_of(name):
     assert len(said) == (name in OLD) and all(f"`{name}` is deprecated" in message for message in said), said
 
 
+WITHOUT_ATTENTION = ["Mamba", "Mamba2", "FalconMamba"]
+GENERATES = [{}, {"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}, {"prefill_chunk_size": 4}]
+
+
 @every_family_slowly
-@pytest.mark.parametrize(
-    "options", [{}, {"use_cache": False}, {"num_beams": 2}, {"cache_implementation": "static"}], ids=str
-)
+@pytest.mark.parametrize("options", GENERATES, ids=str)
 def test_generate_is_unchanged(family, options):
+    if "prefill_chunk_size" in options and family in WITHOUT_ATTENTION:
+        pytest.skip("transformers' own raises")
     model, packed = (m.eval() for m in both(family))
     rows = [([14], 0, 0), ([4], 10, 0), ([2], 12, 0)]
     tokens, mask = random_tokens(rows), arguments(rows)[0]
@@ -59,6 +63,17 @@ def test_generate_is_unchanged(family, options):
     assert error(torch.stack(found.scores), torch.stack(expected.scores)) < 1e-5
     prompt = packed.generate(tokens[:1, :1], **asked).sequences
     assert torch.equal(prompt, model.generate(tokens[:1, :1], **asked).sequences)
+
+
+@pytest.mark.parametrize("family", WITHOUT_ATTENTION)
+def test_a_second_turn_goes_on_from_the_cache_of_the_first(family):
+    asked = {"max_new_tokens": 3, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    turns = []
+    for model in (m.eval() for m in both(family)):
+        first = model.generate(random_tokens()[:1], **asked)
+        prompt = torch.cat([first.sequences, torch.tensor([[7, 8]])], dim=1)
+        turns.append(model.generate(prompt, **asked, **{CACHE: first[CACHE]}).sequences)
+    assert torch.equal(*turns)
 
 
 @every_family_slowly

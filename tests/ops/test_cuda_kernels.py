@@ -7,17 +7,8 @@ import itertools
 import pytest
 import torch
 
-from operators import (
-    AWKWARD,
-    LONG,
-    PER_TOKEN,
-    TOLERANCES,
-    assert_padding_is_unseen,
-    assert_poison_stays,
-    assert_results,
-    random_case,
-    relative_error,
-)
+import operators
+from operators import AWKWARD, LONG, PER_TOKEN, TOLERANCES
 from packmamba import SequenceLayout, ops
 from packmamba.ops import cuda
 
@@ -29,13 +20,13 @@ TUNED = AWKWARD | {"edges": EDGES}
 
 
 def tuned_case(layout, channels=64, dtype=torch.bfloat16, **options):
-    return random_case("ssm_pack", layout, dtype, "cuda", channels=channels, d_state=16, **options)
+    return operators.random_case("ssm_pack", layout, dtype, "cuda", channels=channels, d_state=16, **options)
 
 
 def assert_parity(case, dtype):
     """Against the vectorised reference in float64, which the parity suite holds against the loops."""
     expected = case.in_float64("cuda").run("reference")
-    assert_results(case, "cuda", dtype, {name: value.cpu() for name, value in expected.items()})
+    operators.assert_results(case, "cuda", dtype, {name: value.cpu() for name, value in expected.items()})
 
 
 @pytest.fixture
@@ -62,7 +53,7 @@ def test_cut_documents(layout, states, dtype, d_state, channels, cut_early):
     for direction in cuda.CUT_SHARE:
         plan = cuda.plan(layout.num_slots, layout.shape[1], 64, True, torch.device("cuda"), direction)
         assert plan.cut_length < layout.shape[1] or layout is not LONG
-    case = random_case("ssm_pack", layout, dtype, "cuda", channels=channels, d_state=d_state, states=states)
+    case = operators.random_case("ssm_pack", layout, dtype, "cuda", channels=channels, d_state=d_state, states=states)
     assert_parity(case, dtype)
 
 
@@ -70,20 +61,20 @@ def test_cut_documents(layout, states, dtype, d_state, channels, cut_early):
 @pytest.mark.parametrize("d_state", [1, 8, 16, 24, 64, 100, 256])
 @pytest.mark.parametrize("layout", [AWKWARD["chunk-edges"], EDGES], ids=["chunk-edges", "edges"])
 def test_any_number_of_states(layout, d_state, dtype):
-    assert_parity(random_case("ssm_pack", layout, dtype, "cuda", channels=70, d_state=d_state), dtype)
+    assert_parity(operators.random_case("ssm_pack", layout, dtype, "cuda", channels=70, d_state=d_state), dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("channels", [64, 300, 33])
 def test_convolution_on_awkward_lengths(dtype, width, channels):
-    case = random_case("conv1d_pack", EDGES, dtype, "cuda", channels=channels, width=width)
+    case = operators.random_case("conv1d_pack", EDGES, dtype, "cuda", channels=channels, width=width)
     assert_parity(case, dtype)
 
 
 def test_a_state_may_decay_at_once():
     """A is minus infinity, which a step of zero past a document's end must not meet."""
-    case = random_case("ssm_pack", EDGES, torch.float32, "cuda", channels=20, d_state=16)
+    case = operators.random_case("ssm_pack", EDGES, torch.float32, "cuda", channels=20, d_state=16)
     with torch.no_grad():
         case.tensors["A"][0, 0] = -torch.inf
     results = case.run("cuda")
@@ -96,20 +87,20 @@ def test_a_state_may_decay_at_once():
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_a_poisoned_document_changes_no_bit_of_another(operator, poison, cut_early):
     layout = SequenceLayout.from_lengths([[3, 1, 9, 40, 130, 2], [70, 8, 33], [], [200]], row_length=210)
-    case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
-    assert_poison_stays(case, "cuda", poison)
+    case = operators.random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
+    operators.assert_poison_stays(case, "cuda", poison)
 
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 def test_padding_is_never_looked_at_in_bfloat16(operator):
-    case = random_case(operator, AWKWARD["splits"], torch.bfloat16, "cuda", channels=64, d_state=16)
-    assert_padding_is_unseen(case, "cuda", float("nan"))
+    case = operators.random_case(operator, AWKWARD["splits"], torch.bfloat16, "cuda", channels=64, d_state=16)
+    operators.assert_padding_is_unseen(case, "cuda", float("nan"))
 
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack"])
 def test_views_with_odd_offsets_and_rows_of_a_larger_batch(operator):
     layout = SequenceLayout.from_lengths([[5, 9], [14]], row_length=16)
-    case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
+    case = operators.random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
     expected = case.run("cuda")
     for name in PER_TOKEN:
         if name in case.tensors:
@@ -118,7 +109,7 @@ def test_views_with_odd_offsets_and_rows_of_a_larger_batch(operator):
             room[:, :16, 1:-2] = tensor
             case.tensors[name] = room[:, :16, 1:-2]
     for name, value in case.run("cuda").items():
-        assert relative_error(value, expected[name].cpu().double()) <= TOLERANCES[torch.bfloat16][1], name
+        assert operators.relative_error(value, expected[name].cpu().double()) <= TOLERANCES[torch.bfloat16][1], name
 
 
 def test_every_kernel_once(cut_early):
@@ -126,9 +117,9 @@ def test_every_kernel_once(cut_early):
     layout = SequenceLayout.from_lengths([[3, 1, 40, 130], [70, 8, 33], [], [5]], row_length=180)
     cases = [tuned_case(layout, channels=66, optional=optional, states=optional) for optional in (True, False)]
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        cases.append(random_case("ssm_pack", layout, dtype, "cuda", channels=20, d_state=24))
+        cases.append(operators.random_case("ssm_pack", layout, dtype, "cuda", channels=20, d_state=24))
         for width, channels in ((2, 8), (3, 8), (4, 8), (4, 5)):
-            cases.append(random_case("conv1d_pack", layout, dtype, "cuda", channels=channels, width=width))
+            cases.append(operators.random_case("conv1d_pack", layout, dtype, "cuda", channels=channels, width=width))
     for case in cases:
         assert all(value.isfinite().all() for value in case.run("cuda").values())
 
@@ -138,11 +129,13 @@ def test_the_peers_operators_on_one_document_a_row():
     for lengths, row_length in (([[64], [40]], 64), ([[1]], 1)):
         layout = SequenceLayout.from_lengths(lengths, row_length=row_length)
         for operator in ("ssm_pack", "conv1d_pack"):
-            case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16, states=False)
+            case = operators.random_case(
+                operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16, states=False
+            )
             theirs = case.run("mamba_ssm")
             for name, value in case.run("cuda").items():
                 if value.count_nonzero():
-                    assert relative_error(theirs[name], value.cpu().double()) <= 1e-2, name
+                    assert operators.relative_error(theirs[name], value.cpu().double()) <= 1e-2, name
                 else:  # nothing comes before a document's first token, so A does nothing; their sums round
                     assert theirs[name].abs().max() <= torch.finfo(torch.float32).eps, name
     packed = tuned_case(SequenceLayout.from_lengths([[3, 5]], row_length=8), states=False)
@@ -152,7 +145,7 @@ def test_the_peers_operators_on_one_document_a_row():
 
 @pytest.mark.parametrize("operator", ["conv1d_pack", "ssm_pack", "ssd_pack"])
 def test_the_host_never_waits(operator, request):
-    case = random_case(operator, EDGES, torch.bfloat16, "cuda", channels=64, d_state=16)
+    case = operators.random_case(operator, EDGES, torch.bfloat16, "cuda", channels=64, d_state=16)
     case.run("cuda")
     case.layout = EDGES.to("cuda")
     torch.cuda.synchronize()
@@ -183,10 +176,10 @@ def spread_out(case, rows, tokens):
 )
 def test_strides_that_32_bits_do_not_hold(operator, lengths, row_stride, token_stride):
     layout = SequenceLayout.from_lengths(lengths, row_length=sum(lengths[0]))
-    case = random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
+    case = operators.random_case(operator, layout, torch.bfloat16, "cuda", channels=64, d_state=16)
     expected = case.run("cuda")
     for name, value in spread_out(case, row_stride, token_stride).run("cuda").items():
-        assert relative_error(value, expected[name].cpu().double()) <= TOLERANCES[torch.bfloat16][1], name
+        assert operators.relative_error(value, expected[name].cpu().double()) <= TOLERANCES[torch.bfloat16][1], name
 
 
 @pytest.mark.large
@@ -227,7 +220,7 @@ def test_more_elements_than_32_bits_count(operator):
         results.append([t[:, -length:].double().cpu() for t in (y.detach(), dx)])
         del y, dx
     for found, expected, tolerance in zip(*results, TOLERANCES[torch.bfloat16]):
-        assert found.isfinite().all() and relative_error(found, expected) <= tolerance
+        assert found.isfinite().all() and operators.relative_error(found, expected) <= tolerance
 
 
 def own_tensors(operator, lengths, row_length, channels=1536, states=False, dtype=torch.bfloat16):

@@ -187,7 +187,8 @@ def test_a_checkpoint_rebuilds_the_module(tmp_path, given):
     trainer = trainer_of(tmp_path, max_steps=3)
     trainer.fit(module, data)
     trainer.save_checkpoint(tmp_path / "a.ckpt")
-    assert torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]["boundary"] == "carry"
+    plain = torch.load(tmp_path / "a.ckpt", weights_only=True)["hyper_parameters"]
+    assert plain["boundary"] == "carry" and plain["model"]["d_model"] == 8
     loaded = PackedLitModule.load_from_checkpoint(tmp_path / "a.ckpt", weights_only=True)
     assert loaded.optimizer_config.betas == [0.9, 0.99] and loaded.boundary.continues
     tokens, layout = torch.arange(6)[None], SequenceLayout.from_lengths([[4, 2]], row_length=6)

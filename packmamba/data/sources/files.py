@@ -64,8 +64,7 @@ def open_splits(data: DataConfig) -> Source:
     def documents(splits: Collection[str]) -> Iterator[Document]:
         for file in files.values():
             records, fields = itertools.tee(_lines(file, data.text_key))
-            read_pairs = zip(read_documents(file.place, data, records), fields)
-            for number, (document, record) in enumerate(read_pairs, start=1):
+            for number, (document, record) in enumerate(zip(read_documents(file.place, data, records), fields), 1):
                 split = record.get("split")
                 is_known = not document.content or split in ("train", "validation", "test")
                 need(is_known, f"data.path: {file.place}:{number}", "a split train, validation or test", repr(split))

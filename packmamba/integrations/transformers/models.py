@@ -131,7 +131,9 @@ def _arrange(model: Any, kwargs: dict[str, Any], required: bool) -> dict[str, An
     if cache is not None and _continues(model, cache):
         position = given.pop("position_ids", None)
         expect(not given, " and ".join(given), "none beside a cache that holds states", "some")
-        if position is not None and ((position == 0).any() or (position.diff(dim=-1) != 1).any()):
+        # Beside padding, a row's first token may be in a later part of a prompt, with jumps before it.
+        padded = isinstance(mask, Tensor) and not mask.all()
+        if position is not None and not padded and ((position == 0).any() or (position.diff(dim=-1) != 1).any()):
             raise ValueError("position_ids: expected to rise by one, from above 0, beside a cache that holds states")
         return kwargs
     expect(given or cached or not required, "position_ids", "position_ids, seq_idx or cu_seq_lens_q", "none")
@@ -274,7 +276,8 @@ def _generates(original: Any) -> Callable:
     @functools.wraps(original.prepare_inputs_for_generation)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         inputs = original.prepare_inputs_for_generation(self, *args, **kwargs)
-        if not rotates and kwargs.get("use_cache") and not kwargs.get("is_first_iteration"):
+        cache = _first(inputs, CACHES)
+        if not rotates and cache is not None and _continues(self, cache):
             inputs.pop("position_ids", None)
         return inputs
 

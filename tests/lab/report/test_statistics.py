@@ -10,23 +10,9 @@ from scipy import stats
 
 from made_records import table, training
 from packmamba.lab.records import append_record, read_records, write_sweep
-from packmamba.lab.report import aggregate
+from packmamba.lab.report import aggregate, statistics
 from packmamba.lab.report.html import format_table
-from packmamba.lab.report.statistics import (
-    Comparison,
-    Divergence,
-    bootstrap,
-    difference_by_group,
-    holm,
-    interval,
-    margin_from_pilot,
-    over_items,
-    p_of_equivalence,
-    power,
-    rule,
-    seeds_for,
-    verdict,
-)
+from packmamba.lab.report.statistics import Comparison, Divergence, holm, interval, power, rule, verdict
 from packmamba.lab.report.tables import findings
 
 
@@ -48,14 +34,14 @@ def test_intervals_hold_the_truth_as_often_as_they_say(seeds, of_seeds, of_group
     rng, trials, held = np.random.default_rng(11), 200, 0
     for _ in range(trials):
         made = drawn(rng, seeds, groups, of_seeds, of_groups, rest, effect=2.0, unequal=1.5 if groups == 12 else 1.0)
-        found = bootstrap(*made, draws=400)
+        found = statistics.bootstrap(*made, draws=400)
         held += found.low <= 2.0 <= found.high
     assert held / trials >= 0.90  # 0.95 less three standard deviations of 200 trials
 
 
 def test_a_clear_effect_has_a_small_p_and_none_has_not():
-    clear = bootstrap(*drawn(np.random.default_rng(2), 8, 30, 0.1, 0.1, 0.1, effect=1.0))
-    none = bootstrap(*drawn(np.random.default_rng(3), 8, 30, 0.1, 0.1, 0.1))
+    clear = statistics.bootstrap(*drawn(np.random.default_rng(2), 8, 30, 0.1, 0.1, 0.1, effect=1.0))
+    none = statistics.bootstrap(*drawn(np.random.default_rng(3), 8, 30, 0.1, 0.1, 0.1))
     assert clear.p < 0.001 < 0.05 < none.p
     assert clear.low > 0.8 and clear.high < 1.2
 
@@ -68,23 +54,27 @@ def test_groups_are_paired_by_seed_and_summed():
     runs = ("padded", 0, 5.0), ("padded", 1, 6.0), ("packed-reset", 1, 6.5), ("packed-reset", 2, 9)
     records = [record(*run) for run in runs]
     padded, packed = aggregate.training_arms(records)
-    sums, weights = difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets")
+    sums, weights = statistics.difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets")
     assert sums.tolist() == [[1.0, 1.0]] and weights.tolist() == [20, 40]
-    sums, weights = difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets", "start == 2")
+    sums, weights = statistics.difference_by_group(
+        packed, padded, "perplexity.by_group", "nats", "targets", "start == 2"
+    )
     assert sums.tolist() == [[0.5, 0.5]] and weights.tolist() == [10, 20]
-    sums, weights = difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets", "group != 0")
+    sums, weights = statistics.difference_by_group(
+        packed, padded, "perplexity.by_group", "nats", "targets", "group != 0"
+    )
     assert sums.tolist() == [[1.0]] and weights.tolist() == [40]
-    assert difference_by_group(packed, padded, "nothing", "nats", "targets")[0].size == 0
+    assert statistics.difference_by_group(packed, padded, "nothing", "nats", "targets")[0].size == 0
 
 
 def test_over_items_with_equal_weights_is_a_paired_t_test():
     rng = np.random.default_rng(0)
     ours, theirs = rng.normal(1, 1, 30), rng.normal(0.8, 1, 30)
     expected = stats.ttest_rel(ours, theirs)
-    found = over_items(3 * (ours - theirs), np.full(30, 3.0))
+    found = statistics.over_items(3 * (ours - theirs), np.full(30, 3.0))
     known = (ours.mean() - theirs.mean(), *expected.confidence_interval(), expected.pvalue)
     assert (*found[:3], found.p) == pytest.approx(known)
-    assert math.isnan(over_items([1.0], [2.0]).low) and over_items([1.0], [2.0]).mean == 0.5
+    assert math.isnan(statistics.over_items([1.0], [2.0]).low) and statistics.over_items([1.0], [2.0]).mean == 0.5
 
 
 def test_p_of_equivalence_is_twice_that_of_two_one_sided_t_tests():
@@ -92,8 +82,10 @@ def test_p_of_equivalence_is_twice_that_of_two_one_sided_t_tests():
     for margin in (0.0005, 0.002, 0.005):
         sides = ((-margin, "greater"), (margin, "less"))
         expected = max(stats.ttest_1samp(values, edge, alternative=side).pvalue for edge, side in sides)
-        assert p_of_equivalence(values, None, margin) == pytest.approx(min(1, 2 * expected), rel=1e-9)
-    assert p_of_equivalence([0.0, 0.0], None, 0.005) == 0 and math.isnan(p_of_equivalence([0.1], None, 1))
+        assert statistics.p_of_equivalence(values, None, margin) == pytest.approx(min(1, 2 * expected), rel=1e-9)
+    assert statistics.p_of_equivalence([0.0, 0.0], None, 0.005) == 0 and math.isnan(
+        statistics.p_of_equivalence([0.1], None, 1)
+    )
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
@@ -101,11 +93,11 @@ def test_p_is_at_most_5_percent_where_the_interval_says_so(seeds):
     """Over seeds and groups, too: zero outside the interval, and the interval within the margin."""
     for trial in range(40):
         sums, weights = drawn(np.random.default_rng(trial), seeds, 20, 0.1, 0.1, 0.1, effect=0.02 * trial)
-        found = bootstrap(sums, weights)
+        found = statistics.bootstrap(sums, weights)
         assert (found.p <= 0.05) == (found.low > 0 or found.high < 0)
         margin = 0.5
         within = -margin < found.low and found.high < margin
-        assert (p_of_equivalence(sums, weights, margin) <= 0.05) == within
+        assert (statistics.p_of_equivalence(sums, weights, margin) <= 0.05) == within
 
 
 def test_holm_by_hand():
@@ -140,12 +132,12 @@ def test_verdicts_of_a_known_truth(truth):
 
 def test_seeds_for_have_the_power_that_they_promise():
     rng = np.random.default_rng(5)
-    needed = seeds_for(rng.normal(0, 0.009, 5000), None, MARGIN)
+    needed = statistics.seeds_for(rng.normal(0, 0.009, 5000), None, MARGIN)
     found = [verdict(interval(rng.normal(0, 0.009, needed)), MARGIN) == "equivalent" for _ in range(2000)]
     assert 0.75 <= np.mean(found) <= 0.92
-    assert seeds_for([0.1], None, MARGIN) is None and seeds_for([0.0, 1.0], None, MARGIN) is None
-    assert seeds_for([0.0, 1e-6, -1e-6], None, MARGIN) == 5, "claims of parity need five"
-    assert seeds_for(rng.normal(0, 0.009, 5000), None, MARGIN, family=4) > needed
+    assert statistics.seeds_for([0.1], None, MARGIN) is None and statistics.seeds_for([0.0, 1.0], None, MARGIN) is None
+    assert statistics.seeds_for([0.0, 1e-6, -1e-6], None, MARGIN) == 5, "claims of parity need five"
+    assert statistics.seeds_for(rng.normal(0, 0.009, 5000), None, MARGIN, family=4) > needed
 
 
 def test_power_of_a_small_pilot_is_a_lower_bound():
@@ -158,9 +150,9 @@ def test_power_of_a_small_pilot_is_a_lower_bound():
 
 def test_a_margin_from_a_pilot_is_half_of_the_harm_s_lower_bound():
     harm = interval([0.010, 0.012, 0.009, 0.013])
-    assert margin_from_pilot(harm) == harm.low / 2 < harm.mean / 2
+    assert statistics.margin_from_pilot(harm) == harm.low / 2 < harm.mean / 2
     with pytest.raises(ValueError, match="^harm: "):
-        margin_from_pilot(interval([0.010, -0.012, 0.009, 0.013]))
+        statistics.margin_from_pilot(interval([0.010, -0.012, 0.009, 0.013]))
 
 
 @pytest.mark.parametrize("truth", [0.0, MARGIN])
@@ -173,7 +165,7 @@ def test_verdicts_over_seeds_and_groups(truth):
         per_target = truth + rng.normal(0, 0.004, (count, 1)) + rng.normal(0, 0.006, 20)
         return (per_target + rng.normal(0, 0.004, (count, 20))) * weights
 
-    found = [verdict(bootstrap(sums(seeds), weights, 400), MARGIN) for _ in range(trials)]
+    found = [verdict(statistics.bootstrap(sums(seeds), weights, 400), MARGIN) for _ in range(trials)]
     equivalent, error = found.count("equivalent") / trials, 3 * math.sqrt(0.05 * 0.95 / trials)
     if truth:
         assert equivalent <= 0.05 + error
@@ -227,7 +219,7 @@ def test_divergence_is_tested_as_fisher_does_and_counts_where_it_can_show():
 def test_both_kinds_of_claims_are_adjusted_over_the_family():
     rng = np.random.default_rng(8)
     family = {name: Comparison(rng.normal(0, 0.004, 8), margin=MARGIN) for name in "abc"}
-    alone = {name: p_of_equivalence(one.differences, None, MARGIN) for name, one in family.items()}
+    alone = {name: statistics.p_of_equivalence(one.differences, None, MARGIN) for name, one in family.items()}
     found = rule(family, {None: 1})
     expected = holm(alone | {"absent": math.nan})
     del expected["absent"]
@@ -310,7 +302,7 @@ def with_losses(arm, losses):
 def test_few_seeds_stand_beside_the_verdict():
     made = records(seeds=range(3))
     assert verdicts_of(made)["packed-reset - padded"] == "equivalent, few seeds"
-    assert seeds_for(*aggregate.paired(*aggregate.training_arms(made)[1::-1], "val_loss"), 0.1) == 5
+    assert statistics.seeds_for(*aggregate.paired(*aggregate.training_arms(made)[1::-1], "val_loss"), 0.1) == 5
 
 
 @pytest.mark.parametrize("boundary", ["leak", "leak_conv", "leak_scan", "of_a_plugin"])

@@ -89,7 +89,7 @@ def evaluation(name, options, arm="mine", seed=0, curves=None, time="2030-01-01T
 
 
 def test_each_evaluation_of_models_has_a_table():
-    records = [evaluation("perplexity", {}, loss=1.5)]
+    records = [evaluation("perplexity", {}, loss=1.5, **{"loss.documents": 1.25})]
     records += [evaluation("positions", {"window": size}, loss_1=loss) for size, loss in ((64, 2.0), (128, 3.0))]
     (section,) = build_sections(records, figures=False)
     assert {made.name: (made.title, made.rows[0][2].text) for made in section.tables} == {
@@ -97,6 +97,7 @@ def test_each_evaluation_of_models_has_a_table():
         "evaluation-positions-window-64": ("Evaluation: positions, window=64", "2.0000"),
         "evaluation-positions-window-128": ("Evaluation: positions, window=128", "3.0000"),
     }
+    assert section.tables[0].rows[0][3].text == "1.2500", "the loss of a source that is called documents"
     gains = evaluation("long_context", {}, gain_16=0.1, gain_2=0.2, documents=3.0, gain_4=0.3)
     (made,) = build_sections([gains], figures=False)[0].tables
     assert [column.title for column in made.columns[2:]] == ["gain 2", "gain 4", "gain 16", "documents"]
