@@ -151,8 +151,8 @@ def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
         shown = {name.rpartition(".")[2]: value for name, value in point.items() if name != "seed"}
         suffix = "".join(f" {name}={value}" for name, value in shown.items())
         for arm, keys in sweep.arms.items():
-            own = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
-            yield {**passed_on, **flatten(sweep.common), **flatten(keys), **point, **own}
+            identity = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
+            yield {**passed_on, **flatten(sweep.common), **flatten(keys), **point, **identity}
 
 
 def _layer(keys: dict[str, Any]) -> DictConfig:
