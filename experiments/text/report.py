@@ -385,8 +385,8 @@ def numerics(records: Sequence[Record]) -> Table:
         "p of difference, Holm = p:p | p of equivalence, Holm = p_same:p | margin:.4f | !verdict",
         rows,
         "Mamba-1, learning rate 0.004, deterministic, all read in float32. Each effect is averaged over the factors "
-        "that it does not name. Intervals resample seeds and groups of documents; Holm over the family. Interim: a "
-        "planned run is missing.",
+        "that it does not name. Intervals resample seeds and groups of documents; Holm over the family. A verdict "
+        "reads *interim* where a planned run is missing.",
     )
 
 
