@@ -21,7 +21,7 @@ from tqdm import tqdm
 from experiments.corpus.minhash import FUNCTIONS, clusters, signature
 from packmamba.config import ConfigError, DataConfig, need
 from packmamba.data.corpus import Corpus
-from packmamba.data.sources.packages import UNITS, content_hash, functions_of, read_manifest
+from packmamba.data.sources.packages import content_hash, functions_of, read_manifest
 from packmamba.data.sources.source import share_of
 from packmamba.data.token_store import load_corpora
 from packmamba.errors import UserError
@@ -162,7 +162,7 @@ def describe(data: DataConfig) -> dict[str, Any]:
     card["files_in_clusters"] = sum(cluster is not None for _, _, cluster, _ in files)
     card["files_left_out"] = sum(chosen is None for *_, chosen in files)
     card |= {"functions": len(functions), "functions_left_out": len(functions) - sum(functions), "units": {}}
-    for unit in UNITS:
+    for unit in ("files", "functions", "mixture"):
         corpora = load_corpora(replace(data, unit=unit))
         splits = {corpus.split: summary(corpus) for corpus in corpora[:2]}
         card["units"][unit] = {"corpus_hash": corpora.corpus_hash, **splits}

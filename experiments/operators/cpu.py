@@ -22,7 +22,7 @@ from packmamba.config import ConfigError, key
 from packmamba.lab.records import append_record, make_record, provenance
 from packmamba.ops import build
 from packmamba.ops.custom_op import empty_grad_like
-from packmamba.ops.scan import allocate_scan
+from packmamba.ops.scan import ScanArguments, allocate_scan
 
 # ||a - b|| / ||b|| against float64, of outputs and of gradients.
 TOLERANCES = {"float32": (1e-5, 5e-5), "bfloat16": (2e-3, 5e-3), "float64": (1e-9, 1e-9)}
@@ -218,7 +218,9 @@ def _scan(c: Config) -> Operator:
     def kernels() -> Call:
         t, options = leaves, (True, layout.starts, layout.ends, None)
         inputs = (*(t[n] for n in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")), *options)
-        (y, _), (saved,) = allocate_scan(t["u"], t["A"], layout.starts, False, True)
+        named: Any = {"initial_state": None, "layout": layout}
+        named |= {"delta_softplus": True, "return_final_state": False}
+        (y, _), (saved,) = allocate_scan(ScanArguments(**t, **named), True)
         gradients = [empty_grad_like(tensor) for tensor in inputs[:8]]
 
         def call() -> dict[str, Tensor]:

@@ -65,8 +65,8 @@ class PackedBatch:
 
 
 @dataclass
-class StepCounts:
-    """Count what an optimizer step holds, over all its micro-batches and ranks.
+class StepBatch:
+    """Hold a rank's micro-batches of an optimizer step, and counts over all of its ranks'.
 
     Attributes:
         num_targets: tokens with a target, the loss's denominator.
@@ -74,6 +74,7 @@ class StepCounts:
         num_slots: slots, padding included.
         num_behind: pieces that follow another piece in their row: where a leak would enter.
         tokens_behind: tokens of these pieces.
+        batches: the rank's micro-batches.
     """
 
     num_targets: int
@@ -81,12 +82,6 @@ class StepCounts:
     num_slots: int
     num_behind: int = 0
     tokens_behind: int = 0
-
-
-@dataclass
-class StepBatch(StepCounts):
-    """Hold a rank's micro-batches of an optimizer step, beside the counts over all ranks."""
-
     batches: list[PackedBatch] = field(default_factory=list)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> StepBatch:
@@ -102,8 +97,8 @@ class StepBatch(StepCounts):
         return replace(self, batches=[batch.pin_memory() for batch in self.batches])
 
 
-def count_step(corpus: Documents, plan: RowPlan, micro_batches: Sequence[Integers]) -> StepCounts:
-    """Count a step's targets, tokens and slots.
+def count_step(corpus: Documents, plan: RowPlan, micro_batches: Sequence[Integers]) -> StepBatch:
+    """Count a step's targets, tokens and slots; return them without batches.
 
     Args:
         micro_batches: row numbers of each; one without rows costs a slot of padding.
@@ -115,7 +110,7 @@ def count_step(corpus: Documents, plan: RowPlan, micro_batches: Sequence[Integer
     is_behind = ~np.isin(index, plan.row_offsets)
     # Slots of a micro-batch: its rows times its widest one; a single slot without rows.
     widths = [int(plan.slots[numbers].max(initial=1)) for numbers in micro_batches]
-    return StepCounts(
+    return StepBatch(
         num_targets=_count_targets(corpus, pieces),
         num_tokens=pieces.num_tokens,
         num_slots=sum(max(len(rows), 1) * width for rows, width in zip(micro_batches, widths)),

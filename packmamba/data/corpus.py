@@ -55,11 +55,6 @@ class Documents:
         return len(self.lengths)
 
     @property
-    def num_documents(self) -> int:
-        """Count the documents."""
-        return len(self.lengths)
-
-    @property
     def num_tokens(self) -> int:
         """Count the tokens of all documents."""
         return int(self.lengths.sum(dtype=np.int64))
@@ -114,7 +109,7 @@ class Corpus(Documents):
             targets = self._map("targets", "<i4", counts["tokens"]) if "answers" in counts else None
             tokens = self._map("tokens", token_dtype(self.vocab_size), counts["tokens"])
             super().__init__(tokens, self._map("lengths", "<i4", counts["documents"]), targets)
-            self.groups = self._map("groups", "<i4", self.num_documents) if self.group_names else None
+            self.groups = self._map("groups", "<i4", len(self)) if self.group_names else None
 
     def _map(self, name: str, dtype: Any, size: int) -> np.ndarray:
         # A plain view: slicing a memmap is several times slower.
@@ -169,7 +164,7 @@ class Mixture(Joined):
         self.longest = longest
         self.split = parts[0].split
         self.vocab_size = max(part.vocab_size for part in parts)
-        counts = [part.num_documents for part in parts]
+        counts = [len(part) for part in parts]
         self.firsts = np.cumsum([0, *counts])
         self.groups = np.repeat(np.arange(len(parts), dtype=np.int32), counts)
         identity = [[part.corpus_hash for part in parts], weights]
@@ -194,7 +189,7 @@ class Mixture(Joined):
         for part, share in enumerate(self.document_shares):
             # Documents of the part drawn before this window and up to its end, over all passes.
             first, last = (int(edge * size * share) for edge in (number, number + 1))
-            count = self.parts[part].num_documents
+            count = len(self.parts[part])
             # Passes that the window touches, and the window's part of each.
             for index in range(first // count, -(-last // count)):
                 whole = self._shuffled(seed, part, index)
@@ -203,7 +198,7 @@ class Mixture(Joined):
 
     def _shuffle(self, seed: int, part: int, index: int) -> np.ndarray:
         """Shuffle a part's documents for one of its passes."""
-        order = np.random.default_rng([seed, part, index]).permutation(self.parts[part].num_documents)
+        order = np.random.default_rng([seed, part, index]).permutation(len(self.parts[part]))
         return self.firsts[part] + order
 
     def passes(self, tokens: float) -> dict[str, float]:

@@ -240,7 +240,7 @@ class StepSchedule:
     def _windows_per_epoch(self) -> int:
         if self.corpus.is_streamed:
             return len(self.corpus.parts)
-        return ceil_div(self.corpus.num_documents, WINDOW_DOCUMENTS)
+        return ceil_div(len(self.corpus), WINDOW_DOCUMENTS)
 
     def turn(self, numbers: Integers) -> int:
         """Return which group of streams a batch holds, whose carried states are stored under it.
@@ -288,7 +288,7 @@ class StepSchedule:
         # A mixture or a stream has windows without end; a corpus goes through its windows once an
         # epoch.
         if self.corpus.has_windows:
-            size = min(self.corpus.num_documents, WINDOW_DOCUMENTS)
+            size = min(len(self.corpus), WINDOW_DOCUMENTS)
             documents = self.corpus.window(self.seed, window, size)
             return np.random.default_rng([self.seed, window]), documents
         epoch, place = divmod(window, self._windows_per_epoch)
@@ -296,7 +296,7 @@ class StepSchedule:
         shuffle_windows = np.random.default_rng([self.seed, epoch])
         part = int(shuffle_windows.permutation(self._windows_per_epoch)[place])
         first = part * WINDOW_DOCUMENTS
-        last = min(first + WINDOW_DOCUMENTS, self.corpus.num_documents)
+        last = min(first + WINDOW_DOCUMENTS, len(self.corpus))
         return np.random.default_rng([self.seed, epoch, part]), np.arange(first, last)
 
     def _window(self, window: int) -> Window:

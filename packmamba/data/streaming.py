@@ -81,8 +81,7 @@ def open_stream(data: DataConfig) -> tuple[StreamedCorpus, Corpus, str]:
 class StreamedCorpus(Joined):
     """Hold the training documents of the shards so far, and wait for others that are asked for.
 
-    Attributes, as of ``Corpus``, of the shards that were opened: ``lengths`` (n,),
-    ``num_documents``, ``num_tokens``.
+    Attributes, as of ``Corpus``, of the shards that were opened: ``lengths`` (n,), ``num_tokens``.
     """
 
     is_streamed = True
@@ -122,7 +121,7 @@ class StreamedCorpus(Joined):
             if shard.exists():
                 part = Corpus(shard, "train")
                 self.parts.append(part)
-                self.firsts.append(self.firsts[-1] + part.num_documents)
+                self.firsts.append(self.firsts[-1] + len(part))
                 self.lengths = np.concatenate([self.lengths, part.lengths])
             elif (self.folder / COMPLETE).exists() and not shard.exists():
                 written = int((self.folder / COMPLETE).read_text())

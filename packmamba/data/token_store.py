@@ -80,7 +80,7 @@ def evaluation_documents(corpus: Any, data: DataConfig) -> np.ndarray:
     """Return the numbers of the documents to evaluate on, sorted; all of a test split."""
     limit = None if corpus.split == "test" else data.validation_documents
     # Not the run's seed: all runs of a corpus are evaluated on the same documents.
-    return np.sort(np.random.default_rng(SEED).permutation(corpus.num_documents)[:limit])
+    return np.sort(np.random.default_rng(SEED).permutation(len(corpus))[:limit])
 
 
 def _tokenize(folder: Path, data: DataConfig, opened: Opened, progress: bool) -> None:

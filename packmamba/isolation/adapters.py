@@ -4,7 +4,7 @@ Shapes: L slots, V vocabulary, R x W a model's rows.
 """
 
 import inspect
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping, Set
 from functools import partial
 from typing import Any
 
@@ -129,7 +129,9 @@ class CheckedModel(CheckedCallable):
 
 
 def logits_in(output: Any) -> Any:
-    """Return the logits of a model's output: an attribute, a tuple's first, or itself."""
+    """Return the logits of a model's output: an attribute, a key, a tuple's first, or itself."""
+    if isinstance(output, Mapping):
+        return output["logits"]
     output = getattr(output, "logits", output)
     return output if isinstance(output, Tensor) else output[0]
 
@@ -141,7 +143,7 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
     wrapped = isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel)
     got = f"{type(model).__name__}; give its module"
     expect(not wrapped, "model_or_callable", "the model itself", got, TypeError)
-    ours = isinstance(getattr(model, "_orig_mod", model), MambaLM)  # also of a compiled model
+    ours = isinstance(model_inside(model), MambaLM)
     if not ours and isinstance(model, nn.Module) and "input_ids" in forward_parameters(model)[0]:
         return CheckedModel(model, boundaries, vocab_size)
     marked_by = "layout" if ours else "lengths"
@@ -157,9 +159,15 @@ def adapt(model: Any, boundaries: str, vocab_size: int | None) -> CheckedCallabl
     return CheckedCallable(call, [model], marked_by, vocab_size or len(model.lm_head.weight), 2**31)
 
 
+def model_inside(model: Any) -> Any:
+    """Return the model whose forward PEFT's and torch.compile's wrappers call."""
+    model = getattr(model, "get_base_model", lambda: model)()
+    return getattr(model, "_orig_mod", model)
+
+
 def forward_parameters(model: nn.Module) -> tuple[dict[str, Any], bool]:
     """Return the parameters of a model's forward, and whether it takes any keyword."""
-    parameters = dict(inspect.signature(getattr(model, "_orig_mod", model).forward).parameters)
+    parameters = dict(inspect.signature(model_inside(model).forward).parameters)
     return parameters, any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 

@@ -237,7 +237,7 @@ class _Run:
     def _announce(self, module: PackedLitModule, resume: Path | None) -> None:
         """Print what is about to be trained, in one line."""
         train = self.data.corpora.train
-        held_out = self.data.corpora.validation.num_documents
+        held_out = len(self.data.corpora.validation)
         validated = min(held_out, self.config.data.validation_documents or held_out)
         parameters = sum(parameter.numel() for parameter in module.model.parameters())
         max_steps = self.config.trainer.max_steps
@@ -250,7 +250,7 @@ class _Run:
             epochs = f", {self.data.schedule().passes(max_steps):.2g} epochs{sources}"
         from_step = f", from step {callbacks.step_of(resume)}" if resume else ""
         print(
-            f"{train.num_documents:,} documents with {train.num_tokens:,} tokens; "
+            f"{len(train):,} documents with {train.num_tokens:,} tokens; "
             f"validation on {validated} of {held_out} held out; "
             f"{parameters:,} parameters; backend {self.backend}; "
             f"{max_steps} steps{epochs}; run {self.folder}{from_step}",
@@ -433,8 +433,6 @@ def load_initial_weights(model: MambaLM, config: Config) -> None:
     with refusing(ValueError, FileNotFoundError, KeyError, prefix="trainer.init_from: "):
         arguments, weights = read_pretrained(path)
         load_weights(model, weights, path, "this run's keys of model")
-        # Tied, the embedding would become the checkpoint's head.
-        expect(arguments["tie_embeddings"] or not model.config["tie_embeddings"], "tie_embeddings", "false", "true")
         mixer = MIXERS[config.model.mixer]
         defaults = {name: parameter.default for name, parameter in inspect.signature(mixer).parameters.items()}
         for name in UNSEEN:

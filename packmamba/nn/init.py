@@ -10,7 +10,7 @@ the weights that it gave.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -115,6 +115,15 @@ class Head(nn.Linear):
         with whole_parameters(self):
             super().reset_parameters()
             nn.init.normal_(self.weight, std=STD)
+
+
+def check_tied(weights: Mapping[str, Tensor], prefix: str = "") -> None:
+    """Raise ValueError if a tied model's weights hold another head than the embedding."""
+    embedding = weights.get(f"{prefix}backbone.embedding.weight")
+    head = weights.get(f"{prefix}lm_head.weight", embedding)
+    same = embedding is None or torch.equal(head, embedding)  # type: ignore[arg-type]
+    got = "another; set tie_embeddings=False"
+    expect(same, f"{prefix}lm_head.weight", "the embedding's, to which it is tied", got)
 
 
 class Projection(nn.Linear):

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from packmamba.errors import expect
 from packmamba.layout import SequenceLayout, round_up
-from packmamba.nn.init import Embedding, Head, Projection, whole_parameters
+from packmamba.nn.init import Embedding, Head, Projection, check_tied, whole_parameters
 from packmamba.nn.mixers import MIXERS, State
 from packmamba.nn.mixers.mixer import call
 from packmamba.nn.pretrained import find_folder, load_weights, read_pretrained, write_pretrained
@@ -102,14 +102,10 @@ class MambaLM(nn.Module):
         """Initialise every parameter as a fresh model's under the same seed; tie the head again.
 
         For a model that was made on the device ``meta`` and emptied (``to_empty``), whole or
-        sharded by FSDP2: there all ranks call it, and rank 0's draws count. Raises TypeError for a
-        plugin's mixer without ``reset_parameters``.
+        sharded by FSDP2: there all ranks call it, and rank 0's draws count. A plugin's mixer
+        needs ``reset_parameters`` (docs/extend.md).
         """
         layers = self.backbone.layers
-        for layer in layers:
-            fits = hasattr(layer.mixer, "reset_parameters")
-            expected = "a module with reset_parameters (docs/extend.md)"
-            expect(fits, "mixer", expected, type(layer.mixer).__name__, TypeError)
         self.backbone.embedding.reset_parameters()
         for layer in layers:
             with whole_parameters(layer.mixer):  # a plugin's knows of no shards
@@ -121,6 +117,12 @@ class MambaLM(nn.Module):
                 part.reset_parameters()
         self.backbone.norm_f.reset_parameters()
         self.lm_head.reset_parameters()
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *further: Any) -> None:
+        """Refuse an untied head's weight, which would become the tied embedding's, too."""
+        if self.config["tie_embeddings"]:
+            check_tied(state_dict, prefix)
+        super()._load_from_state_dict(state_dict, prefix, *further)
 
     @classmethod
     def from_pretrained(cls, directory: str | Path, revision: str | None = None, **overrides: Any) -> MambaLM:
@@ -138,7 +140,7 @@ class MambaLM(nn.Module):
         """
         arguments, weights = read_pretrained(find_folder(directory, revision))
         arguments |= overrides
-        for name in getattr(MIXERS[arguments["mixer"]], "EXPLICIT", {}):
+        for name in getattr(MIXERS.get(arguments["mixer"]), "EXPLICIT", {}):
             expected = f"a value in ssm_cfg of {directory}'s config.json, or from_pretrained(..., {name}=...)"
             expect(name in arguments, name, expected, "none")
         model = cls(**arguments)
@@ -148,13 +150,19 @@ class MambaLM(nn.Module):
     def save_pretrained(self, directory: str | Path, format: str = "state_spaces") -> None:
         """Write a folder that ``from_pretrained`` reads.
 
-        Raises ValueError for what ``format`` cannot hold.
+        Raises ValueError for what ``format`` cannot hold, and for other weights than the
+        configuration's, as of adapters or pruning, or of a tied head that was replaced.
 
         Args:
             format: "state_spaces", which mamba-ssm reads (but not another norm_epsilon); or
                 "huggingface", which transformers' AutoModelForCausalLM reads.
         """
-        write_pretrained(directory, self.config, self.state_dict(), format)
+        weights = self.state_dict()
+        with torch.device("meta"):
+            expected = MambaLM(**self.config).state_dict()
+        others = sorted(expected.keys() ^ weights.keys())
+        expect(not others, "model", "its own weights; merge adapters, make pruning permanent", others[:2])
+        write_pretrained(directory, self.config, weights, format)
 
     def forward(
         self,

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from packmamba.errors import expect
 from packmamba.files import replacing, write_whole
+from packmamba.nn.init import check_tied
 from packmamba.nn.mixers import MIXERS
 
 WEIGHT_FILES = ("model.safetensors", "pytorch_model.bin")
@@ -147,6 +148,8 @@ def write_pretrained(
     """
     expect(format in FORMATS, "format", " or ".join(FORMATS), repr(format))
     published = FORMATS[format](config)
+    if config["tie_embeddings"]:
+        check_tied(weights)
     folder = Path(directory)
     folder.mkdir(parents=True, exist_ok=True)
     if format == "state_spaces":

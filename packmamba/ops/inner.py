@@ -163,7 +163,7 @@ def _forward(a: InnerArguments, needs_backward: bool) -> tuple[BlockOutputs, Inn
 
 def _fake(a: InnerArguments, needs_backward: bool) -> tuple[BlockOutputs, InnerSaved]:
     """Allocate what ``_forward`` returns."""
-    return _walk(a, needs_backward, conv._allocate, scan._allocate)
+    return _walk(a, needs_backward, conv._allocate, scan.allocate_scan)
 
 
 def _walk(

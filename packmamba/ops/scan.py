@@ -114,9 +114,7 @@ class ScanSaved(NamedTuple):
     states: Tensor | None
 
 
-def allocate_scan(
-    u: Tensor, A: Tensor, starts: Tensor, return_final_state: bool, needs_backward: bool
-) -> tuple[Outputs, ScanSaved]:
+def allocate_scan(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
     """Allocate y (B, L, D), final states (S, D, N), and saved states.
 
     Final states are there if returned, saved ones if a backward follows.
@@ -126,30 +124,26 @@ def allocate_scan(
     and no sums over documents are needed. A CPU saves (S + B L // SAVED_TOKENS, D rounded up, N) in
     A's dtype, a document's at its number + its start // SAVED_TOKENS.
     """
-    channels, states = A.shape
-    documents = starts.shape[0]
-    final_state = A.new_empty((documents, channels, states)) if return_final_state else None
-    outputs = Outputs(y=empty_grad_like(u), final_state=final_state)
+    channels, states = a.A.shape
+    documents = a.layout.starts.shape[0]
+    final_state = a.A.new_empty((documents, channels, states)) if a.return_final_state else None
+    outputs = Outputs(y=empty_grad_like(a.u), final_state=final_state)
     if not needs_backward:
         return outputs, ScanSaved(states=None)
-    intervals = u.shape[0] * u.shape[1] // SAVED_TOKENS
-    if u.is_cuda:
+    intervals = a.u.shape[0] * a.u.shape[1] // SAVED_TOKENS
+    if a.u.is_cuda:
         # The scan of other dtypes saves float32 states
         # every 64 tokens, which takes the same bytes.
-        saved = A.new_empty((intervals, channels, states), dtype=torch.bfloat16)
+        saved = a.A.new_empty((intervals, channels, states), dtype=torch.bfloat16)
     else:
-        saved = A.new_empty((documents + intervals, round_up(channels, SAVED_CHANNELS), states))
+        saved = a.A.new_empty((documents + intervals, round_up(channels, SAVED_CHANNELS), states))
     return outputs, ScanSaved(states=saved)
 
 
 def _forward(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
-    outputs, saved = _allocate(a, needs_backward)
+    outputs, saved = allocate_scan(a, needs_backward)
     KERNELS[a.u.device.type]["ssm_forward"]({**_inputs(a), **outputs._asdict(), "saved": saved.states})
     return outputs, saved
-
-
-def _allocate(a: ScanArguments, needs_backward: bool) -> tuple[Outputs, ScanSaved]:
-    return allocate_scan(a.u, a.A, a.layout.starts, a.return_final_state, needs_backward)
 
 
 def _backward(a: ScanArguments, saved: ScanSaved, grads: Outputs) -> dict[str, Tensor | None]:
@@ -241,5 +235,5 @@ def _by_tensor_cores(arguments: dict[str, Any]) -> bool:
 declare("ssm_forward", cuda=_cuda_forward)
 declare("ssm_backward", cuda=_cuda_backward)
 compiled: PackedOperator[ScanArguments] = PackedOperator(
-    "ssm_pack", arguments=ScanArguments, saved=ScanSaved, forward=_forward, fake=_allocate, backward=_backward
+    "ssm_pack", arguments=ScanArguments, saved=ScanSaved, forward=_forward, fake=allocate_scan, backward=_backward
 )

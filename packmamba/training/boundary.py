@@ -295,17 +295,12 @@ class StatePassing(Carry):
 class FittedNoise(Carry):
     """Start a continuing document from noise with the states' moments (arXiv 2507.02782).
 
-    Args:
-        memory: decay of the exponential average of mean and mean square, by batch.
+    Attributes:
+        MEMORY: decay of the exponential average of mean and mean square, by batch.
     """
 
     SAVED = ("stored", "age", "batches", "means", "squares")
-
-    def __init__(self, memory: float = 0.99) -> None:
-        super().__init__()
-        is_decay = isinstance(memory, float | int) and 0 <= memory < 1
-        need(is_decay, "trainer.boundary_options.memory", "at least 0 and below 1", repr(memory))
-        self.memory = memory
+    MEMORY = 0.99
 
     def reset(self) -> None:
         """Forget stored states and moments; the generator is seeded again when first used."""
@@ -319,7 +314,7 @@ class FittedNoise(Carry):
         """Draw each element from a normal with the running mean and variance of stored states."""
         generator = self._generator(states[0][-1].device)
         # As Adam does: averages that begin at zero are too small by this factor.
-        debias = 1 - self.memory**self.batches
+        debias = 1 - self.MEMORY**self.batches
         drawn = []
         for tensor, mean, square in zip(flatten_states(states), self.means, self.squares):
             mean = mean / debias
@@ -349,7 +344,7 @@ class FittedNoise(Carry):
         if not self.means:
             self.means = [torch.zeros_like(state[0]) for state in states]
             self.squares = [torch.zeros_like(state[0]) for state in states]
-        weight = 1 - self.memory
+        weight = 1 - self.MEMORY
         torch._foreach_lerp_(self.means, [state.mean(0) for state in states], weight)
         torch._foreach_lerp_(self.squares, [state.square().mean(0) for state in states], weight)
         self.batches += 1

@@ -245,7 +245,7 @@ class StepDataset(Dataset):
         # Micro-batch i belongs to rank i modulo the number of ranks.
         of_rank = plan.micro_batches[self.rank :: self.schedule.world_size]
         batches = [make_batch(plan.corpus, plan.rows, rows, turn=self.schedule.turn(rows)) for rows in of_rank]
-        return StepBatch(**vars(count_step(plan.corpus, plan.rows, plan.micro_batches)), batches=batches)
+        return replace(count_step(plan.corpus, plan.rows, plan.micro_batches), batches=batches)
 
     def __len__(self) -> int:
         """Return the steps of an epoch; there are more, of later ones."""

@@ -5,7 +5,7 @@ import pytest
 from numbered import Numbered
 
 from packmamba.config import DataConfig
-from packmamba.data.batch import StepCounts, count_step, make_batch
+from packmamba.data.batch import StepBatch, count_step, make_batch
 from packmamba.data.schedule import arrange, micro_batches, pieces_of
 
 
@@ -24,7 +24,7 @@ def test_a_batch_holds_tokens_targets_and_layout_of_its_rows():
     assert batch.layout.seq_idx.tolist() == [[0, 0, 1, 1, 1, -1], [0, 0, 0, 0, 0, -1]]
     assert batch.turn == batch.to("cpu").turn == 3
     counts = count_step(corpus, rows, [np.array([0]), np.array([1])])
-    assert counts == StepCounts(num_targets=7, num_tokens=10, num_slots=12, num_behind=1, tokens_behind=3)
+    assert counts == StepBatch(num_targets=7, num_tokens=10, num_slots=12, num_behind=1, tokens_behind=3)
 
 
 @pytest.mark.parametrize(

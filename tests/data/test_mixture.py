@@ -40,7 +40,7 @@ def tokens_of(corpus, documents):
 def test_weights_are_shares_of_tokens(sources):
     weights = {"short": 1, "long": 3, "few": 0.5}
     corpus = load_corpora(mixed(sources, weights), progress=False).train
-    size = corpus.num_documents
+    size = len(corpus)
     drawn = np.concatenate([corpus.window(0, number, size) for number in range(50)])
     shares = tokens_of(corpus, drawn) / corpus.lengths[drawn].sum()
     assert shares == pytest.approx(np.array([1, 3, 0.5]) / 4.5, rel=0.02)

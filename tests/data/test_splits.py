@@ -135,7 +135,7 @@ def test_sources_without_files_have_a_test_split(tmp_path, monkeypatch, keys):
     splits_of_data = (corpora.train, corpora.validation, corpora.test)
     train, validation, test = ({one.document(i).tobytes() for i in range(len(one))} for one in splits_of_data)
     assert test and validation and not test & (train | validation)
-    assert 0.03 < corpora.test.num_documents / corpora.train.num_documents < 0.4
+    assert 0.03 < len(corpora.test) / len(corpora.train) < 0.4
 
 
 @pytest.mark.parametrize("single", [False, True])

@@ -30,7 +30,7 @@ def data(tmp_path):
 
 
 def documents_of(corpus):
-    return [corpus.document(number).tobytes() for number in range(corpus.num_documents)]
+    return [corpus.document(number).tobytes() for number in range(len(corpus))]
 
 
 def write_shards(data, folder):
@@ -78,7 +78,7 @@ def test_a_step_is_a_function_of_its_number(data, monkeypatch, batching):
     shards = len(whole.parts)
     for first in (0, shards):
         drawn = np.concatenate([whole.window(1, number, 0) for number in range(first, first + shards)])
-        assert sorted(drawn) == list(range(whole.num_documents))
+        assert sorted(drawn) == list(range(len(whole)))
     assert epoch > shards and whole.window(1, shards, 0)[0] != whole.window(2, shards, 0)[0]
 
 
@@ -132,7 +132,7 @@ def test_the_writer_has_the_modules_of_its_parent(data, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setattr("sys.path", [*sys.path[1:], sys.path[0]])
     import_plugins(["maker_plugin"])
-    assert load_corpora(dataclasses.replace(data, source="made"), progress=False).train.num_documents
+    assert len(load_corpora(dataclasses.replace(data, source="made"), progress=False).train)
 
 
 @pytest.mark.parametrize("damage", ["removed", "cut"])

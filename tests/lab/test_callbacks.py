@@ -1,6 +1,4 @@
-"""Callbacks of a run: metrics of the record, Lightning's weight averaging, loggers, evaluations,
-the progress bar.
-"""
+"""Callbacks of a run: metrics of the record, Lightning's weight averaging, loggers, evaluations."""
 
 from __future__ import annotations
 
@@ -158,13 +156,6 @@ def test_loggers_have_the_record_s_numbers_after_a_resume_too(tmp_path):
     assert not any("hp_metric" in tag for tag in events.Tags()["scalars"])
     rows = [row for path in (run_folder(config) / "csv").rglob("*.csv") for row in csv.DictReader(path.open())]
     assert {"train/loss", "train/learning_rate", "train/real_tokens_per_second"} <= rows[0].keys()
-
-
-def test_the_progress_bar_is_on_stderr(tmp_path, capsys):
-    fit(tiny_config(tmp_path, "trainer.max_steps=4", "trainer.validate_every=4"), progress=True)
-    shown = capsys.readouterr()
-    assert "4/" in shown.err and "train/loss" in shown.err and "val/loss" in shown.err and not shown.out
-    assert "v_num" not in shown.err
 
 
 ASKED = ["evaluations=[parity,perplexity]", "evaluation_examples=5", "evaluation_options.parity.length=6"]

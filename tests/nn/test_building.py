@@ -48,8 +48,9 @@ def test_loading_keeps_the_head_tied():
         assert model.lm_head.weight is model.backbone.embedding.weight
         assert all(torch.equal(tensor, weights[name]) for name, tensor in model.state_dict().items())
     other = weights | {"lm_head.weight": weights["lm_head.weight"] + 1}
-    with pytest.raises(ValueError, match="^lm_head.weight: expected the embedding's"):
-        assigned.load_state_dict(other, assign=True)
+    for assign in (True, False):
+        with pytest.raises(ValueError, match="^lm_head.weight: expected the embedding's"):
+            build().load_state_dict(other, assign=assign)
 
 
 @every_config
@@ -78,6 +79,8 @@ BAD_CALLS = [  # how the error begins, and the call
     ("headdim", lambda t: PackedMamba2(32, headdim=16, ngroups=3)),
     ("d_conv", lambda t: PackedMamba2(32, headdim=16, d_conv=5)),
     ("d_state", lambda t: PackedMamba2(32, headdim=16, d_state=300)),
+    ("dt_limit", lambda t: PackedMamba2(32, headdim=16, dt_limit=(0.1, 0.001))),
+    ("A_init_range", lambda t: PackedMamba2(32, headdim=16, A_init_range=(-2, -1))),
     ("d_state", lambda t: PackedMamba3(8, headdim=4, is_mimo=True, d_state=5)),
     ("mimo_rank", lambda t: PackedMamba3(8, headdim=4, is_mimo=True, mimo_rank=0)),
     ("decay", lambda t: PackedMamba3(8, headdim=4, decay="exp")),

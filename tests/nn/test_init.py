@@ -8,11 +8,9 @@ from itertools import chain
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from packmamba import MambaLM, PackedMamba, PackedMamba2, PackedMamba3
 from packmamba.integrations.mamba_ssm import Mamba
-from packmamba.nn.mixers import MIXERS
 from processes import run_ranks
 
 SIZES = {"vocab_size": 37, "d_model": 16, "n_layer": 3}
@@ -140,22 +138,6 @@ def test_trainers_that_reset_each_module_undo_nothing(reset, mixer, tied):
         assert not mixer.in_proj.bias.any() and not mixer.out_proj.bias.any()
         bound = (128 * 4) ** -0.5
         assert 0.9 * bound < mixer.out_proj.weight.abs().max() <= bound * (1 + 1e-6)
-
-
-def test_a_plugin_s_mixer_without_a_reset_is_refused(monkeypatch):
-    class Plugin(nn.Module):
-        NO_WEIGHT_DECAY = ()
-
-        def __init__(self, d_model, recompute):
-            super().__init__()
-            self.d_model = d_model
-
-        def initialise_in_stack(self, n_layer):
-            pass
-
-    monkeypatch.setitem(MIXERS, "plugin", Plugin)
-    with pytest.raises(TypeError, match="^mixer: expected .*, got Plugin"):
-        MambaLM(**SIZES, mixer="plugin").init_weights()
 
 
 def initialise_shards():

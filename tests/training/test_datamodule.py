@@ -44,7 +44,7 @@ def test_ranks_share_the_validation_of_whole_documents(tmp_path):
         data = module(tmp_path, "trainer.boundary=leak", trainer=SimpleNamespace(world_size=2, global_rank=rank))
         found.append([documents_of(evaluation) for evaluation in data.evaluations])
     corpus = data.corpora.validation
-    every = Counter(tuple(corpus.document(i).tolist()) for i in range(corpus.num_documents))
+    every = Counter(tuple(corpus.document(i).tolist()) for i in range(len(corpus)))
     assert all(share for share, _ in found) and found[0][0] + found[1][0] == every
     assert found[0][1] == found[1][1], "every rank reads all documents as trained"
 

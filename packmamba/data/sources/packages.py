@@ -26,8 +26,6 @@ from packmamba.config import ConfigError, DataConfig, need, refusing
 from packmamba.data.sources.source import Document, Source
 from packmamba.data.sources.splits import refuse_splits
 
-UNITS = ("files", "functions", "mixture")
-
 
 class Manifest(NamedTuple):
     """Hold a manifest: its hash, its header, and each package's files."""

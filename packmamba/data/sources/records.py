@@ -110,7 +110,7 @@ def _conversation(messages: Any, data: DataConfig, first: int = 0) -> tuple[str,
             _continuation(until, text)
             answers.append(_continuation(start, until))
     if data.loss_on == "completion" and not answers:
-        roles = ", ".join(message["role"] for message in messages) or "no message"
+        roles = ", ".join(message["role"] for message in messages)
         raise ValueError(f"expected an answer of the role assistant, got {roles}; set data.loss_on=all")
     return text, tuple(answers)
 
@@ -118,7 +118,7 @@ def _conversation(messages: Any, data: DataConfig, first: int = 0) -> tuple[str,
 def _check_messages(messages: Any, data: DataConfig) -> None:
     """Raise ValueError for what a template would write as Python's words, or leave out."""
     is_list = isinstance(messages, list) and all(isinstance(message, dict) for message in messages)
-    if not is_list or not all(isinstance(message.get("role"), str) for message in messages):
+    if not messages or not is_list or not all(isinstance(message.get("role"), str) for message in messages):
         raise ValueError(f"expected messages with role and content, got {messages!r:.60}")
     for message in messages if data.chat_template == "chatml" else ():
         if not isinstance(message.get("content"), str) or message.get("tool_calls"):
@@ -136,8 +136,6 @@ def _continuation(start: str, text: str) -> Range:
 
 def _render(messages: list[Any], data: DataConfig, add_generation_prompt: bool = False) -> str:
     """Write messages in the words of the chat template. Raises ConfigError without one."""
-    if not messages and not add_generation_prompt:
-        return ""
     template, tokens = find_chat_template(data.tokenizer, data.chat_template)
     expected = f"chatml or a Jinja file for messages, since the tokenizer '{data.tokenizer}' has no template"
     need(template is not None, "data.chat_template", expected, "null")

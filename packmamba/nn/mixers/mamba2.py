@@ -18,6 +18,7 @@ from packmamba.nn.init import Projection
 from packmamba.nn.mixers.mixer import HeadMixer, State
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.mamba2_inner import mamba2_layer_arguments
+from packmamba.ops.ssd import check_limit
 
 
 class PackedMamba2(HeadMixer):
@@ -78,6 +79,7 @@ class PackedMamba2(HeadMixer):
         flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
         super().__init__(sizes, flags, (dt_min, dt_max, dt_init_floor), backend, d_conv)
         self.d_conv = d_conv
+        check_limit(dt_limit, "dt_limit")
         low, high = map(float, dt_limit)
         self.dt_limit = None if (low, high) == (0.0, math.inf) else (low, high)
         self.norm_eps = norm_eps
@@ -85,6 +87,8 @@ class PackedMamba2(HeadMixer):
         # z, x, B, C, dt.
         self.in_proj = Projection(d_model, self.d_inner + self.conv_dim + self.nheads, bias=bias)
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
+        fits = 0 < A_init_range[0] <= A_init_range[1]
+        expect(fits, "A_init_range", "(low, high) with 0 < low <= high", A_init_range)
         self.A_init_range = A_init_range
         self.dt_bias = nn.Parameter(torch.empty(self.nheads))
         self.A_log = nn.Parameter(torch.empty(self.nheads))
