@@ -169,6 +169,10 @@ class StepSchedule:
     def __post_init__(self) -> None:
         self._check_row_length()
         self.exact = self.data.batching == "matched" and self.data.cut_at_steps
+        if self.exact and self.corpus.has_answers:
+            warnings.warn(
+                "data.cut_at_steps: it cuts answers from their prompts at steps' ends; set false", stacklevel=2
+            )
         # Steps of exact size cut documents, so truncate comes before: else the ends that it leaves
         # out would begin later steps.
         self.longest = longest_trained(self.data) if self.exact else MAX_SLOTS

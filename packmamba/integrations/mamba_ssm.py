@@ -138,7 +138,8 @@ def replace(model: nn.Module) -> nn.Module:
 
     Layers keep their parameters, names, modes and device. ``MambaLMHeadModel`` hands further
     arguments of its forward to its layers: ``model(input_ids, seq_idx=...)`` packs. Raises
-    TypeError, or ValueError without such a layer, with another, or with one that has hooks.
+    TypeError; ValueError without such a layer, with another, or with one that has hooks;
+    RuntimeError for parameters that Mamba-1 has not.
     """
     expect(isinstance(model, nn.Module), "model", "a module", type(model).__name__, TypeError)
     layers = [
@@ -168,8 +169,5 @@ def _of(layer: Any) -> Mamba:
             conv_bias=layer.conv1d.bias is not None, bias=layer.in_proj.bias is not None,
             use_fast_path=getattr(layer, "use_fast_path", True), layer_idx=getattr(layer, "layer_idx", None),
         )  # fmt: skip
-    try:
-        ours.load_state_dict(layer.state_dict(keep_vars=True), assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"model: a layer holds other parameters than Mamba-1: {error}") from error
+    ours.load_state_dict(layer.state_dict(keep_vars=True), assign=True)
     return ours.train(layer.training)

@@ -130,9 +130,7 @@ class CheckedModel(CheckedCallable):
 
 def logits_in(output: Any) -> Any:
     """Return the logits of a model's output: an attribute, a key, a tuple's first, or itself."""
-    if isinstance(output, Mapping):
-        return output["logits"]
-    output = getattr(output, "logits", output)
+    output = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
     return output if isinstance(output, Tensor) else output[0]
 
 

@@ -130,11 +130,9 @@ def train(words: list[str]) -> None:
     from packmamba.lab.report.html import format_table
 
     record = fit(config)
-    checked = record.get("leakcheck", "unchecked: a record of an earlier version")
     places = f"Run: {run_folder(config)}\nRecord: {record_path(config)}"
-    rank_zero_only(print)(f"\n{format_table([record])}\n\n{places}\nLeakcheck: {checked}")
-    step = record["metrics"].get("diverged_at_step")
-    if step is not None:
+    rank_zero_only(print)(f"\n{format_table([record])}\n\n{places}\nLeakcheck: {record.get('leakcheck')}")
+    if (step := record["metrics"].get("diverged_at_step")) is not None:
         raise Unfinished(f"the loss diverged at step {step}; reduce optimizer.lr")
 
 

@@ -122,8 +122,7 @@ def check_tied(weights: Mapping[str, Tensor], prefix: str = "") -> None:
     embedding = weights.get(f"{prefix}backbone.embedding.weight")
     head = weights.get(f"{prefix}lm_head.weight", embedding)
     same = embedding is None or torch.equal(head, embedding)  # type: ignore[arg-type]
-    got = "another; set tie_embeddings=False"
-    expect(same, f"{prefix}lm_head.weight", "the embedding's, to which it is tied", got)
+    expect(same, "lm_head.weight", "the embedding's, to which it is tied", "another; set tie_embeddings=False")
 
 
 class Projection(nn.Linear):

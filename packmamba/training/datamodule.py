@@ -53,7 +53,7 @@ class PackedDataModule(lightning.LightningDataModule):
         # checks both, and that the scheme fits them.
         trainer = {} if boundary is None else {"boundary": boundary}
         sections = (vars(config or DataConfig()), keys)
-        layers = [({"data": section, "trainer": trainer}, type(self).__name__) for section in sections]
+        layers = [({"data": section, "trainer": trainer, "seed": seed}, type(self).__name__) for section in sections]
         self.config = resolve(Config, layers).data
         # The class will do: before there is a module, only its attributes are read.
         self._boundary = None if boundary is None else BOUNDARIES[boundary]
@@ -227,7 +227,8 @@ class StepLoader(DataLoader):
 
     def state_dict(self) -> dict[str, int]:
         """Return the number of the next StepBatch."""
-        return {"next_step": cast(StepSampler, self.sampler).first()}
+        # With ``overfit_batches`` Lightning takes a sampler of its own, which begins at 0.
+        return {"next_step": getattr(self.sampler, "first", lambda: 0)()}
 
     def load_state_dict(self, state_dict: dict[str, int]) -> None:
         """Do nothing: the Trainer's count decides."""

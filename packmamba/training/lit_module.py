@@ -387,6 +387,9 @@ class PackedLitModule(lightning.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Restore them when training resumes. Raises ConfigError for another number of devices."""
+        # Else Lightning would copy float64 weights into a module that it makes float64 later.
+        if self._trainer is not None and self._trainer.precision == "64-true":
+            self.double()
         # Validation and test load the weights alone.
         if self._trainer is None or self._trainer.state.fn != "fit":
             return

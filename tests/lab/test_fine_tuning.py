@@ -116,6 +116,8 @@ def test_answers_that_rows_cut_are_counted_or_refused(tmp_path):
         fit(config, progress=False)
     with pytest.warns(UserWarning, match="documents train ends of answers without the prompt"):
         fit(configure(tmp_path, "data.overlong=split", "data.row_length=11"), progress=False)
+    with pytest.warns(UserWarning, match="data.cut_at_steps: it cuts answers"):
+        data_module(tmp_path, cut_at_steps=True).setup()
     samples = (run_folder(config) / "samples.jsonl").read_text().splitlines()
     assert samples and {json.loads(line)["prompt"] for line in samples} <= {pair["prompt"] for pair in PAIRS}
     with pytest.raises(ConfigError, match="data.row_length: expected rows with targets"):

@@ -141,7 +141,10 @@ def test_the_trainer_decides_the_steps_and_the_schedule(tmp_path, limits):
     assert [tokens_of(step) for step in seen.steps] == of_number
 
 
-@pytest.mark.parametrize("resumed, optimizer", [({"max_steps": 10}, "adamw"), ({"max_epochs": 2}, "muon")])
+@pytest.mark.parametrize(
+    ("resumed", "optimizer"),
+    [({"max_steps": 10}, "adamw"), ({"max_epochs": 2}, "muon"), ({"max_steps": 10, "precision": "64-true"}, "adamw")],
+)
 def test_a_resumed_training_has_the_same_bits(tmp_path, resumed, optimizer, recwarn):
     """Stopped inside an epoch by its Trainer; carried states, the order of documents and random
     numbers go on.
@@ -153,7 +156,7 @@ def test_a_resumed_training_has_the_same_bits(tmp_path, resumed, optimizer, recw
         lightning.seed_everything(0, verbose=False)
         module = lit_module(data, boundary="carry", schedule_steps=10, name=optimizer)
         checkpoint = ModelCheckpoint(tmp_path / "checkpoints", every_n_train_steps=3, save_top_k=-1)
-        limits = resumed if stop is None else {"max_steps": stop}
+        limits = resumed if stop is None else resumed | {"max_steps": stop}
         callbacks = [checkpoint, RandomScale()]
         trainer = trainer_of(tmp_path, callbacks=callbacks, enable_checkpointing=True, limit_val_batches=0, **limits)
         trainer.fit(module, data, ckpt_path=ckpt_path, weights_only=True)
@@ -337,7 +340,8 @@ def test_every_step_is_read_once_whatever_an_optimizer_step_is(tmp_path, last):
 
 def test_the_trainer_overfits_a_few_steps(tmp_path):
     data, seen = data_module(tmp_path), Seen()
-    trainer_of(tmp_path, callbacks=[seen], max_epochs=2, overfit_batches=2).fit(lit_module(data), data)
+    limits = {"max_epochs": 2, "overfit_batches": 2, "enable_checkpointing": True}
+    trainer_of(tmp_path, callbacks=[seen], **limits).fit(lit_module(data), data)
     assert [tokens_of(step) for step in seen.steps] == 2 * [tokens_of(data.steps[i]) for i in range(2)]
 
 

@@ -52,7 +52,8 @@ def read_documents(place: str, data: DataConfig, records: Iterator[Any]) -> Iter
             yield document
             number += 1
     except Exception as error:  # packages that read files raise all kinds
-        reason = " ".join(str(error).split()) or type(error).__name__
+        # The datasets package raises sentences that leave out their cause.
+        reason = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
         raise ConfigError(f"data.path: {place}:{number}: {reason}") from None
 
 
