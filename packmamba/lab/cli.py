@@ -224,8 +224,8 @@ def _evaluate(name: str, model: Any, context: Any, config: EvalConfig, output: P
     if name in language_modeling.EVALUATIONS or settings["options"].get("documents") == "validation":
         split = context.options.get(language_modeling.SPLIT, "validation")
         settings["documents"] = getattr(load_corpora(config.data), split).corpus_hash
-    # The same weights may be another model: of Mamba-3 by ``decay``.
-    decisive = json.dumps([settings, model.model.config], sort_keys=True, default=str)
+    # The same weights may be another model, as of Mamba-3 by ``decay``, or one of another name.
+    decisive = json.dumps([settings, model.model.config, model.name], sort_keys=True, default=str)
     digest = hashlib.sha256(decisive.encode()).hexdigest()[:10]
     done = [each for each in records.records_of(output, "evaluation") if each["config"].get("id") == digest]
     # A user's own task may have changed.

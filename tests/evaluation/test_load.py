@@ -3,6 +3,7 @@ record.
 """
 
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -87,10 +88,10 @@ def test_models_that_share_an_output_have_records_of_their_own(run, tmp_path):
     with torch.no_grad():
         model.backbone.embedding.weight.mul_(2)
     model.save_pretrained(tmp_path / "other")
-    for folder in (run, tmp_path / "other"):
+    for folder in (run, tmp_path / "other", shutil.copytree(tmp_path / "other", tmp_path / "third")):
         assert cli.main(["eval", str(folder), "tasks=[parity]", "examples=3", f"output={tmp_path}/out"]) == 0
-    first, second = read_records(tmp_path / "out")
-    assert first["metrics"]["nats"] != second["metrics"]["nats"]
+    first, second, third = read_records(tmp_path / "out")
+    assert first["metrics"]["nats"] != second["metrics"]["nats"] and third["arm"] == "third"
 
 
 @pytest.mark.parametrize(
