@@ -9,7 +9,7 @@ PYTHON := $(PREFIX)/bin/python
 WORKERS ?= 2
 
 help:
-	@echo "make demo          train one small model under every scheme and report (CPU, minutes)"
+	@echo "make demo          train a small model in seven arms and report (CPU, minutes)"
 	@echo "make test          the tests of library, training and laboratory, without a GPU (minutes)"
 	@echo "make test-slow     the tests marked slow: experiments, committed pages, code in pages, killed processes"
 	@echo "make test-extras   install the extras eval and integrations, run the tests marked extras"

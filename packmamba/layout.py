@@ -2,8 +2,9 @@
 
 A scheme (single, padded, packed, leaking) is a choice of layout, and never a case in a kernel. A
 document lies in one row, a row's documents lie side by side from its left, and what is left of the
-row is padding. So two numbers a document say all, and kernels take them as two small tensors,
-whatever the lengths are. Conversions from other libraries' formats check their arguments once, on
+row is padding. So two numbers a document, its start and its end, say where it lies, and kernels
+take them as two small tensors, whatever the lengths are; a third, its offset, says how much of it
+came before. Conversions from other libraries' formats check their arguments once, on
 the host, so that operators need not.
 
 A document here is what lies in one row. Where the data layer cut a longer one (its *pieces*,
@@ -75,8 +76,8 @@ class SequenceLayout:
             for a continuation.
         num_tokens: slots that hold a token. None: they are counted, which waits for a GPU; in
             torch.export they stay unknown.
-        longest: upper bound of the documents' lengths, offsets included, by which kernels decide
-            whether to cut long ones without waiting for a GPU; None if unknown.
+        longest: upper bound of the documents' lengths, offsets included; by it kernels decide,
+            without waiting for a GPU, whether to cut long documents. None if unknown.
         flowing: what ``flow`` returns instead of computing it, or None. ``training.cuda_graphs``
             sets it, since in a graph the number of documents cannot depend on their values.
         origin: the layout that this is a copy of, by ``to`` or ``pin_memory``, or None: who needs

@@ -98,7 +98,7 @@ class DataConfig:
     num_proc: Optional[int] = key(None, "Threads that tokenize.", null="a core each, at most 16", low=1)
     batching: str = key("matched", "Arrange a step's documents, or stream into rows.", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
-    row_length: Optional[int] = key(1024, "Tokens of a row.", null="the longest (single, padded)", low=1)
+    row_length: Optional[int] = key(1024, "Tokens of a row.", null="the longest (unpacked strategies)", low=1)
     overlong: str = key("error", "For documents longer than a row.", choices=("error", "truncate", "split"))
     buffer: int = key(4096, "Window of greedy, in documents.", low=1)
     streams: int = key(1, "Parallel streams of concat_split.", low=1)

@@ -4,16 +4,17 @@ A *strategy* decides which row each document goes to. Five documents of 3, 5, 2,
 rows of 8 (a letter is a token of a document, a dot is padding):
 
     padded          next_fit        best_fit_decreasing   concat_split
-    aaa.....        aaabbbbb        eeeeeecc              aaabbbbb
-    bbbbb...        ccdddd..        bbbbbaaa              ccddddee
+    aaa.....        aaabbbbb        cceeeeee              aaabbbbb
+    bbbbb...        ccdddd..        aaabbbbb              ccddddee
     cc......        eeeeee..        dddd....              eeee....
     dddd....
     eeeeee..
 
 ``padded`` keeps documents apart and pays for it in padding; ``next_fit`` keeps their order; the
-sorting strategies fill rows best; ``concat_split`` has no padding but cuts documents, so that a
-document's state is lost at a row's end unless it is carried. Nothing is ever dropped, but for the
-tails that ``overlong="truncate"`` drops on request.
+sorting strategies fill rows best; ``concat_split`` pads the last row alone but cuts documents, so
+that a document's state is lost at a row's end unless it is carried. Within a row documents keep
+their order. Nothing is ever dropped, but for the tails that ``overlong="truncate"`` drops on
+request.
 
 A plan is a function of the lengths alone (and of its arguments): no random numbers, no tokens.
 Planning costs microseconds a document, in NumPy or in one pass of Python with a heap or a tree.
@@ -231,7 +232,8 @@ def plan_rows(
 
     Args:
         lengths: (documents,) integers, tokens of each document, at least 1.
-        row_length: slots of a row; None (single, padded): the length of the row's document.
+        row_length: slots of a row; None (single, padded, padded_sorted): the length of the row's
+            document.
         strategy: a key of STRATEGIES.
         overlong: ``error``, ``truncate``, or ``split`` longer documents into pieces of
             ``row_length`` and a rest.

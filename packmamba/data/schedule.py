@@ -2,7 +2,8 @@
 
 A schedule is a pure function of (corpus, configuration, step number): resuming is counting, and
 ranks at the same step read the same plan. Documents are shuffled in *windows* of a million, so that
-memory stays bounded; an epoch is every window once. Nothing is dropped.
+memory stays bounded; an epoch is every window once. Nothing is
+dropped, but for what ``overlong="truncate"`` cuts off.
 
 Two values of ``data.batching`` make steps, here of 8 tokens in rows of 8; the first has two
 variants:

@@ -240,7 +240,7 @@ class MambaLM(nn.Module):
         self._start = torch.compile(add_norm, **options)
 
     def start_states(self, documents: int) -> list[State]:
-        """Return initial states of so many documents, by layer: zeros."""
+        """Return initial states of so many documents, by layer: zeros, unless a mixer learns them."""
         return [layer.mixer.start_state(documents) for layer in self.backbone.layers]
 
     def weight_decay_groups(self, weight_decay: float) -> list[dict[str, Any]]:

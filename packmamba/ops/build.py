@@ -1,6 +1,6 @@
 """Find, or build, and load the compiled kernels.
 
-A kind (``cpu``, ``cuda``) is a shared library of ``kernels/common`` and ``kernels/<kind>``. A wheel
+A kind (``cpu``, ``cuda``) is a shared library of ``kernels/<kind>``. A wheel
 may bring it (``setup.py``), for several instruction sets or architectures. Else it is compiled on
 first use or by ``kernels build``: some seconds on a CPU, a minute or two for a GPU, for this
 machine's instruction set. It is on PyTorch's stable ABI, so that a library serves several versions.

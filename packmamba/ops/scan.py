@@ -1,7 +1,7 @@
 """The selective scan over packed documents: checks, and the compiled operator.
 
-The forward saves a state every ``SAVED_TOKENS`` tokens, half an activation in bfloat16; the
-backward replays tokens from those instead of keeping a state a token, which would take N
+The forward saves a state every ``SAVED_TOKENS`` tokens, with N = 16 in bfloat16 on a GPU half an
+activation; the backward replays tokens from those instead of keeping a state a token, which would take N
 activations. kernels/cuda/NOTES.md has figures.
 
 Shapes: B rows, L slots, S documents, D channels, N states.
@@ -56,7 +56,7 @@ def ssm_pack(
         u, delta, z: (B, L, D), of one dtype: bfloat16, float16, float32 or (not on a GPU) float64;
             any row stride, unit channel stride. z None: no gate.
         B, C: (B, L, N), like u.
-        A: (D, N), negative; float32 (float64 beside float64 activations), as are D and delta_bias.
+        A: (D, N), negative, N at most 256; float32 (float64 beside float64 activations), as are D and delta_bias.
         D, delta_bias: (D,), the skip, and what is added to delta; None: zero.
         delta_softplus: apply softplus to delta after its bias.
         layout: where documents lie; None: each row is one.

@@ -14,8 +14,8 @@ state that each document starts from. Documents a and b share a row, b goes on i
 ``state_passing_within_row`` starts every document but its row's first from a state of the previous
 batch: what a leak brings in, without its being the neighbour's.
 
-States cost memory for each row and layer; only the last batch's are kept, and no gradient flows
-into them (truncated backpropagation through time).
+States cost memory for each row and layer; only the last batch's are kept (where streams take turns,
+of each turn), and no gradient flows into them (truncated backpropagation through time).
 
 A constructor's arguments, all with defaults, are the keys of ``trainer.boundary_options``.
 Shapes: B rows, S documents.

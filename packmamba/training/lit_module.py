@@ -91,8 +91,8 @@ class PackedLitModule(lightning.LightningModule):
     Args:
         model: arguments of MambaLM, a MambaLM, or another module with its methods.
         boundary: a key of BOUNDARIES, with ``boundary_options`` as arguments.
-        mean_over: "targets"; or "rows": the mean of each micro-batch's row means, weighted by the
-            micro-batch's targets, so that it depends on ``max_tokens_per_batch``.
+        mean_over: "targets"; or "rows": average each micro-batch's row means, then the
+            micro-batches, weighted by their targets. So it depends on ``max_tokens_per_batch``.
         cuda_graphs: replay forward and backward of a micro-batch as one CUDA graph.
         compile: torch.compile the blocks, and on a CPU the loss.
         lr, optimizer: keys of the section ``optimizer``;
