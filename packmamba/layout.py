@@ -201,7 +201,6 @@ class SequenceLayout:
         fits = cumulative.dim() == 1 and cumulative.numel() > 1
         expect(fits, name, "shape (S + 1,) with S at least 1", tuple(cumulative.shape))
         last = int(cumulative[-1])
-        rows = _integer(rows, "rows", minimum=1)
         rows, row_length = shape = _shape(rows, last // rows if row_length is None else row_length)
         slots = rows * row_length
         remedy = "; make a padded tail a document of its own" if 0 < last < slots else ""

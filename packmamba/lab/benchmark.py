@@ -110,10 +110,13 @@ def _check_loss(arm: Arm, losses: dict[str, float]) -> None:
     if arm.config.data.batching != "matched" or arm.module.boundary.as_trained:
         return
     loss = float(arm.loss)
-    expected = losses.setdefault(repr((arm.config.model, arm.corpus_hash)), loss)
+    data = arm.config.data
+    documents = (arm.corpus_hash, data.tokens_per_step, data.cut_at_steps, data.cut_documents, data.overlong)
+    # Where rows cut documents, their length decides the pieces.
+    decisive = (arm.config.model, arm.config.seed, documents, data.overlong != "error" and data.row_length)
+    expected = losses.setdefault(repr(decisive), loss)
     if abs(loss - expected) > TOLERANCE * expected:
-        found = f"{expected}, {loss} {arm.config.name}"
-        raise RuntimeError(f"arms disagree on the loss of the same documents: {found}")
+        raise RuntimeError(f"arms disagree on the loss of the same documents: {expected}, {loss} {arm.config.name}")
 
 
 def _metrics(samples: list[tuple[float, int, int]]) -> dict[str, Any]:

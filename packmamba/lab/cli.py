@@ -22,7 +22,7 @@ from typing import Any, Optional
 
 from packmamba import __version__
 from packmamba.errors import COMMAND, Unfinished, UserError, extra, missing_package, need, refusing, suggest
-from packmamba.files import full_disk, space_for, write_whole
+from packmamba.files import full_disk, space_for, work_folder, write_whole
 
 try:
     import torch
@@ -156,7 +156,9 @@ def tokenize(words: list[str]) -> None:
     sizes = [(len(text.encode()), len(tokenizer.encode(text))) for text in texts]
     ratio = sum(size for size, _ in sizes) / sum(count for _, count in sizes)
     command = f"{COMMAND} train data.tokenizer={config.output}"
-    print(f"{tokenizer.vocab_size:,} tokens, {ratio:.2f} bytes a token in validation; next: {command}")
+    print(
+        f"{tokenizer.vocab_size:,} tokens, {ratio:.2f} bytes a token in validation; next, with the same keys of data: {command}"
+    )
 
 
 def sweep(words: list[str]) -> None:
@@ -267,12 +269,10 @@ def export(words: list[str]) -> None:
     path = Path(target[0]) if target else Path(folder, "huggingface")
     records.check_writable(path, str(path), new=True)
     model = load_model(folder, "cpu")
-    try:
-        with space_for(path):
-            _export(model, path)
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with space_for(path), work_folder(path.resolve()) as work:
+        _export(model, work)
+        work.rename(path)
     print(f"Written, for transformers: {path}")
 
 

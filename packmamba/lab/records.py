@@ -114,23 +114,28 @@ def has_records(folder: str | Path) -> bool:
 def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:
     """Write a sweep's entry of ``sweep.json``, with the arms that it trains or has trained.
 
-    The entry is ``late`` if its margin, primary contrasts or baseline were named or changed after
-    runs of its arms were recorded: reports say so, since then they were not fixed beforehand.
+    The entry is ``late`` if its margin, primary contrasts, baseline or first metric were named or
+    changed after runs of its arms were recorded: reports say so, since then they were not fixed
+    beforehand. A seed of which some arm has a record stays planned for every arm.
     """
     path = Path(folder) / SWEEPS
     entry: Any = {"baseline": baseline} | {key: value for key, value in more.items() if value}
     with FileLock(f"{path}.lock"):
         entries = json.loads(path.read_text()) if path.is_file() else {}
         old = entries.pop(name, {})
-        trained = {record["arm"] for record in records_of(folder)}
+        before = old.get("arms", {})
+        found = records_of(folder)
+        trained, begun = ({record[key] for record in found} for key in ("arm", "seed"))
         # Arms of earlier versions of the sweep stay listed, if they have records.
-        kept = {arm: seeds for arm, seeds in old.get("arms", {}).items() if arm in trained}
+        kept = {arm: seeds for arm, seeds in before.items() if arm in trained}
         is_ruled = "margin" in entry or "primary" in entry
         # What verdicts rest on.
-        rules = lambda each: (each.get("margin"), {*each.get("primary", ())}, each.get("baseline"))
+        metric = lambda each: (each.get("table", {}).get("metrics") or ["val_loss"])[0]
+        rules = lambda each: (each.get("margin"), {*each.get("primary", ())}, each.get("baseline"), metric(each))
         if "late" in old or (is_ruled and rules(old) != rules(entry) and trained & {*kept, *arms}):
             entry["late"] = True
-        entries[name] = {"arms": kept | {arm: sorted(seeds) for arm, seeds in arms.items()}, **entry}
+        planned = {arm: sorted({*seeds} | begun.intersection(before.get(arm, ()))) for arm, seeds in arms.items()}
+        entries[name] = {"arms": kept | planned, **entry}
         write_whole(path, (json.dumps(entries, indent=1) + "\n").encode())
 
 

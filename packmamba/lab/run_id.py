@@ -124,7 +124,8 @@ class Locked(ConfigError):
 class RunLock:
     """Lock a folder to one process, reentrantly, also among machines that share a file system.
 
-    Where a process was killed on another machine, its lock is free after ``LEASE_SECONDS``.
+    Where a process was killed on another machine, its lock is free once a process has waited for it
+    for ``LEASE_SECONDS``; a lock without its holder's name, of one killed while it wrote that, never.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -140,7 +141,9 @@ class RunLock:
                 # only remove a dead holder's lock at first.
                 self._lease.acquire(timeout=0.1, poll_interval=0.02)
         except Timeout:
-            raise Locked(f"{self.folder} is in use by another process; wait for it, or stop it") from None
+            raise Locked(
+                f"{self.folder} is in use by another process; wait for it, stop it or, if none is left, remove its .lock"
+            ) from None
 
     def __exit__(self, *_: object) -> None:
         self._lease.release()

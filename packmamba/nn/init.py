@@ -95,15 +95,8 @@ class Head(nn.Linear):
         self.weight = embedding.weight
 
     def tie_again(self, *_: Any) -> None:
-        """Share the embedding's weight again, if loading made two of it.
-
-        Raises ValueError if they differ.
-        """
-        embedding = self.tied_to[0]
-        if self.weight is not embedding.weight:
-            same = torch.equal(self.weight, embedding.weight)
-            expect(same, "lm_head.weight", "the embedding's, to which it is tied", "another")
-            self.tie(embedding)
+        """Share the embedding's weight again, where loading made two of it."""
+        self.tie(*self.tied_to)
 
     def reset_parameters(self) -> None:
         """Draw the weight; a tied one, which ``to_empty`` separates, is the embedding's again."""
@@ -118,10 +111,10 @@ class Head(nn.Linear):
 
 
 def check_tied(weights: Mapping[str, Tensor], prefix: str = "") -> None:
-    """Raise ValueError if a tied model's weights hold another head than the embedding."""
+    """Raise ValueError if a tied model's weights hold a head without or other than the embedding."""
     embedding = weights.get(f"{prefix}backbone.embedding.weight")
-    head = weights.get(f"{prefix}lm_head.weight", embedding)
-    same = embedding is None or torch.equal(head, embedding)  # type: ignore[arg-type]
+    head = weights.get(f"{prefix}lm_head.weight")
+    same = head is None or (embedding is not None and torch.equal(head, embedding))
     expect(same, "lm_head.weight", "the embedding's, to which it is tied", "another; set tie_embeddings=False")
 
 

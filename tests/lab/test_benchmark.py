@@ -20,7 +20,7 @@ def test_rounds_that_warm_up_are_not_counted(tmp_path, monkeypatch):
 
 
 def test_arms_that_disagree_are_not_timed(tmp_path, monkeypatch):
-    keys = ([], ["data.strategy=single"], ["model.d_state=3"], ["trainer.boundary=leak"])
+    keys = ([], ["data.strategy=single"], ["model.d_state=3"], ["trainer.boundary=leak"], ["data.tokens_per_step=24"])
     configs = [tiny_config(tmp_path, f"name=arm{i}", *overrides) for i, overrides in enumerate(keys)]
     list(measure_throughput(configs, rounds=1, output="x", progress=False))
     accumulate, calls = PackedLitModule.accumulate, []

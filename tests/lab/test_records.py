@@ -75,6 +75,8 @@ def test_records_hold_their_sweep(tmp_path):
     entries = json.loads((tmp_path / "sweep.json").read_text())
     assert [*entries["one"]["arms"]] == ["padded", "single"] and "late" not in entries["one"], "arms left out stay"
     assert "late" not in entries["new"] and "late" in entries["other"]
+    write_sweep(tmp_path, "new", {"padded": [0]}, "padded", margin=0.1, table={"metrics": ["val_loss_start"]})
+    assert "late" in json.loads((tmp_path / "sweep.json").read_text())["new"], "judged by another metric"
 
 
 def test_the_commit_is_of_the_own_checkout(tmp_path, monkeypatch):

@@ -46,7 +46,6 @@ def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
         ({"grid": {"runs_dir": ["y"]}}, "grid: expected no key that the sweep itself sets, got runs_dir"),
         ({"arms": {"x y=1": {}}}, "arms.x y=1: expected a name without ' key='"),
         ({"arms": {"x": {"data.stratgy": "padded"}}}, "unknown key 'data.stratgy'.*data.strategy"),
-        ({"arms": {"x": {"trainer.boundary": "carry"}}}, "data.strategy: expected concat_split"),
         ({"arms": {"x": {"model": {"d_state": 2}}}, "grid": {"model.d_state": [4]}}, "grid.model.d_state: .*arms.x"),
         ({"common": {"trainer.devices": 2}}, "trainer.devices: expected 1 in a sweep"),
         ({"grid": {"seed": [0, 1, 0]}}, "grid.seed"),

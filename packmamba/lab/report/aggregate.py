@@ -33,6 +33,8 @@ SCHEMES = """single padded padded-sorted packed-reset packed-leak packed-leak-co
     packed-carry""".split()  # in the order of tables
 LEAKS = ("leak", "leak_conv", "leak_scan")  # boundary schemes that are failures by design
 BASELINES = ("padded", "single", "packed-reset")
+# Of ours, and of lm-evaluation-harness, as in ``hellaswag.acc_norm``, without or with a filter.
+SCORES = re.compile(r"accuracy|gain|\.(acc|acc_norm|acc_bytes|exact_match|em|f1|mcc|bleu)(,|$)")
 OPEN_END = 2**31 - 1  # of the last range of positions
 SPEEDS = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup")
 NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers
@@ -289,9 +291,10 @@ def paired(arm: Arm, other: Arm, metric: str) -> tuple[Any, Any]:
     """Return ``estimate``'s arguments: differences of the seeds that both arms finished.
 
     They are nats (seeds, groups) and targets (groups,) if the metric is a loss whose documents have
-    groups; else differences by seed, and None.
+    groups; else differences by seed, and None. A mixture's groups are its sources, which are fixed,
+    and no sample of others.
     """
-    if metric.endswith(".loss"):
+    if metric.endswith(".loss") and not arm.says("data.sources"):
         curve = f"{metric.rpartition('.')[0]}.by_group"
         sums, weights = difference_by_group(arm, other, curve, "nats", "targets")
         if len(sums) > 1 and len(weights) > 1:  # one group is none: intervals over seeds
@@ -383,8 +386,9 @@ def _named_pairs(arms: Arms) -> tuple[dict[tuple[Arm, Arm], str], int]:
 
 
 def higher_is_better(metric: str) -> bool:
-    """Tell if a metric is a share of right answers or a gain, and no loss."""
-    return any(word in metric for word in ("accuracy", "gain"))
+    """Tell if a metric is a share of right answers, a score or a gain, and no loss."""
+    # A mixture's loss ends in the name of its source, which may be any word.
+    return ".loss" not in metric and SCORES.search(metric) is not None
 
 
 def same_documents(arm: Arm, other: Arm) -> bool:

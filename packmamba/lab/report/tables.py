@@ -314,7 +314,7 @@ def training_tables(records: Records) -> list[Table]:
     # A verdict means little if its rule was chosen after its result was seen.
     if any(arm.sweep.get("late") for arm in arms):
         for table in tables:
-            table.notes.append("Margin or primaries came after runs.")
+            table.notes.append("Margin, primaries or metric came after runs.")
     tables += [_differences(arms), _positions(arms)]
     tables += [_evaluation(name, metrics, arms) for name, metrics in evaluations_of(arms).items()]
     return [table for table in tables if table.rows]

@@ -87,8 +87,6 @@ class PackedMamba2(HeadMixer):
         # z, x, B, C, dt.
         self.in_proj = Projection(d_model, self.d_inner + self.conv_dim + self.nheads, bias=bias)
         self.conv1d = nn.Conv1d(self.conv_dim, self.conv_dim, d_conv, groups=self.conv_dim, bias=conv_bias)
-        fits = 0 < A_init_range[0] <= A_init_range[1]
-        expect(fits, "A_init_range", "(low, high) with 0 < low <= high", A_init_range)
         self.A_init_range = A_init_range
         self.dt_bias = nn.Parameter(torch.empty(self.nheads))
         self.A_log = nn.Parameter(torch.empty(self.nheads))

@@ -328,6 +328,12 @@ def test_only_where_a_leak_is_caught_equivalence_is_bare(boundary):
     assert verdicts_of(survivors)["packed-reset - padded"] == "equivalent, leak caught of survivors"
 
 
+def test_higher_is_better_of_scores_alone():
+    scores = ("mqar.accuracy", "hellaswag.acc_norm", "gsm8k.exact_match,strict-match")
+    assert all(map(aggregate.higher_is_better, scores))
+    assert not any(map(aggregate.higher_is_better, ("val_loss", "perplexity.loss.gains", "wikitext.word_perplexity")))
+
+
 @pytest.mark.parametrize("groups", [0, 1, 20])
 def test_a_metric_that_is_not_finite_is_no_survivor_s(groups):
     """Also with groups of documents, whose sums would skip what is not finite."""
@@ -346,13 +352,17 @@ def test_a_metric_that_is_not_finite_is_no_survivor_s(groups):
         point["nats"] = None
     row = contrasts_of(made)["packed-reset - padded"]
     assert (row["verdict"], row["seeds"], row["diverged"]) == ("open, of survivors", "4", "0")
+    mixed = [record | {"config": record["config"] | {"data": {"sources": ["a", "b"]}}} for record in made]
+    weights = aggregate.paired(*aggregate.training_arms(mixed)[1::-1], "perplexity.loss")[1]
+    assert weights is None, "a mixture's sources are no sample"
 
 
 def test_a_seed_that_has_no_run_stands_beside_the_verdict(tmp_path):
     for record in records():
         if (record["arm"], record["seed"]) != ("padded", 2):
             append_record(tmp_path / "records.jsonl", record)
-    write_sweep(tmp_path, "sweep", PLANNED, **RULE)
+    for seeds in ([0, 1, 2], [3, 4]):  # by two jobs
+        write_sweep(tmp_path, "sweep", dict.fromkeys(PLANNED, seeds), **RULE)
     found = verdicts_of(read_records(tmp_path))
     assert found["packed-reset - padded"] == "open, 1 of 5 seeds missing"
     assert found["packed-leak - padded"] == "different, 1 of 5 seeds missing"
