@@ -159,9 +159,6 @@ def _unknown_key(key: str, origin: str, declared: type) -> ConfigError:
     same_name = ["".join(other) for other in keys if other[2] == name]
     same_section = ["".join(other) for other in keys if other[0] == section]
     hint = suggest(key, same_name, cutoff=0) if same_name else suggest(key, same_section)
-    # A mixer's errors name its argument, which is a key only where every mixer has it.
-    if section == "model" and any(name in options(registry(mixer)) for mixer in registry(schema.MIXERS).values()):
-        hint = f"; set model.mixer_options.{name}"
     return ConfigError(f"unknown key '{key}' in {origin}{hint}")
 
 

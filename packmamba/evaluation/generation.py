@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from packmamba.errors import expect
-from packmamba.evaluation.packed_forward import DocumentState, initial_states, log_probabilities, read_to_the_end
+from packmamba.evaluation.packed_forward import DocumentState, InitialStates, log_probabilities, read_to_the_end
 from packmamba.evaluation.scoring import check_ids
 from packmamba.layout import SequenceLayout
 from packmamba.nn import MambaLM
@@ -52,7 +52,7 @@ def generate(
     finals: dict[int, DocumentState] = {}
     hidden = read_to_the_end(model, texts, max_slots, finals)
     # From the prompts' ends: by layer, states of all prompts (prompts, ...).
-    states: Any = initial_states(model, [finals[i] for i in range(len(texts))])
+    states: Any = list(InitialStates(model, [finals[i] for i in range(len(texts))]))
     # One generator a prompt: its draws do not depend on the others, or on when they end.
     draws = [np.random.default_rng([seed, i]) for i in range(len(texts))]
     new_tokens: list[list[int]] = [[] for _ in texts]

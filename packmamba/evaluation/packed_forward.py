@@ -135,12 +135,11 @@ def _one_pass(model: MambaLM, segments: list[Segment], max_slots: int) -> tuple[
     ids = np.concatenate(parts)
     tokens[0, : len(ids)] = torch.from_numpy(ids.astype(np.int64))
     starts = [segment.start for segment in segments]
+    states = None if all(start is None for start in starts) else InitialStates(model, starts)
     # Final states that somebody needs: of cut documents, and of those with a ``finish``.
     carried = [number for number, segment in enumerate(segments) if segment.keeps(max_slots)]
-    options: Any = {"return_states": bool(carried), "return_hidden": True}
+    options: Any = {"states": states, "return_states": bool(carried), "return_hidden": True}
     with torch.inference_mode():
-        if any(starts):
-            options["states"] = initial_states(model, starts)
         out = model(to_device(tokens, device), layout=layout, **options)
         hidden, finals = out if carried else (out, [])
         # The others' states are freed with ``finals``.
@@ -165,22 +164,36 @@ def to_device(part: Any, device: torch.device) -> Any:
     return part.to(device)
 
 
-def initial_states(model: MambaLM, starts: Sequence[DocumentState | None]) -> list[Any]:
+class InitialStates(Sequence):
     """Gather documents' initial states by layer."""
-    # States of earlier passes, and of each: which of its states go to which documents.
-    by_pool: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
-    for document, start in enumerate(starts):
-        if start is not None:
-            pool, row = start
-            by_pool.setdefault(id(pool), (pool, []))[1].append((row, document))
-    # What the mixer starts from, zero for ours; then overwritten by the stored ones, pool by pool.
-    states = model.start_states(len(starts))
-    for pool, places in by_pool.values():
-        rows, documents = to_device(torch.tensor(places), model.lm_head.weight.device).unbind(1)
-        for number, (layer, stored) in enumerate(zip(states, pool)):
-            chosen = [part.index_select(0, rows).to(like.dtype) for part, like in zip(stored, layer)]
-            states[number] = tuple(part.index_copy(0, documents, other) for part, other in zip(layer, chosen))
-    return states
+
+    def __init__(self, model: MambaLM, starts: Sequence[DocumentState | None]) -> None:
+        self.mixers = [layer.mixer for layer in model.backbone.layers]
+        self.documents = len(starts)
+        device = model.lm_head.weight.device
+        # States of earlier passes, and of each: which of its states go to which documents.
+        self.pools: list[tuple[Any, Tensor, Tensor]] = []
+        by_pool: dict[int, tuple[Any, list[tuple[int, int]]]] = {}
+        for document, start in enumerate(starts):
+            if start is not None:
+                pool, row = start
+                by_pool.setdefault(id(pool), (pool, []))[1].append((row, document))
+        for pool, places in by_pool.values():
+            rows, documents = to_device(torch.tensor(places), device).unbind(1)
+            self.pools.append((pool, rows, documents))
+
+    def __len__(self) -> int:
+        return len(self.mixers)
+
+    def __getitem__(self, layer: Any) -> Any:
+        # What the mixer starts from, zero for ours; then
+        # overwritten by the stored ones, pool by pool.
+        states = list(self.mixers[layer].start_state(self.documents))
+        for pool, rows, documents in self.pools:
+            for place, stored in enumerate(pool[layer]):
+                chosen = stored.index_select(0, rows).to(states[place].dtype)
+                states[place] = states[place].index_copy(0, documents, chosen)
+        return tuple(states)
 
 
 class TrainingLayoutReader:

@@ -22,7 +22,7 @@ from typing import Any, Optional
 
 from packmamba import __version__
 from packmamba.errors import COMMAND, Unfinished, UserError, extra, missing_package, need, refusing, suggest
-from packmamba.files import full_disk, space_for, work_folder, write_whole
+from packmamba.files import full_disk, space_for, write_whole
 
 try:
     import torch
@@ -269,10 +269,12 @@ def export(words: list[str]) -> None:
     path = Path(target[0]) if target else Path(folder, "huggingface")
     records.check_writable(path, str(path), new=True)
     model = load_model(folder, "cpu")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with space_for(path), work_folder(path.resolve()) as work:
-        _export(model, work)
-        work.rename(path)
+    try:
+        with space_for(path):
+            _export(model, path)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
     print(f"Written, for transformers: {path}")
 
 

@@ -116,7 +116,7 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
 
     The entry is ``late`` if its margin, primary contrasts, baseline or first metric were named or
     changed after runs of its arms were recorded: reports say so, since then they were not fixed
-    beforehand. A seed of which some arm has a record stays planned for every arm.
+    beforehand. A seed of which some arm has a record stays planned for the arms that it was for.
     """
     path = Path(folder) / SWEEPS
     entry: Any = {"baseline": baseline} | {key: value for key, value in more.items() if value}
@@ -124,7 +124,7 @@ def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline
         entries = json.loads(path.read_text()) if path.is_file() else {}
         old = entries.pop(name, {})
         before = old.get("arms", {})
-        found = records_of(folder)
+        found = [record for record in records_of(folder) if record["arm"] in {*before, *arms}]
         trained, begun = ({record[key] for record in found} for key in ("arm", "seed"))
         # Arms of earlier versions of the sweep stay listed, if they have records.
         kept = {arm: seeds for arm, seeds in before.items() if arm in trained}

@@ -86,18 +86,18 @@ def ssd_pack(
     checks.check_tensors(x, "x", (wide,), A=(A, (heads,)), D=(D, skip), delta_bias=(delta_bias, (heads,)))
     checks.check_tensors(x, "x", (wide,), initial_state=(initial_state, state_shape))
     checks.check_flags(delta_softplus=delta_softplus, return_final_state=return_final_state)
-    check_limit(delta_limit, "delta_limit")
+    _check_limit(delta_limit)
     tensors = (x, delta, A, B, C, D, z, delta_bias, initial_state, layout.offsets)
     a = SsdArguments(*tensors, layout, delta_softplus, delta_limit, return_final_state)
     return context_parallel.run("ssd_pack", a, backend)
 
 
-def check_limit(limit: Any, name: str) -> None:
+def _check_limit(limit: Any) -> None:
     """Raise ValueError unless a limit of step sizes is None or (low, high)."""
     is_pair = isinstance(limit, (tuple, list)) and len(limit) == 2
     are_numbers = is_pair and all(isinstance(bound, (int, float)) for bound in limit)
     is_limit = limit is None or (are_numbers and limit[0] <= limit[1])
-    expect(is_limit, name, "(low, high) with low at most high, or None", repr(limit))
+    expect(is_limit, "delta_limit", "(low, high) with low at most high, or None", repr(limit))
 
 
 class SsdArguments(NamedTuple):

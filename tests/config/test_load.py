@@ -63,7 +63,6 @@ def test_a_wrong_file_is_named(tmp_path, text, message):
     ("override", "message"),
     [
         ("data.lr=3", "'data.lr' .*did you mean 'optimizer.lr'"),
-        ("model.headdim=3", "'model.headdim' .*set model.mixer_options.headdim"),
         ("lr=3", "'lr' .*did you mean 'optimizer.lr'"),
         ("trainr.max_steps=3", "'trainr' .*did you mean 'trainer'"),
         ("data.row_lenght=3", "'data.row_lenght' .*did you mean 'data.row_length'"),

@@ -307,7 +307,7 @@ def test_callables():
         return by_document(lambda x: x.cumsum(1))(F.one_hot(tokens, 7).bfloat16(), lengths)
 
     result = leakcheck(tight, vocab_size=7)
-    assert result.ok and result.isolated_backward and max(seen) == 6 and "its present mode" in str(result)
+    assert result.ok and result.isolated_backward and max(seen) == 6
     leaking = leakcheck(lambda tokens, lengths: F.one_hot(tokens, 32).double().cumsum(1))
     assert (leaking.isolated_forward, leaking.isolated_backward, leaking.same_as_alone) == (False, False, False)
     with torch.no_grad():

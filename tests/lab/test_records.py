@@ -77,6 +77,10 @@ def test_records_hold_their_sweep(tmp_path):
     assert "late" not in entries["new"] and "late" in entries["other"]
     write_sweep(tmp_path, "new", {"padded": [0]}, "padded", margin=0.1, table={"metrics": ["val_loss_start"]})
     assert "late" in json.loads((tmp_path / "sweep.json").read_text())["new"], "judged by another metric"
+    for seeds in ([0, 1], [1]):
+        write_sweep(tmp_path, "mine", {"lost": seeds}, "padded")
+    of_mine = json.loads((tmp_path / "sweep.json").read_text())["mine"]["arms"]
+    assert of_mine == {"lost": [1]}, "seed 0 has begun in other sweeps alone"
 
 
 def test_the_commit_is_of_the_own_checkout(tmp_path, monkeypatch):

@@ -238,13 +238,10 @@ def test_what_hugging_face_s_format_cannot_hold_is_refused(tmp_path):
         model.save_pretrained(tmp_path, format="onnx")
 
 
-def test_weights_that_could_not_be_read_again_are_not_saved(tmp_path):
+def test_a_tied_head_that_was_replaced_is_not_saved(tmp_path):
     model = MambaLM(vocab_size=50, d_model=8, n_layer=1)
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(50, 8))
     for format in ("state_spaces", "huggingface"):
         with pytest.raises(ValueError, match="^lm_head.weight: expected the embedding's"):
             model.save_pretrained(tmp_path, format)
-    torch.nn.utils.prune.identity(model.lm_head, "weight")
-    with pytest.raises(ValueError, match="^model: expected its own weights.*lm_head.weight"):
-        model.save_pretrained(tmp_path)
     assert not any(tmp_path.iterdir())

@@ -34,7 +34,7 @@ SCHEMES = """single padded padded-sorted packed-reset packed-leak packed-leak-co
 LEAKS = ("leak", "leak_conv", "leak_scan")  # boundary schemes that are failures by design
 BASELINES = ("padded", "single", "packed-reset")
 # Of ours, and of lm-evaluation-harness, as in ``hellaswag.acc_norm``, without or with a filter.
-SCORES = re.compile(r"accuracy|gain|\.(acc|acc_norm|acc_bytes|exact_match|em|f1|mcc|bleu)(,|$)")
+SCORES = re.compile(r"accuracy|gain|pass@|\.(\w*acc|acc_\w+|exact\w*|em|f1|mcc|bleu|rouge\w*)(,|$)")
 OPEN_END = 2**31 - 1  # of the last range of positions
 SPEEDS = ("real_tokens_per_second", "slots_per_second", "padding_fraction", "speedup")
 NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cache_dir data.num_workers

@@ -18,7 +18,6 @@ from packmamba.nn.init import Projection
 from packmamba.nn.mixers.mixer import HeadMixer, State
 from packmamba.ops.checks import accumulation_dtype
 from packmamba.ops.mamba2_inner import mamba2_layer_arguments
-from packmamba.ops.ssd import check_limit
 
 
 class PackedMamba2(HeadMixer):
@@ -79,7 +78,6 @@ class PackedMamba2(HeadMixer):
         flags = {"bias": bias, "conv_bias": conv_bias, "D_has_hdim": D_has_hdim}
         super().__init__(sizes, flags, (dt_min, dt_max, dt_init_floor), backend, d_conv)
         self.d_conv = d_conv
-        check_limit(dt_limit, "dt_limit")
         low, high = map(float, dt_limit)
         self.dt_limit = None if (low, high) == (0.0, math.inf) else (low, high)
         self.norm_eps = norm_eps
