@@ -22,7 +22,6 @@ from experiments.by_name import Bench
 from packmamba.config import ConfigError, key, need, suggest
 from packmamba.integrations.transformers import patch
 from packmamba.isolation import LeakCheckResult, leakcheck
-from packmamba.isolation.adapters import CheckedModel
 from packmamba.lab.records import append_record, make_record, provenance
 from packmamba.ops.mamba_ssm import _peer
 
@@ -89,20 +88,23 @@ def chosen_models(models: dict[str, Any], only: list[str]) -> dict[str, dict[str
     return {name: dict(of or {}) for name, of in models.items() if not only or name in only}
 
 
-class Collated(CheckedModel):
+class Collated(torch.nn.Module):
     """Call a model with all that TRL's collator of packed documents makes."""
 
     def __init__(self, model: Any) -> None:
         from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 
-        super().__init__(model, "position_ids+seq_idx+cu_seq_lens_q", None)
-        self.boundaries, self.collator = TRL, DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
+        super().__init__()
+        self.model, self.config = model, model.config
+        self.collator = DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
 
-    def packed(self, tokens: Tensor, lengths: list[int]) -> Tensor:
-        batch = self.collator([{"input_ids": part.tolist()} for part in tokens[0].split(lengths)])
-        arguments = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
-        moved = {k: v.to(tokens.device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
-        return self._logits(tokens, **moved)
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, **options: Any) -> Any:
+        if position_ids is not None:
+            starts = (position_ids[0] == 0).nonzero()[1:, 0].tolist()
+            batch = self.collator([{"input_ids": part.tolist()} for part in input_ids[0].tensor_split(starts)])
+            marks = {name: value for name, value in batch.items() if name not in ("input_ids", "labels")}
+            options |= {k: v.to(input_ids.device) if isinstance(v, Tensor) else v for k, v in marks.items()}
+        return self.model(input_ids=input_ids, **options)
 
 
 def find_kernels() -> None:

@@ -404,10 +404,11 @@ def test_hugging_face_s_trainer_of_other_models(tmp_path):
     assert len(made["trainer"].rows) == 1 and len(made["trainer-arms"].rows) == 4
 
 
+@pytest.mark.extras
 def test_audit_of_transformers(tmp_path):
-    pytest.importorskip("transformers")
     from experiments.leakcheck import bench as audit
 
     records = records_of(audit.run, load_bench("leakcheck", ["only=[mamba]"]).config, tmp_path)
     leaks = {(r["arm"], r["config"]["boundaries"]): r["metrics"]["leaks"] for r in records}
+    assert len(leaks) == 12 and not any(r["metrics"]["fails"] for r in records)  # TRL's collator among them
     assert leaks["mamba", "position_ids"] == 1 and leaks["mamba, patched", "position_ids"] == 0
