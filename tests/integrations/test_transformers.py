@@ -13,43 +13,24 @@ import torch.nn.functional as F
 
 transformers = pytest.importorskip("transformers")
 
-from hugging_face import (  # noqa: E402
-    CONFIGS,
-    DELTA,
-    FAMILIES,
-    HYBRIDS2,
-    ROWS,
-    VOCAB,
-    alone,
-    arguments,
-    both,
-    build,
-    check_same,
-    error,
-    every_family,
-    every_family_slowly,
-    modeling,
-    plain_torch,  # noqa: F401
-    random_tokens,
-    refused,
-    wide,  # noqa: F401
-)
+import hugging_face as hf  # noqa: E402
+from hugging_face import every_family, every_family_slowly, plain_torch, wide  # noqa: E402, F401
 from packmamba import SequenceLayout, leakcheck, ops  # noqa: E402
 from packmamba.integrations.transformers import disable, enable, mixer, models, patch  # noqa: E402
 from packmamba.integrations.transformers.boundaries import Packing  # noqa: E402
 
-MASK, POSITION, IDX = arguments(ROWS)
+MASK, POSITION, IDX = hf.arguments(hf.ROWS)
 OTHERS = ("seq_idx", "cu_seq_lens_q", "position_ids+seq_idx")
 slowly = functools.partial(pytest.param, marks=pytest.mark.slow)
 
 
 @every_family
-@pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
+@pytest.mark.parametrize("config", hf.CONFIGS.values(), ids=hf.CONFIGS.keys())
 def test_packed_is_the_original_document_by_document(family, config):
-    model, packed = both(family, **config)
-    tokens = random_tokens()
+    model, packed = hf.both(family, **config)
+    tokens = hf.random_tokens()
     logits = packed(tokens, attention_mask=MASK, position_ids=POSITION).logits
-    check_same(packed, model, logits, tokens, ROWS, 1e-5)
+    hf.check_same(packed, model, logits, tokens, hf.ROWS, 1e-5)
 
 
 @every_family_slowly
@@ -58,8 +39,8 @@ def test_a_document_s_first_token_is_no_target(family, name):
     """Labels of every token give the loss of the documents alone, of which transformers never asks
     the first.
     """
-    model, packed = both(family)
-    tokens = random_tokens()[2:3]
+    model, packed = hf.both(family)
+    tokens = hf.random_tokens()[2:3]
     parts = [part for part in tokens.split([5, 1, 8], 1) if part.shape[1] > 1]
     alone = [model(part, labels=part, num_items_in_batch=1).loss for part in parts]
     given = {"labels": tokens, "position_ids": torch.cat([torch.arange(n) for n in (5, 1, 8)])[None]}
@@ -74,19 +55,19 @@ def test_a_document_s_first_token_is_no_target(family, name):
 
 @every_family
 def test_packed_is_the_original_in_float64(family, wide):  # noqa: F811
-    model, packed = both(family, dtype=torch.float64, use_bias=True, num_experts=1)
-    tokens = random_tokens()
+    model, packed = hf.both(family, dtype=torch.float64, use_bias=True, num_experts=1)
+    tokens = hf.random_tokens()
     logits = packed(tokens, attention_mask=MASK, seq_idx=IDX).logits
     assert logits.dtype == torch.float64
-    check_same(packed, model, logits, tokens, ROWS, 1e-12)
+    hf.check_same(packed, model, logits, tokens, hf.ROWS, 1e-12)
 
 
 def test_a_granite_of_attention_alone():
     """Some published ones have no state-space layer; their attention leaks all the same."""
-    model, packed = both("GraniteMoeHybrid", layer_types=["full_attention"] * 2)
-    tokens = random_tokens()
+    model, packed = hf.both("GraniteMoeHybrid", layer_types=["full_attention"] * 2)
+    tokens = hf.random_tokens()
     assert not leakcheck(model, lengths=[5, 1, 8]).ok and leakcheck(packed, "seq_idx", lengths=[5, 1, 8]).ok
-    check_same(packed, model, packed(tokens, attention_mask=MASK, seq_idx=IDX).logits, tokens, ROWS, 1e-5)
+    hf.check_same(packed, model, packed(tokens, attention_mask=MASK, seq_idx=IDX).logits, tokens, hf.ROWS, 1e-5)
     asked = {"max_new_tokens": 4, "pad_token_id": 0, "do_sample": False}
     found, expected = (m.eval().generate(tokens[:2], **asked) for m in (packed, model))
     assert torch.equal(found, expected)
@@ -95,43 +76,43 @@ def test_a_granite_of_attention_alone():
 @every_family_slowly
 @pytest.mark.parametrize("training", [True, False])
 def test_padding_on_either_side(family, training):
-    model, packed = (m.train(training) for m in both(family, use_bias=training))
+    model, packed = (m.train(training) for m in hf.both(family, use_bias=training))
     rows = [([14], 0, 0), ([4], 10, 0), ([9], 0, 5), ([6], 3, 5), ([1], 13, 0)]
-    mask, tokens = arguments(rows)[0], random_tokens(rows)
+    mask, tokens = hf.arguments(rows)[0], hf.random_tokens(rows)
     logits = packed(tokens, attention_mask=mask).logits
-    check_same(packed, model, logits, tokens, rows, 1e-5)
+    hf.check_same(packed, model, logits, tokens, rows, 1e-5)
     for kind in (torch.bool, torch.float32):
         assert torch.equal(packed(tokens, attention_mask=mask.to(kind)).logits, logits)
     # With a bias the original's padding reaches the tokens behind it; Kimi's gate lets it out
     # behind a row's tokens.
     if not training and family != "KimiLinear":
         original = model(tokens, attention_mask=mask).logits
-        assert error(logits, original) < 1e-5, "at padding too"
+        assert hf.error(logits, original) < 1e-5, "at padding too"
 
 
 @every_family
 def test_one_document_is_the_original_s(family):
     """With all that a model can return beside its logits."""
-    tokens = random_tokens()[2:3]
+    tokens = hf.random_tokens()[2:3]
     given = {"output_hidden_states": True, "output_router_logits": True, "labels": tokens}
-    expected, found = (m(tokens, **given) for m in both(family))
+    expected, found = (m(tokens, **given) for m in hf.both(family))
     assert list(found) == list(expected)
-    assert error(found.logits, expected.logits) < 1e-6 and abs(found.loss - expected.loss) < 1e-5
+    assert hf.error(found.logits, expected.logits) < 1e-6 and abs(found.loss - expected.loss) < 1e-5
     for name in {"hidden_states", "router_logits"} & {*expected}:
         for ours, theirs in zip(found[name], expected[name], strict=True):
-            assert error(ours, theirs) < 1e-6, name
+            assert hf.error(ours, theirs) < 1e-6, name
 
 
 def collated(lengths, **options):
     collator = transformers.DataCollatorWithFlattening(**options)
-    tokens = random_tokens()[0].tolist()
+    tokens = hf.random_tokens()[0].tolist()
     ends = torch.tensor(lengths).cumsum(0).tolist()
     return collator([{"input_ids": tokens[end - n : end]} for n, end in zip(lengths, ends)])
 
 
 @every_family_slowly
 def test_every_way_to_say_where_documents_start(family):
-    _, packed = both(family)
+    _, packed = hf.both(family)
     everything = {"return_seq_idx": True, "return_flash_attn_kwargs": True}
     batch = collated([5, 1, 8], **everything)
     expected = packed(**batch)
@@ -169,7 +150,7 @@ def varlen_attention(query, key, value, mask, position_ids=None, cu_seq_lens_q=N
     return F.scaled_dot_product_attention(query, key, value, mask, scale=rest["softmax_scale"]).transpose(1, 2)
 
 
-@pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba", "Qwen3_5", "KimiLinear"])
+@pytest.mark.parametrize("family", [*hf.HYBRIDS2, "Jamba", "Zamba", "Qwen3_5", "KimiLinear"])
 def test_flash_attention_of_one_packed_row(family, monkeypatch):
     """Zamba's and Granite's attention is given no positions: without cumulative lengths it leaks by
     up to 0.49.
@@ -179,15 +160,15 @@ def test_flash_attention_of_one_packed_row(family, monkeypatch):
     monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "flash_varlen", flash)
     masks = transformers.masking_utils
     monkeypatch.setitem(masks.AttentionMaskInterface._global_mapping, "flash_varlen", masks.flash_attention_mask)
-    model, packed = both(family)
+    model, packed = hf.both(family)
     for module in packed.modules():
         if hasattr(module, "config"):
             module.config._attn_implementation = "flash_varlen"
-    for row, tokens in ((ROWS[0], random_tokens()[:1]), (ROWS[1], random_tokens()[1:2])):
-        mask, position, idx = arguments([row])
+    for row, tokens in ((hf.ROWS[0], hf.random_tokens()[:1]), (hf.ROWS[1], hf.random_tokens()[1:2])):
+        mask, position, idx = hf.arguments([row])
         for given in ({"position_ids": position}, {"seq_idx": idx}):
             logits = packed(tokens, attention_mask=mask, **given).logits
-            check_same(packed, model, logits, tokens, [row], 1e-5)
+            hf.check_same(packed, model, logits, tokens, [row], 1e-5)
 
 
 @pytest.mark.parametrize("family", ["Qwen3Next", "OlmoHybrid", "KimiLinear"])
@@ -195,7 +176,7 @@ def test_fla_s_operators_of_one_row(family, monkeypatch):
     """They need a GPU; a stand-in has their arguments: one row without padding, and cumulative
     lengths.
     """
-    rule = next(rule for name in mixer.RULES if (rule := getattr(modeling(family), name, None)))
+    rule = next(rule for name in mixer.RULES if (rule := getattr(hf.modeling(family), name, None)))
 
     def by_cu_seqlens(q, k, v, *, g, beta, cu_seqlens, **options):
         assert len(q) == 1 and cu_seqlens[-1] == q.shape[1] and cu_seqlens.dtype == torch.int64
@@ -210,7 +191,7 @@ def test_fla_s_operators_of_one_row(family, monkeypatch):
     expected, _ = mixer._recur(rule, query, key, value, layout=layout, **given)
     monkeypatch.setattr(mixer, "_takes_cu_seqlens", lambda query: True)
     found, _ = mixer._recur(by_cu_seqlens, query, key, value, layout=layout, **given)
-    assert error(found, expected) < 1e-5 and not found[layout.documents < 0].any()
+    assert hf.error(found, expected) < 1e-5 and not found[layout.documents < 0].any()
 
 
 def test_a_convolution_that_takes_seq_idx():
@@ -238,7 +219,7 @@ def attend_by_ends(query, key, value, ends, _, longest, *most, scale, window_siz
 @pytest.mark.parametrize(
     "kind, short", [("cpu", False), ("cpu", True), pytest.param("cuda", True, marks=pytest.mark.gpu)]
 )
-@pytest.mark.parametrize("family", [*HYBRIDS2, "Jamba", "Zamba", *DELTA])
+@pytest.mark.parametrize("family", [*hf.HYBRIDS2, "Jamba", "Zamba", *hf.DELTA])
 def test_attention_reads_each_document_alone(family, kind, short, monkeypatch):
     """Under a mask a neighbour's NaN has weight 0, and 0 x NaN is NaN.
 
@@ -248,9 +229,9 @@ def test_attention_reads_each_document_alone(family, kind, short, monkeypatch):
     monkeypatch.setattr(models, "varlen_attn", served)
     if kind == "cpu":
         monkeypatch.setattr(models, "can_use_flash_attention", lambda _: short)
-    packed = both(family)[1].to(kind)
-    embedded = packed.get_input_embeddings()(random_tokens(ROWS[:2]).to(kind)).detach()
-    marks = arguments([([5, 1, 8], 0, 0), ([6, 5, 3], 0, 0)])[1].to(kind)
+    packed = hf.both(family)[1].to(kind)
+    embedded = packed.get_input_embeddings()(hf.random_tokens(hf.ROWS[:2]).to(kind)).detach()
+    marks = hf.arguments([([5, 1, 8], 0, 0), ([6, 5, 3], 0, 0)])[1].to(kind)
     logits = []
     for kernel, spoilt in (("eager", 0.0), ("sdpa", 0.0), ("sdpa", torch.nan)):
         packed.set_attn_implementation(kernel)
@@ -271,8 +252,8 @@ def test_no_bit_crosses_a_boundary(family):
     batch = collated([5, 1, 8], return_seq_idx=True, return_flash_attn_kwargs=True)
     tokens = batch["input_ids"]
     other = tokens.clone()
-    other[0, 4] = (other[0, 4] + 1) % VOCAB
-    model, packed = both(family)
+    other[0, 4] = (other[0, 4] + 1) % hf.VOCAB
+    model, packed = hf.both(family)
     ones = {"attention_mask": torch.ones_like(tokens)}
     marks = [{name: batch[name]} for name in ("position_ids", "seq_idx", "cu_seq_lens_q")]
     cases = [(model, True, marks[0]), *((packed, False, mark | mask) for mark in marks for mask in ({}, ones))]
@@ -288,11 +269,11 @@ def test_no_bit_crosses_a_boundary(family):
 @pytest.mark.parametrize("boundaries", ["position_ids", "attention_mask", *map(slowly, OTHERS)])
 def test_leakcheck_passes_it_alone(family, boundaries):
     """With a bias the original's padding on the left reaches what follows it."""
-    model, packed = both(family, use_bias=True)
+    model, packed = hf.both(family, use_bias=True)
     # of Mamba the command's test takes all lengths
     takes_all = boundaries == "position_ids" and family != "Mamba"
     lengths = {} if takes_all else {"lengths": [5, 1, 8]}
-    if boundaries == "position_ids" or (boundaries == "attention_mask" and family not in DELTA):
+    if boundaries == "position_ids" or (boundaries == "attention_mask" and family not in hf.DELTA):
         assert not leakcheck(model, boundaries=boundaries, lengths=[5, 1, 8]).ok
     found = leakcheck(packed, boundaries=boundaries, **lengths)
     assert found.ok, str(found)
@@ -300,14 +281,14 @@ def test_leakcheck_passes_it_alone(family, boundaries):
 
 @every_family_slowly
 def test_weights_and_names_stay(family, tmp_path):
-    model, packed = both(family)
+    model, packed = hf.both(family)
     assert list(packed.state_dict()) == list(model.state_dict())
     assert patch(packed) is packed and type(packed).__name__ == type(model).__name__
     assert isinstance(packed, type(model))
     packed.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded) is type(model), "a folder says nothing of the patch"
-    tokens = random_tokens()
+    tokens = hf.random_tokens()
     made = type(packed).from_pretrained(tmp_path)
     expected = packed(tokens, attention_mask=MASK, position_ids=POSITION).logits
     for again in (patch(loaded), made, copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
@@ -318,14 +299,14 @@ def test_enabled_classes_make_patched_models(tmp_path):
     """As AutoModelForCausalLM and trainers make them; a saved folder says nothing of the patch,
     which a warning says.
     """
-    tokens, models = random_tokens(), {}
-    for family in FAMILIES:
-        models[family] = both(family)[1]
+    tokens, models = hf.random_tokens(), {}
+    for family in hf.FAMILIES:
+        models[family] = hf.both(family)[1]
         with pytest.warns(UserWarning, match="^save_pretrained: "):
             models[family].save_pretrained(tmp_path / family)
     enable()
     try:
-        loaded = {f: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f).train() for f in FAMILIES}
+        loaded = {f: transformers.AutoModelForCausalLM.from_pretrained(tmp_path / f).train() for f in hf.FAMILIES}
         with pytest.raises(TypeError, match="^model: expected JambaForCausalLM of transformers, got Own"):
             type("Own", (transformers.JambaForCausalLM,), {})(models["Jamba"].config)
     finally:
@@ -340,7 +321,7 @@ def test_enabled_classes_make_patched_models(tmp_path):
 @every_family_slowly
 def test_required_boundaries(family):
     """Without them an error names them; what a cache asks for goes on."""
-    packed, tokens = patch(build(family), require_boundaries=True), random_tokens()[:1]
+    packed, tokens = patch(hf.build(family), require_boundaries=True), hf.random_tokens()[:1]
     ones = torch.ones_like(tokens)
     for nothing in ({}, {"attention_mask": ones}, {"attention_mask": MASK[1:2]}, {"use_cache": False}):
         with pytest.raises(ValueError, match="^position_ids: expected .*seq_idx or cu_seq_lens_q"):
@@ -355,14 +336,14 @@ def test_required_boundaries(family):
 
 @pytest.mark.parametrize("family", ["Mamba", "Mamba2", slowly("Jamba"), slowly("FalconH1")])
 def test_half_precision_and_autocast(family):
-    model, packed = both(family)
-    tokens = random_tokens()
-    reference = alone(model, tokens, ROWS)
+    model, packed = hf.both(family)
+    tokens = hf.random_tokens()
+    reference = hf.alone(model, tokens, hf.ROWS)
     half = copy.deepcopy(packed).bfloat16()
     with torch.autocast("cpu", torch.bfloat16):
         mixed = packed(tokens, attention_mask=MASK, position_ids=POSITION).logits
     for logits in (mixed, half(tokens, attention_mask=MASK, position_ids=POSITION).logits):
-        assert max(error(logits[b, a:e], single[0]) for single, (b, a, e) in reference) < 0.03
+        assert max(hf.error(logits[b, a:e], single[0]) for single, (b, a, e) in reference) < 0.03
     # As accelerate wraps a model for bf16=True: weights and logits are float32, what is between
     # them is not.
     forward = packed.forward
@@ -403,15 +384,15 @@ REFUSALS = [  # how the error begins, and the arguments
 
 @pytest.mark.parametrize(("begins", "arguments"), REFUSALS)
 def test_refuses_what_it_cannot_honour(begins, arguments):
-    assert refused(patch(build("Mamba", num_hidden_layers=1)), **arguments).startswith(f"{begins}expected ")
+    assert hf.refused(patch(hf.build("Mamba", num_hidden_layers=1)), **arguments).startswith(f"{begins}expected ")
 
 
 def test_a_replica_of_data_parallel_refuses_cumulative_lengths_alone():
     """DataParallel cuts every argument along its first axis: rows stay whole, cumulative lengths do
     not.
     """
-    replica = patch(build("Mamba", num_hidden_layers=1))._replicate_for_data_parallel()
-    assert "expected DistributedDataParallel" in refused(replica, cu_seq_lens_q=torch.tensor([0, 6, 12]))
+    replica = patch(hf.build("Mamba", num_hidden_layers=1))._replicate_for_data_parallel()
+    assert "expected DistributedDataParallel" in hf.refused(replica, cu_seq_lens_q=torch.tensor([0, 6, 12]))
 
 
 def patch_refuses(model):
@@ -421,7 +402,7 @@ def patch_refuses(model):
 
 
 def test_patch_refuses_other_models_by_name():
-    config = build("Mamba", num_hidden_layers=1).config
+    config = hf.build("Mamba", num_hidden_layers=1).config
     for other in (torch.nn.Linear(2, 2), "my/model", transformers.MambaModel(config)):
         assert patch_refuses(other).endswith(f"got {type(other).__name__}")
 
@@ -436,22 +417,22 @@ def test_patch_refuses_other_models_by_name():
     ],
 )
 def test_patch_refuses_what_its_kernels_do_not_compute(name, config):
-    assert patch_refuses(build("Mamba", num_hidden_layers=1, **config)).startswith(f"{name}: ")
+    assert patch_refuses(hf.build("Mamba", num_hidden_layers=1, **config)).startswith(f"{name}: ")
 
 
 @every_family
 def test_patch_refuses_a_mixer_that_looks_different(family, monkeypatch):
     """By name, and then nothing is patched."""
-    model = build(family)
+    model = hf.build(family)
     mixer = next(module for module in model.modules() if hasattr(module, "conv_kernel_size"))
     mixer.gate_norm = torch.nn.Linear(1, 1)
     assert patch_refuses(model).endswith("gate_norm is new") and type(model).__module__.startswith("transformers.")
     monkeypatch.setattr(type(mixer), "forward", lambda self, hidden_states, cache, attention_mask: None)
-    assert patch_refuses(build(family)).endswith("its forward takes self, hidden_states, cache, attention_mask")
+    assert patch_refuses(hf.build(family)).endswith("its forward takes self, hidden_states, cache, attention_mask")
 
 
 def test_the_block_of_mamba_2_is_one_operator_unless_its_norm_has_a_hook(monkeypatch):
-    model, calls = patch(build("Mamba2")), []
+    model, calls = patch(hf.build("Mamba2")), []
     block = ops.mamba2_inner
     monkeypatch.setattr(ops, "mamba2_inner", lambda *arguments: calls.append("block") or block(*arguments))
     tokens = torch.arange(12)[None]
@@ -462,4 +443,4 @@ def test_the_block_of_mamba_2_is_one_operator_unless_its_norm_has_a_hook(monkeyp
                 module.register_forward_hook(lambda *_: calls.append("norm"))
         found = model(tokens).logits
     assert calls == ["block", "block", "norm", "norm"]
-    assert error(found, expected) < 1e-6
+    assert hf.error(found, expected) < 1e-6
