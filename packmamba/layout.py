@@ -201,20 +201,18 @@ class SequenceLayout:
         fits = cumulative.dim() == 1 and cumulative.numel() > 1
         expect(fits, name, "shape (S + 1,) with S at least 1", tuple(cumulative.shape))
         last = int(cumulative[-1])
-        rows, row_length = shape = _shape(rows, last // rows if row_length is None else row_length)
+        rows, row_length = shape = _shape(rows, last // max(rows, 1) if row_length is None else row_length)
         slots = rows * row_length
         remedy = "; make a padded tail a document of its own" if 0 < last < slots else ""
         runs = cumulative[0] == 0 and last == slots
-        got = f"{int(cumulative[0])} to {last}{remedy}"
-        expect(runs, name, f"to run from 0 to B * L = {slots}", got)
+        expect(runs, name, f"to run from 0 to B * L = {slots}", f"{int(cumulative[0])} to {last}{remedy}")
         not_above = (cumulative.diff() <= 0).nonzero().flatten()
         if len(not_above):
             got = f"{cumulative[not_above[0] :][:2].tolist()}; drop empty documents"
             raise ValueError(f"{name}: expected to increase strictly, got {got}")
         row_starts = torch.arange(0, slots, row_length)
-        missing = row_starts[~torch.isin(row_starts, cumulative)]
-        if len(missing):
-            raise ValueError(f"{name}: expected a document to start at each row's start, got none at {missing[0]}")
+        missing = row_starts[~torch.isin(row_starts, cumulative)].tolist()
+        expect(not missing, name, "a document to start at each row's start", f"none at {min(missing, default=0)}")
         # This format has no gaps, so it cannot express padding.
         starts = cumulative[:-1]
         return cls._checked(shape, starts, cumulative[1:], torch.zeros_like(starts))

@@ -94,6 +94,7 @@ REFUSALS = {
     "cu starts above 0": (from_cu_seqlens, (INTS([1, 4]), 1, 4), ValueError, "from 0"),
     "cu stops short": (from_cu_seqlens, (INTS([0, 3]), 1, 4), ValueError, "4.*0 to 3; "),
     "cu stands still": (from_cu_seqlens, (INTS([0, 2, 2, 4]), 1, 4), ValueError, r"strictly.*\[2, 2\]"),
+    "cu of no rows": (from_cu_seqlens, (INTS([0, 3]), 0), ValueError, "rows"),
     "cu crosses rows": (from_cu_seqlens, (INTS([0, 3, 8]), 2, 4), ValueError, "none at 4"),
 }
 

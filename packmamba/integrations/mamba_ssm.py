@@ -169,5 +169,8 @@ def _of(layer: Any) -> Mamba:
             conv_bias=layer.conv1d.bias is not None, bias=layer.in_proj.bias is not None,
             use_fast_path=getattr(layer, "use_fast_path", True), layer_idx=getattr(layer, "layer_idx", None),
         )  # fmt: skip
+    frozen = [parameter for parameter in layer.parameters() if not parameter.requires_grad]
     ours.load_state_dict(layer.state_dict(keep_vars=True), assign=True)
+    for parameter in frozen:
+        parameter.requires_grad_(False)  # assigning gives it what the parameter on meta had
     return ours.train(layer.training)

@@ -120,7 +120,7 @@ def leakcheck(
 
     Change documents of a packed row, and compare the others bit by bit; differentiate documents'
     losses by all tokens' embeddings; compute each document alone; in evaluation mode, then in
-    training mode. Random states, modes, buffers, gradients and weights stay.
+    training mode. PyTorch's random states, modes, buffers, gradients and weights stay.
 
     Args:
         model_or_callable: a causal language model that takes ``input_ids`` and the boundary

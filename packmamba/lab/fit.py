@@ -79,9 +79,8 @@ def fit(config: Config, progress: bool = True, stop: callbacks.Stop | None = Non
         finally:
             if torch.distributed.is_initialized():
                 torch.distributed.destroy_process_group()
-            wandb = sys.modules.get("wandb")
-            if wandb is not None and wandb.run is not None:
-                wandb.finish()  # else the next run joins this one
+            if getattr(sys.modules.get("wandb"), "run", None) is not None:
+                sys.modules["wandb"].finish()  # else the next run joins this one
 
 
 @contextmanager
@@ -95,8 +94,7 @@ def configured_runtime(config: Config) -> Iterator[None]:
         torch.cuda.reset_peak_memory_stats()
     on_cpu = trainer.accelerator == "cpu" or not torch.cuda.is_available()
     # Sums of several threads are cut as the number of cores, which differs between machines, says.
-    default_threads = 1 if trainer.deterministic and on_cpu else threads_before
-    torch.set_num_threads(trainer.threads or default_threads)
+    torch.set_num_threads(trainer.threads or (1 if trainer.deterministic and on_cpu else threads_before))
     try:
         if trainer.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

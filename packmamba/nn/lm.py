@@ -222,9 +222,9 @@ class MambaLM(nn.Module):
         residual = embedded.to(torch.promote_types(embedded.dtype, torch.float32))
         norm = self.backbone.norm_f
         device = tokens.device.type
-        dtype = norm.weight.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
+        # Autocast leaves float64 as it is.
+        casts = torch.is_autocast_enabled(device) and norm.weight.dtype != torch.float64
+        dtype = torch.get_autocast_dtype(device) if casts else norm.weight.dtype
         # The first block's norm, by adding nothing to the stream.
         return self._start(residual, embedded.new_zeros(()).to(dtype), norm.eps)
 

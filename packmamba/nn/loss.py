@@ -47,7 +47,8 @@ def linear_cross_entropy(
             False, are skipped. None: none is skipped.
         compiled: fuse what lies between the matrix products by torch.compile, where no kernel does:
             on a CPU, and in float64.
-        shares: (B, L), weights of losses in the sum; None: 1.
+        shares: (B, L), weights of losses in the sum, in float16 of order 1, since gradients of
+            logits are rounded with them: divide the sum by a step's targets; None: 1.
 
     Returns the sum, differentiable in hidden and weight, and losses (B, L) without factor and
     gradient, zero where there is no target; both float32 (float64 beside float64). Raises

@@ -192,10 +192,11 @@ def _to_state_spaces(config: dict[str, Any]) -> dict[str, Any]:
     """Translate MambaLM's arguments to state-spaces' configuration."""
     layer = _layer(config["mixer"])
     options = {} if layer == DEFAULT_LAYER else {"layer": layer}
+    # mamba-ssm has neither key, and this value.
+    unsaid = [("norm_epsilon", NORM_EPSILON), ("norm_eps", NORM_EPSILON)]
+    config = {key: value for key, value in config.items() if (key, value) not in unsaid}
     options |= {key: value for key, value in config.items() if key not in {*STATE_SPACES, *NOT_PUBLISHED}}
     published = {key: config[key] for key in STATE_SPACES if key in config}
-    if published["norm_epsilon"] == NORM_EPSILON:
-        del published["norm_epsilon"]  # mamba-ssm has no such key
     return published | {
         "ssm_cfg": options,
         "rms_norm": True,

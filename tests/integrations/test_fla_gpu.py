@@ -27,9 +27,6 @@ def test_packed_is_the_original_document_by_document(family):
     logits = packed(tokens, **marks).logits
     # fla multiplies in TF32: logits were off by up to 6e-5, a decay's gradient by 1.5e-2.
     hf.check_same(packed, model, logits, tokens, rows, 3e-3)
-    other = tokens.clone()
-    other[:, :71] = 3
-    assert torch.equal(packed(other, **marks).logits[:, 71:], logits[:, 71:])
     assert leakcheck(packed, "position_ids+seq_idx+cu_seq_lens_q", lengths=LENGTHS[:4]).ok
 
 

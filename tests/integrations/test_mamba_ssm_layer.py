@@ -211,9 +211,9 @@ def test_a_model_s_layers_are_exchanged():
     assert replace(model) is model
     assert all(isinstance(layer.mixer, Ours) and not layer.mixer.training for layer in model.layers)
     assert [layer.mixer.layer_idx for layer in model.layers] == [0, 1]
-    shared = Theirs(8, d_state=4)
+    shared = Theirs(8, d_state=4).requires_grad_(False)
     twice = replace(nn.ModuleList([shared, shared]))
-    assert isinstance(twice[0], Ours) and twice[0] is twice[1]
+    assert isinstance(twice[0], Ours) and twice[0] is twice[1] and not any(p.requires_grad for p in twice.parameters())
     assert all(model.get_parameter(name) is parameter for name, parameter in parameters.items())
     assert relative_error(model(tokens).logits.detach(), before.detach().double()) < 1e-6
     result = leakcheck(model, "seq_idx")

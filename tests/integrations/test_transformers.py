@@ -322,8 +322,12 @@ def test_enabled_classes_make_patched_models(tmp_path):
 def test_required_boundaries(family):
     """Without them an error names them; what a cache asks for goes on."""
     packed, tokens = patch(hf.build(family), require_boundaries=True), hf.random_tokens()[:1]
-    ones = torch.ones_like(tokens)
-    for nothing in ({}, {"attention_mask": ones}, {"attention_mask": MASK[1:2]}, {"use_cache": False}):
+    for nothing in (
+        {},
+        {"attention_mask": torch.ones_like(tokens)},
+        {"attention_mask": MASK[1:2]},
+        {"use_cache": False},
+    ):
         with pytest.raises(ValueError, match="^position_ids: expected .*seq_idx or cu_seq_lens_q"):
             packed(tokens, **nothing)
     packed(tokens, position_ids=torch.arange(14)[None])
@@ -378,7 +382,7 @@ REFUSALS = [  # how the error begins, and the arguments
     ("input_ids: ", {"input_ids": torch.ones(2, 0, dtype=torch.int64)}),
     ("cu_seqlens: ", {"cu_seqlens": torch.tensor([0, 6, 12])}),
     ("cu_seqlens_q: ", {"cu_seqlens_q": torch.tensor([0, 6, 12])}),
-    ("document_ids: ", {"document_ids": torch.zeros(1, 12, dtype=torch.long)}),
+    ("document_id: ", {"document_id": torch.zeros(1, 12, dtype=torch.long)}),
 ]
 
 

@@ -107,8 +107,7 @@ def test_trainer_with_flattened_batches(family, tmp_path):
     pytest.importorskip("accelerate")
     model, packed = hf.both(family)
     collator = transformers.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
-    evaluates = {"eval_strategy": "steps", "eval_steps": 5}
-    settings = hf.settings_of(transformers.TrainingArguments, tmp_path, **evaluates, **FIVE_STEPS)
+    settings = hf.settings_of(transformers.TrainingArguments, tmp_path, eval_strategy="epoch", **FIVE_STEPS)
     losses, trainer = train(transformers.Trainer, packed, settings, data_collator=collator, eval_dataset=hf.documents())
     all_documents = hf.documents()
     expected = single_losses(model, ([all_documents[:4], all_documents[4:]] * 3)[:5])

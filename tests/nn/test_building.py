@@ -78,6 +78,8 @@ BAD_CALLS = [  # how the error begins, and the call
     ("headdim", lambda t: PackedMamba2(32, headdim=24)),
     ("headdim", lambda t: PackedMamba2(32, headdim=16, ngroups=3)),
     ("d_conv", lambda t: PackedMamba2(32, headdim=16, d_conv=5)),
+    ("dt_limit", lambda t: PackedMamba2(32, headdim=16, dt_limit=(0.1, 0.001))),
+    ("A_init_range", lambda t: PackedMamba2(32, headdim=16, A_init_range=(-16, -1))),
     ("d_state", lambda t: PackedMamba2(32, headdim=16, d_state=300)),
     ("d_state", lambda t: PackedMamba3(8, headdim=4, is_mimo=True, d_state=5)),
     ("mimo_rank", lambda t: PackedMamba3(8, headdim=4, is_mimo=True, mimo_rank=0)),

@@ -222,6 +222,7 @@ def test_bfloat16(config, how):
             real = LAYOUT.documents >= 0
             assert error(logits[real], expected[real]) < 0.03  # a few roundings of 2**-9 a layer
             model(tokens, layout=LAYOUT, states=finals)
+        assert exact.double()(tokens).dtype == torch.float64  # which autocast leaves alone
     for name, gradient in gradients(summed_loss(logits.float(), tokens, LAYOUT), model, states).items():
         assert gradient.isfinite().all() and gradient.any(), name
 

@@ -238,6 +238,11 @@ def test_what_hugging_face_s_format_cannot_hold_is_refused(tmp_path):
         model.save_pretrained(tmp_path, format="onnx")
 
 
+def test_mamba_ssm_gets_no_key_that_it_does_not_know(tmp_path):
+    MambaLM(vocab_size=50, d_model=32, n_layer=1, mixer="mamba2", headdim=16, norm_eps=1e-5).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["ssm_cfg"] == {"layer": "Mamba2", "headdim": 16}
+
+
 def test_a_tied_head_that_was_replaced_is_not_saved(tmp_path):
     model = MambaLM(vocab_size=50, d_model=8, n_layer=1)
     model.lm_head.weight = torch.nn.Parameter(torch.zeros(50, 8))

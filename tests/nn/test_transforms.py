@@ -61,6 +61,12 @@ def test_second_derivatives_are_those_of_finite_differences(mixer):
     with torch.no_grad():
         parameter -= 2 * step * direction
     torch.testing.assert_close(found, (after - gradient()).detach() / (2 * step), rtol=1e-5, atol=1e-8)
+    # Forward mode, where gradients are not enabled.
+    layer, (hidden, direction) = model.backbone.layers[0].mixer, torch.randn(2, 1, 5, 16).double()
+    with torch.no_grad():
+        _, found = torch.func.jvp(layer, (hidden,), (direction,))
+        before, after = (layer(hidden + sign * step * direction) for sign in (-1, 1))
+    torch.testing.assert_close(found, (after - before) / (2 * step), rtol=1e-5, atol=1e-8)
 
 
 def test_the_loss_refuses_second_derivatives():

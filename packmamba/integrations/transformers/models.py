@@ -61,8 +61,8 @@ CACHES = ("cache", "cache_params", "past_key_values")
 # Names of mixers among a hybrid's kinds of layers.
 LINEAR = ("linear_attention", "conv")
 # Boundary arguments elsewhere.
-OTHER_NAMES = """cu_seqlens cu_seqlens_q cu_seqlens_k cu_seq_lens position_indices segment_ids seq_ids sequence_ids
-    document_ids position_id""".split()
+OTHER_NAMES = """cu_seqlen cu_seqlens cu_seqlens_q cu_seqlens_k cu_seq_len cu_seq_len_q cu_seq_lens seqidx seq_ids sequence_ids
+    segment_id segment_ids segments document_id document_ids doc_ids position_id position_indices positions""".split()
 ASKS = ("attention_mask", *BOUNDARIES, *OTHER_NAMES)
 
 

@@ -79,6 +79,8 @@ class PackedMamba2(HeadMixer):
         super().__init__(sizes, flags, (dt_min, dt_max, dt_init_floor), backend, d_conv)
         self.d_conv = d_conv
         low, high = map(float, dt_limit)
+        expect(low <= high, "dt_limit", "(low, high) with low at most high", dt_limit)
+        expect(0 < A_init_range[0] <= A_init_range[1], "A_init_range", "(low, high), above zero", A_init_range)
         self.dt_limit = None if (low, high) == (0.0, math.inf) else (low, high)
         self.norm_eps = norm_eps
         self.conv_dim = self.d_inner + 2 * ngroups * d_state  # x, B, C

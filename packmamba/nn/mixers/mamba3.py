@@ -313,7 +313,8 @@ class PackedMamba3(HeadMixer):
         # The last row is padding's, whose document is -1.
         before = F.pad(before, (0, 0, 0, 0, 0, 1))
         theta = ((total - before[document]) % PARTS).to(turns.dtype) * (2 * math.pi / PARTS)
-        if not torch.is_grad_enabled():
+        # Forward-mode derivatives need no gradients to be enabled.
+        if not torch.is_grad_enabled() and torch.autograd.forward_ad._current_level < 0:
             return theta
         radians = (2 * math.pi * turns).flatten(-2)
         ones = torch.ones_like(radians)
