@@ -21,10 +21,8 @@ SIZES = {"hidden_size": 64, "state_size": 32}
 
 def test_packed_is_the_original_document_by_document(family):
     model, packed = (m.cuda() for m in hf.both(family, **SIZES))
-    rows, make = [(LENGTHS, 0, 0)], torch.Generator().manual_seed(1)
-    tokens = torch.randint(1, hf.VOCAB, (1, sum(LENGTHS)), generator=make).cuda()
-    marks = {"position_ids": hf.arguments(rows)[1].cuda()}
-    logits = packed(tokens, **marks).logits
+    rows, tokens = [(LENGTHS, 0, 0)], torch.randint(1, hf.VOCAB, (1, sum(LENGTHS))).cuda()
+    logits = packed(tokens, position_ids=hf.arguments(rows)[1].cuda()).logits
     # fla multiplies in TF32: logits were off by up to 6e-5, a decay's gradient by 1.5e-2.
     hf.check_same(packed, model, logits, tokens, rows, 3e-3)
     assert leakcheck(packed, "position_ids+seq_idx+cu_seq_lens_q", lengths=LENGTHS[:4]).ok

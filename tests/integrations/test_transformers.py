@@ -322,12 +322,8 @@ def test_enabled_classes_make_patched_models(tmp_path):
 def test_required_boundaries(family):
     """Without them an error names them; what a cache asks for goes on."""
     packed, tokens = patch(hf.build(family), require_boundaries=True), hf.random_tokens()[:1]
-    for nothing in (
-        {},
-        {"attention_mask": torch.ones_like(tokens)},
-        {"attention_mask": MASK[1:2]},
-        {"use_cache": False},
-    ):
+    ones = torch.ones_like(tokens)
+    for nothing in ({}, {"attention_mask": ones}, {"attention_mask": MASK[1:2]}, {"use_cache": False}):
         with pytest.raises(ValueError, match="^position_ids: expected .*seq_idx or cu_seq_lens_q"):
             packed(tokens, **nothing)
     packed(tokens, position_ids=torch.arange(14)[None])
