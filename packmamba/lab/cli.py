@@ -155,10 +155,8 @@ def tokenize(words: list[str]) -> None:
     texts = tqdm(read_texts(data, held_out=True), "Validation", unit=" documents", disable=None)
     sizes = [(len(text.encode()), len(tokenizer.encode(text))) for text in texts]
     ratio = sum(size for size, _ in sizes) / sum(count for _, count in sizes)
-    command = f"{COMMAND} train data.tokenizer={config.output}"
-    print(
-        f"{tokenizer.vocab_size:,} tokens, {ratio:.2f} bytes a token in validation; next, with the same keys of data: {command}"
-    )
+    made = f"{tokenizer.vocab_size:,} tokens, {ratio:.2f} bytes a token in validation"
+    print(f"{made}; next, with the same keys of data: {COMMAND} train data.tokenizer={config.output}")
 
 
 def sweep(words: list[str]) -> None:
@@ -187,6 +185,8 @@ def evaluate(words: list[str]) -> None:
     if run.data.sources and any(word.startswith(("data.source=", "data.path=")) for word in overrides):
         layers[0][0]["data"]["sources"] = []  # other documents than the run's mixture
     config = resolve(EvalConfig, layers)
+    is_own = config.data.tokenizer == run.data.tokenizer or not Path(folder, TOKENIZER).is_file()
+    need(is_own, "data.tokenizer", f"{folder}'s own; leave it out", config.data.tokenizer)
     need(config.tasks, "tasks", f"one or more of {', '.join(EVALUATIONS)}", "none")
     for name, keys in config.options.items():
         mine = name in config.tasks and type(keys) is dict

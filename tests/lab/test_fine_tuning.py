@@ -163,6 +163,7 @@ def test_evaluation_scores_answers_and_a_mixture_s_run_reads_what_it_is_told(tmp
     assert record["metrics"]["targets"] > 0 and evaluated["metrics"]["targets"] < answers
     assert cli.main(["eval", str(run_folder(config)), "tasks=[positions]"], prog="run.py") == 2
     assert "set data.loss_on=all" in capsys.readouterr().err
+    assert cli.main(["eval", str(run_folder(config)), "data.tokenizer=bytes"], prog="run.py") == 2
     sources = [{"source": "jsonl", "path": str(write_pairs(tmp_path)), "weight": 1}]
     mixed = configure(tmp_path, "data.source=stdlib", "data.path=null", f"data.sources={json.dumps(sources)}")
     trained = fit(mixed, progress=False)
