@@ -10,9 +10,10 @@ from statistics import median
 from typing import Any
 
 import torch
+from scipy.stats import iqr as spread
 from tqdm import tqdm
 
-from packmamba.lab.benchmark import now, seconds, spread
+from packmamba.lab.benchmark import now, seconds
 
 __all__ = ["free_memory", "median", "now", "seconds", "spread", "take_turns"]
 

@@ -253,9 +253,12 @@ def _check_rules(config: Config) -> None:
     _check_keys_in_use(config, strategy, boundary)
     rule(data.row_length or not strategy.needs_row_length, "data.row_length", f"an integer with {data.strategy}")
     longest = data.cut_documents or float("inf")
-    fits = data.overlong != "error" or strategy.splits_documents or longest <= (data.row_length or longest)
+    fits = strategy.splits_documents or longest <= (data.row_length or longest)
     unknown = "truncate or split with data.streaming, in which the longest document is not known"
-    rule(fits or not data.streaming, "data.overlong", unknown)
+    rule(fits or data.overlong != "error" or not data.streaming, "data.overlong", unknown)
+    # Pieces longer than a row would lose their ends, which follow in no row.
+    at_most = "at most data.row_length with data.overlong=truncate"
+    rule(fits or data.overlong != "truncate" or not data.cut_documents, "data.cut_documents", at_most)
     has_kernels = config.ops.backend != "mamba_ssm" or config.model.mixer not in ("mamba2", "mamba3")
     rule(has_kernels, "ops.backend", f"auto, reference, cpu or cuda with model.mixer={config.model.mixer}")
     if boundary.continues:

@@ -194,8 +194,7 @@ class _Run:
     def _prepare(self) -> PackedLitModule:
         """Make the module from the seed or from given weights; write the configuration."""
         max_steps = self.config.trainer.max_steps
-        least = f"at least {self.reached} of {self.folder}"
-        need(self.reached <= max_steps, "trainer.max_steps", least, max_steps)
+        need(self.reached <= max_steps, "trainer.max_steps", f"at least {self.reached} of {self.folder}", max_steps)
         lightning.seed_everything(self.config.seed, workers=True, verbose=False)
         module = PackedLitModule.from_config(self.config, self.data.vocab_size)
         check_run(self.config, len(module.model.lm_head.weight))
@@ -333,7 +332,6 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
     Raises ConfigError where Lightning or the operators' backend refuses the configuration.
     """
     options = config.trainer
-    folder = run_id.run_folder(config)
     of_lightning: Any = {name: getattr(options, name) for name in LIGHTNING_KEYS}
     configured = [instantiate(spec, "trainer.callbacks") for spec in options.callbacks]
     averages = ", ".join(type(callback).__name__ for callback in configured if isinstance(callback, WeightAveraging))
@@ -356,7 +354,7 @@ def make_trainer(config: Config, ours: list[Any], progress: bool, resumed_step: 
             check_val_every_n_epoch=None,
             num_sanity_val_steps=0,
             log_every_n_steps=min(options.log_every, options.max_steps),
-            logger=[make_logger(spec, folder, purged_step) for spec in options.loggers],
+            logger=[make_logger(spec, run_id.run_folder(config), purged_step) for spec in options.loggers],
             # Evaluations, the last of ours, read weights that a callback averages after the step.
             callbacks=[*ours[:-1], *configured, ours[-1], *bar],
             enable_progress_bar=progress,

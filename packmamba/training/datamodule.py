@@ -23,6 +23,11 @@ from packmamba.data.token_store import Corpora, evaluation_documents, load_corpo
 from packmamba.ops.context_parallel import ContextParallel
 from packmamba.training.boundary import BOUNDARIES
 
+# Keys that decide which documents a step holds. In another matched run strategies may be exchanged:
+# they arrange the same documents.
+MATCHED = ("batching", "cut_at_steps", "cut_documents", "tokens_per_step")
+STREAM = (*MATCHED, "strategy", "row_length", "overlong", "buffer", "streams", "stagger", "shuffle_steps")
+
 
 class PackedDataModule(lightning.LightningDataModule):
     """Train on a StepBatch per optimizer step; validate, test and predict on PackedBatches.
@@ -92,13 +97,19 @@ class PackedDataModule(lightning.LightningDataModule):
         _ = self.corpora
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the hash of everything that decides the documents, for checkpoints."""
-        return {"corpus_hash": self.corpora.corpus_hash}
+        """Return the documents' hash and what decides their order, for checkpoints."""
+        names = STREAM if self.config.batching == "stream" else MATCHED
+        order = {f"data.{name}": getattr(self.config, name) for name in names}
+        return {"corpus_hash": self.corpora.corpus_hash, "seed": self.seed, **order}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raise ConfigError if a checkpoint was trained on other documents."""
-        same = state_dict["corpus_hash"] == self.corpora.corpus_hash
+        """Raise ConfigError if a checkpoint was trained on other documents, or in another order."""
+        own = self.state_dict()
+        same = state_dict["corpus_hash"] == own["corpus_hash"]
         need(same, "data", "the documents that this run began with", "others; remove its folder")
+        for name in own.keys() & state_dict.keys():
+            # In another order some documents would be trained on twice, and others never.
+            need(own[name] == state_dict[name], name, f"{state_dict[name]}, as this run began", own[name])
 
     def setup(self, stage: str | None = None) -> None:
         """Plan this rank's steps, and the rows of the documents to evaluate."""

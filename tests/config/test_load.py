@@ -139,6 +139,7 @@ def test_valid(overrides):
         ("data.source=text data.loss_on=all", 'data.loss_on: expected "completion", unless data.source=jsonl'),
         ("data.validation_fraction=0", "data.validation_fraction: "),
         ("data.streaming=true data.overlong=error", "data.overlong: "),
+        ("data.overlong=truncate data.cut_documents=2048", "data.cut_documents: expected at most data.row_length"),
         ('data.streaming=true data.sources=[{"source":"jsonl","path":"a","weight":1}]', "data.streaming: "),
         ("optimizer.name=muon trainer.strategy=fsdp2 trainer.devices=2", "optimizer.name: expected adamw with fsdp2"),
         ("trainer.boundary=carry", "data.strategy: expected concat_split"),

@@ -1,6 +1,7 @@
 """The data module without a Trainer: what it validates on, and what it refuses."""
 
 from collections import Counter
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import get_type_hints
 
@@ -47,6 +48,25 @@ def test_ranks_share_the_validation_of_whole_documents(tmp_path):
     every = Counter(tuple(corpus.document(i).tolist()) for i in range(len(corpus)))
     assert all(share for share, _ in found) and found[0][0] + found[1][0] == every
     assert found[0][1] == found[1][1], "every rank reads all documents as trained"
+
+
+STREAM = {"batching": "stream", "tokens_per_step": 4096}
+NEXT_FIT = {"strategy": "next_fit"}
+CHANGES = [
+    ({}, {"seed": 1}, "seed"),
+    ({}, STREAM, "data.batching"),
+    (STREAM, NEXT_FIT, "data.strategy"),
+    ({}, NEXT_FIT, ""),
+]
+
+
+@pytest.mark.parametrize(("began", "changed", "name"), CHANGES)
+def test_a_checkpoint_goes_on_with_documents_in_its_order_alone(tmp_path, began, changed, name):
+    keys = {"source": "synthetic", "num_documents": 20, "cache_dir": str(tmp_path), "progress": False} | began
+    state, data = PackedDataModule(**keys).state_dict(), PackedDataModule(**keys | changed)
+    with pytest.raises(ConfigError, match=f"^{name}: expected .*, as this run began") if name else nullcontext():
+        data.load_state_dict(state)
+    data.load_state_dict({"corpus_hash": state["corpus_hash"]})  # of an older version
 
 
 def test_a_part_of_the_validation_documents_is_drawn(tmp_path):

@@ -105,9 +105,8 @@ def format_sections(sections: Iterable[Section]) -> str:
     """Return the headline and verdicts of each corpus, and what was found, for a terminal."""
     parts = []
     for section in sections:
-        for table in section.tables:
-            if table is section.tables[0] or table.name.startswith("verdicts"):
-                parts.append(write_table(table, "txt"))
+        verdicts = [table for table in section.tables[1:] if table.name.startswith("verdicts")]
+        parts += [write_table(table, "txt") for table in section.tables[:1] + verdicts]
         parts.append("\n".join(f"- {finding}" for finding in section.findings))
     return "\n".join(filter(None, parts))
 
