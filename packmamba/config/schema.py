@@ -26,14 +26,6 @@ LOGGERS = (
 TWO_RATES = ("two numbers in [0, 1)", lambda betas: len(betas) == 2 and all(0 <= beta < 1 for beta in betas))
 
 
-# Keys of earlier versions that nothing replaces, and their defaults.
-REMOVED_KEYS: dict[str, Any] = {
-    "trainer.average_snapshots": 1,
-    "trainer.average_share": 0.1,
-    "model.learned_initial_state": False,
-}
-
-
 def key(default: Any, help: str, **limits: Any) -> Any:
     """Declare a key of a configuration dataclass.
 
@@ -163,7 +155,7 @@ class OptimizerConfig:
     name: str = key("adamw", "The optimizer.", choices=OPTIMIZERS)
     options: dict[str, Any] = key({}, "Further arguments: eps of adamw, momentum and ns_steps of muon.")
     lr: float = key(2e-3, "Peak learning rate.", above=0)
-    betas: list[float] = key([0.9, 0.95], "Decay rates of moments: AdamW's, muon's AdamW's, lion's.", check=TWO_RATES)
+    betas: list[float] = key([0.9, 0.95], "Decay rates of AdamW's moments; muon's AdamW's, too.", check=TWO_RATES)
     weight_decay: float = key(0.1, "Only matrices decay.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
     schedule: str = key("cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES)

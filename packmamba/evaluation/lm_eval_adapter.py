@@ -84,7 +84,8 @@ class PackMambaLM(TemplateLM):
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def _loglikelihood_tokens(self, requests: Any, *further: Any, **others: Any) -> list[tuple[float, bool]]:
-        pairs = [(context, continuation) for _, context, continuation in requests if continuation]
+        # The harness moves a context of spaces into its continuation.
+        pairs = [(context or [self.prefix_token_id], rest) for _, context, rest in requests if rest]
         scores = iter(score(self.model, pairs, self.max_slots))
         answers: list[Any] = []
         for key, _, continuation in requests:
@@ -126,8 +127,9 @@ class PackMambaLM(TemplateLM):
         known = "until, max_gen_toks, temperature, top_p or do_sample"
         expect(not options, "generation_kwargs", known, sorted(options))
         prompts = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
-        # By text, since a stop string's tokens depend on what precedes it.
-        ends = lambda tokens: any(stop in self.tok_decode(tokens) for stop in stops)
+        # By text, since a stop string's tokens depend on what precedes it; it may be a special token.
+        whole = lambda tokens: self.tokenizer.decode(list(tokens), skip_special_tokens=False)
+        ends = lambda tokens: any(stop in whole(tokens) for stop in stops)
         more: Any = {"max_slots": self.max_slots, "stop": ends}
         sampling = (temperature, nucleus if temperature else 1.0)
         generated = generate(self.model, prompts, count, *sampling, self.eot_token_id, **more)

@@ -33,7 +33,7 @@ try:
     from packmamba.data.sources import read_texts, reads_text
     from packmamba.data.sources.records import find_chat_template, write_tokenizer_of
     from packmamba.data.token_store import load_corpora
-    from packmamba.data.tokenizer import TEMPLATE, TOKENIZER, train_tokenizer
+    from packmamba.data.tokenizer import TEMPLATE, TOKENIZER, load_tokenizer, train_tokenizer
     from packmamba.evaluation import generate as continue_tokens
     from packmamba.evaluation import language_modeling
     from packmamba.evaluation.load import load_model, read_config, usable_device
@@ -188,6 +188,7 @@ def evaluate(words: list[str]) -> None:
     is_own = config.data.tokenizer == run.data.tokenizer or not Path(folder, TOKENIZER).is_file()
     need(is_own, "data.tokenizer", f"{folder}'s own; leave it out", config.data.tokenizer)
     need(config.tasks, "tasks", f"one or more of {', '.join(EVALUATIONS)}", "none")
+    need({*config.tasks} - {*EVALUATIONS} or not config.limit, "limit", "null without a harness task", config.limit)
     for name, keys in config.options.items():
         mine = name in config.tasks and type(keys) is dict
         need(mine, f"options.{name}", f"keys of one of {', '.join(config.tasks)}", keys)
@@ -202,7 +203,8 @@ def evaluate(words: list[str]) -> None:
         check(name, contexts[name])
     model = load_model(folder, config.device, config.dtype)
     for name, context in contexts.items():
-        context.tokenizer = model.tokenizer
+        # A checkpoint without a tokenizer is read by the one of the documents.
+        context.tokenizer = model.tokenizer or (load_tokenizer(config.data) if reads_text(config.data) else None)
         context.max_slots = config.max_slots or default_max_slots(model.model)
         check(name, context, len(model.model.lm_head.weight))
     with RunLock(output):

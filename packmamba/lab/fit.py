@@ -38,7 +38,7 @@ from packmamba.data.sources import reads_text
 from packmamba.data.sources.records import find_chat_template, write_tokenizer_of
 from packmamba.data.token_store import evaluation_documents
 from packmamba.data.tokenizer import TOKENIZER, load_tokenizer, read_tokenizer
-from packmamba.errors import UserError, expect, extra, refusing
+from packmamba.errors import UserError, expect, refusing
 from packmamba.evaluation.load import load_model
 from packmamba.evaluation.registry import check
 from packmamba.files import space_for
@@ -307,8 +307,6 @@ def check_run(config: Config, vocab_size: int | None = None) -> None:
         find_chat_template(config.data.tokenizer, config.data.chat_template)
     samples = config.trainer.samples
     need(not samples or reads_text(config.data), "trainer.samples", "0 for documents that are no text", samples)
-    if config.optimizer.name == "lion":
-        extra("lion_pytorch", "optimizer.name")
     for name in config.evaluations:
         check(name, callbacks.evaluation_context(config, name), vocab_size)
 

@@ -1,9 +1,8 @@
 """Records, one JSON line per run, and ``sweep.json`` beside them.
 
 A record holds all that a report needs: configuration, metrics, curves, and what the run ran on. It
-is appended once, when the run has ended, under a lock and whole: a reader may come at any time, and
-an append that was interrupted is cut off by the next. Nothing changes a record afterwards; records
-of earlier versions get today's names as they are read.
+is appended once, when the run has ended, under a lock and whole: a reader may come at any time.
+Nothing changes a record afterwards.
 """
 
 import functools
@@ -61,11 +60,11 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     plain = _plain({key: value for key, value in record.items() if key != "sweep"})
     line = json.dumps(plain, allow_nan=False, sort_keys=True).encode() + b"\n"
     path = Path(path)
-    # A line without its end was being written when its process was killed.
     with space_for(path), FileLock(f"{path}.lock"):
-        # Up to the last whole line, then the new one; the file is replaced, so readers see either.
+        # The file is replaced, so readers see it without the new line or with it.
         written = path.read_bytes() if path.exists() else b""
-        write_whole(path, written[: written.rfind(b"\n") + 1] + line)
+        # An editor may have left out the last line's end.
+        write_whole(path, (written and written.removesuffix(b"\n") + b"\n") + line)
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:
@@ -82,7 +81,7 @@ def read_records(folder: str | Path) -> list[dict[str, Any]]:
                     # All of KEYS must be there (KeyError); further keys are kept.
                     records.append({key: record[key] for key in KEYS} | record)
                 except (ValueError, TypeError, KeyError) as error:
-                    if line.strip() and line.endswith(b"\n"):  # else an append was interrupted
+                    if line.strip():
                         raise ConfigError(f"{path}:{number}: expected a record, got one without {error}") from None
     need(records, str(folder), f"a folder with {' or '.join(FILES)}", "no record")
     sweeps = Path(folder) / SWEEPS
@@ -107,8 +106,8 @@ def records_of(folder: str | Path, kind: str = "training") -> list[dict[str, Any
 
 
 def has_records(folder: str | Path) -> bool:
-    """Check if a folder has a record: a file with a line that was written whole."""
-    return any(path.suffix == ".gz" or b"\n" in path.read_bytes() for path in record_files(folder))
+    """Check if a folder has a record."""
+    return any(path.stat().st_size for path in record_files(folder))
 
 
 def write_sweep(folder: str | Path, name: str, arms: Mapping[str, Any], baseline: str | None, **more: Any) -> None:
@@ -184,8 +183,7 @@ def provenance() -> dict[str, Any]:
     """Return commit (``PACKMAMBA_COMMIT`` goes first), hardware and versions."""
     root = Path(__file__).resolve().parents[2]
     git = ("git", "--no-optional-locks", "-C", str(root))
-    commit = None
-    dirty = None
+    commit = dirty = None
     # Where there is no repository, as on a cluster's nodes.
     if stated := os.environ.get("PACKMAMBA_COMMIT"):
         commit = stated.removesuffix("-dirty")

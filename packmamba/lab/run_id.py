@@ -16,7 +16,6 @@ from typing import Any
 from filelock import SoftFileLease, Timeout
 
 from packmamba.config import Config, to_dict
-from packmamba.config.schema import REMOVED_KEYS
 from packmamba.errors import ConfigError
 from packmamba.files import space_for
 from packmamba.lab.records import LATER_KEYS, records_of
@@ -56,9 +55,7 @@ def recorded_config(config: Config) -> dict[str, Any]:
     return values
 
 
-# Removed keys that were not at their default are part of an earlier record's id, so that no run of
-# today has it.
-DEFAULTS = flatten(to_dict(Config())) | REMOVED_KEYS
+DEFAULTS = flatten(to_dict(Config()))
 # The values of later keys in records without them.
 LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}
 

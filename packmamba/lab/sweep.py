@@ -109,7 +109,7 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> tuple[SweepCo
     base = [] if sweep.base is None else [(read_yaml(Path(path).parent / sweep.base, "train"), sweep.base)]
     last = [(parse_override(override), f"'{override}'") for override in of_runs]
     _check_places(sweep, {origin: flatten(OmegaConf.to_container(layer)) for layer, origin in last})
-    configs = [resolve(Config, [*base, (_layer(keys), str(path)), *last]) for keys in _runs(sweep)]
+    configs = [resolve(Config, [*base, *_layers(parts, str(path)), *last]) for parts in _runs(sweep)]
     # A check takes a moment, and a seed decides none: check one run of those that differ by seed.
     without_seed = {repr(replace(config, seed=0)): config for config in configs}
     for config in without_seed.values():
@@ -140,8 +140,8 @@ def _overlapping(name: str, keys: Iterable[str]) -> list[str]:
     return [key for key in keys if f"{name}.".startswith(f"{key}.") or f"{key}.".startswith(f"{name}.")]
 
 
-def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each run: each arm at each point of the grid."""
+def _runs(sweep: SweepConfig) -> Iterator[tuple[dict[str, Any], ...]]:
+    """Yield the keys of each run, each arm at each point of the grid; later parts override."""
     # Keys of a sweep that are a run's too.
     passed_on = {name: getattr(sweep, name) for name in ("plugins", "evaluations", "evaluation_options")}
     passed_on = {name: value for name, value in passed_on.items() if value}
@@ -152,7 +152,14 @@ def _runs(sweep: SweepConfig) -> Iterator[dict[str, Any]]:
         suffix = "".join(f" {name}={value}" for name, value in shown.items())
         for arm, keys in sweep.arms.items():
             identity = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
-            yield {**passed_on, **flatten(sweep.common), **flatten(keys), **point, **identity}
+            yield dict(passed_on), flatten(sweep.common), flatten(keys), {**point, **identity}
+
+
+def _layers(parts: Iterable[dict[str, Any]], origin: str) -> Iterator[tuple[DictConfig, str]]:
+    """Yield layers of a configuration; the name of a model's size goes before the keys beside it."""
+    for keys in parts:
+        size = {name: keys.pop(name) for name in ("model",) if name in keys}
+        yield from ((_layer(size), origin), (_layer(keys), origin))
 
 
 def _layer(keys: dict[str, Any]) -> DictConfig:
@@ -254,8 +261,13 @@ def _train(wanted: list[Config], done: Sequence[Any], start: Callable, report: _
 
 def _untimed_arms(sweep: SweepConfig, arms: list[Config]) -> list[Config]:
     """Return the arms, whose steps are to be timed in turns; none if their records are there."""
-    timed = {id_of(record["arm"], record["config"]) for record in records_of(sweep.output, "throughput")}
-    return [] if not sweep.throughput_rounds or timed.issuperset(map(run_id, arms)) else arms
+    # Arms by the process that timed them, since speeds of others do not compare.
+    timings: dict[str, set[str]] = {}
+    for record in records_of(sweep.output, "throughput"):
+        if record["metrics"]["rounds"] >= sweep.throughput_rounds:
+            timings.setdefault(record["config"]["run"], set()).add(id_of(record["arm"], record["config"]))
+    are_timed = any(timed.issuperset(map(run_id, arms)) for timed in timings.values())
+    return [] if are_timed or not sweep.throughput_rounds else arms
 
 
 def _check_corpora(runs: list[Config], records: Sequence[Any], progress: bool) -> None:

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
-from packmamba.config import OptimizerConfig, extra, refusing
+from packmamba.config import OptimizerConfig, refusing
 from packmamba.nn import MambaLM
 
 
@@ -77,17 +77,8 @@ def muon(
     return Joint(matrices, torch.optim.AdamW(rest, lr=config.lr, betas=betas))
 
 
-def lion(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:
-    """Make Lion (arXiv 2302.06675).
-
-    Its updates are signs: its rate is 3 to 10 times below AdamW's.
-    """
-    groups = model.weight_decay_groups(config.weight_decay)
-    return extra("lion_pytorch", "optimizer.name").Lion(groups, lr=config.lr, betas=tuple(config.betas))
-
-
 # Values of ``optimizer.name``: functions (model, config, fused, **optimizer.options) -> optimizer.
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw, "muon": muon, "lion": lion}
+OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {"adamw": adamw, "muon": muon}
 
 
 def make_optimizer(model: MambaLM, config: OptimizerConfig, fused: bool) -> Optimizer:

@@ -127,6 +127,15 @@ def test_arguments_of_generation(checkpoint):
         generate(num_beams=3)
 
 
+def test_a_stop_string_may_be_a_special_token(checkpoint, monkeypatch):
+    def generate(*_, stop, **__):
+        return [next(tokens for tokens in ([2], [2, 1], [2, 1, 3]) if stop(tokens) or len(tokens) == 3)]
+
+    monkeypatch.setattr("packmamba.evaluation.lm_eval_adapter.generate", generate)
+    model, options = PackMambaLM(str(checkpoint), device="cpu"), {"until": ["?"]}
+    assert model.generate_until([Instance("generate_until", {}, ("the cat", options), 0)]) == [WORDS[0]]
+
+
 def test_errors_name_the_argument(tmp_path):
     model = MambaLM(vocab_size=32, d_model=8, n_layer=1)
     with pytest.raises(ValueError, match="tokenizer"):

@@ -115,8 +115,8 @@ def test_eval(trained, tmp_path, capsys):
     (other / "config.json").write_text((other / "config.json").read_text().replace("{", '{"norm_epsilon": 0.1,', 1))
     assert cli.main(["eval", str(other), *command[2:], f"output={trained['single']}/evaluation"]) == 0
     assert len(read_records(trained["single"] / "evaluation")) == 4, "the same weights, another model"
-    assert cli.main(["eval", str(trained["single"]), "tasks=[parity]", "options.mqar.num_pairs=3"]) == 2
-    assert "options.mqar" in capsys.readouterr().err
+    for key, named in (("options.mqar.num_pairs=3", "options.mqar"), ("limit=3", "limit: expected null")):
+        assert cli.main([*command, key]) == 2 and named in capsys.readouterr().err
 
 
 def test_generate_and_export(trained, tmp_path, capsys):

@@ -26,6 +26,15 @@ def test_every_arm_runs_with_every_value_of_the_grid(tmp_path):
     assert all(config.data.row_length == 30 and config.model.d_model == 4 for config in configs)
 
 
+def test_a_named_size_stands_beside_keys_of_the_model_and_options_add_up(tmp_path):
+    size, state, more = {"model": "130m"}, {"model.d_state": 8}, {"model.mixer_options": {"dt_min": 0.01}}
+    options = {"model.mixer_options": {"dt_max": 0.2}}
+    for common, arm in ((size | options, state | more), (state | size | options, more), (state | options, size | more)):
+        (config, *_) = load_sweep(write_sweep(tmp_path, common=common, arms={"a": arm}))[1]
+        expected = (768, 8, {"dt_max": 0.2, "dt_min": 0.01})
+        assert (config.model.d_model, config.model.d_state, config.model.mixer_options) == expected
+
+
 def test_overrides_are_of_the_sweep_or_of_all_runs(tmp_path):
     overrides = [f"output={tmp_path}/mine", "name=mine", "grid.seed=[7]", "grid.optimizer.lr=[0.3]", "model.d_model=4"]
     sweep, configs = load_sweep(write_sweep(tmp_path), overrides)
@@ -86,10 +95,11 @@ def test_a_sweep_trains_times_reports_and_skips_what_is_done(tmp_path, capsys, u
     assert cli.main(["sweep", path, "arms=[packed]", "grid.seed=[1]"]) == 0
     assert records.read_bytes() == part, "nothing that is done is done again"
     assert "packed, seed 1: done: before" in capsys.readouterr().out
-    assert cli.main(["sweep", path, "trainer.log_every=1", "throughput_rounds=1"]) == 0
+    for rounds in (1, 2, 1):
+        assert cli.main(["sweep", path, "trainer.log_every=1", f"throughput_rounds={rounds}"]) == 0
     assert records.read_bytes().startswith(part)
     counts = Counter((record["arm"], record["seed"]) for record in read_records(tmp_path / "sweep"))
-    assert counts == {("padded", 0): 2, ("padded", 1): 1, ("packed", 0): 2, ("packed", 1): 1}
+    assert counts == {("padded", 0): 3, ("padded", 1): 1, ("packed", 0): 3, ("packed", 1): 1}
     assert (tmp_path / "sweep" / "report.html").is_file()
     said = json.loads((tmp_path / "sweep" / "sweep.json").read_text())["sweep"]
     assert said["arms"] == {"padded": [0, 1], "packed": [0, 1]}

@@ -1,17 +1,12 @@
-"""Muon steps the projections of layers, AdamW all else; a schedule and a checkpoint hold both.
-
-Lion steps by signs.
-"""
+"""Muon steps the projections of layers, AdamW all else; a schedule and a checkpoint hold both."""
 
 import copy
-import sys
 
 import pytest
 import torch
 
 from packmamba import MambaLM
-from packmamba.config import ConfigError, OptimizerConfig, load_config
-from packmamba.lab.fit import check_run
+from packmamba.config import OptimizerConfig
 from packmamba.training.optimizer import make_optimizer
 
 PROJECTIONS = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight")
@@ -70,22 +65,3 @@ def test_one_rate_sets_both_and_a_loaded_state_goes_on_with_the_same_bits():
     give_gradients(still, 0)
     stopped.step()
     assert all(torch.equal(a, b) for a, b in zip(before, still.parameters()))
-
-
-@pytest.mark.extras
-def test_lion_steps_by_signs_and_only_matrices_decay():
-    pytest.importorskip("lion_pytorch")
-    model, optimizer = model_and_optimizer("mamba1", "lion", weight_decay=0.5, betas=[0.6, 0.9])
-    before = copy.deepcopy(model.state_dict())
-    give_gradients(model, 0)
-    optimizer.step()
-    assert optimizer.defaults["betas"] == (0.6, 0.9)
-    for name, weight in model.named_parameters():
-        decay = 0.5 * (weight.dim() > 1 and not name.endswith("A_log")) * before[name]
-        torch.testing.assert_close(weight.detach(), before[name] - 0.01 * (weight.grad.sign() + decay))
-
-
-def test_lion_without_its_package_is_refused_before_any_work(monkeypatch):
-    monkeypatch.setitem(sys.modules, "lion_pytorch", None)
-    with pytest.raises(ConfigError, match="^optimizer.name: needs lion_pytorch; pip install"):
-        check_run(load_config(None, ["optimizer.name=lion"]))

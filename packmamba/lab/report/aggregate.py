@@ -41,9 +41,10 @@ NOT_SETTINGS = """name experiment output seed runs_dir run evaluations data.cach
     trainer.log_every trainer.checkpoint_every trainer.threads""".split()  # alike in compared arms
 
 
-def natural(text: str) -> list[tuple[int, str]]:
-    """Return a sort key by the numbers in a text."""
-    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", text)]
+def natural(text: str) -> list[tuple[float, str]]:
+    """Return a sort key by the numbers in a text, such as 16, 0.003 or 1e-05."""
+    parts = re.split(r"(\d+(?:\.\d+)?(?:e[-+]?\d+)?)", text)
+    return [(float(part), "") if part[:1].isdecimal() else (-1, part) for part in parts]
 
 
 def frame(records: Iterable[Record], kind: str) -> pd.DataFrame:
@@ -459,7 +460,9 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
         pairs = [(ours.iloc[0], theirs.iloc[0])]
     if not pairs or metric not in ITEM_MEASURES:
         return None
-    summed = [[_by_group(path, *ITEM_MEASURES[metric]) for path in pair] for pair in pairs]
+    # A mixture's groups are its sources, which are fixed, and no sample of others.
+    names = ("document", "index") if arm.says("evaluation.data.sources") else ("group", "document", "index")
+    summed = [[_by_group(path, names, *ITEM_MEASURES[metric]) for path in pair] for pair in pairs]
     weights = summed[0][0]["weight"]
     alike = all(side["weight"].equals(weights) for pair in summed for side in pair)
     if weights.empty or not alike:
@@ -468,13 +471,13 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     return statistics.bootstrap(sums, weights) if len(sums) > 1 else statistics.over_items(sums[0], weights)
 
 
-def _by_group(path: Any, value: str, weight: str) -> pd.DataFrame:
-    """Sum an item file's value and weight by group of documents, else by document, else by item."""
+def _by_group(path: Any, names: Sequence[str], value: str, weight: str) -> pd.DataFrame:
+    """Sum an item file's value and weight by the first of the keys that it has, else by item."""
     items = pd.DataFrame(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     if "choice" in items:
         items = items.assign(choices=1, correct=items["choice"] == items["answer"])
     # Items of one document are not independent, nor are documents of one package.
-    keys = [key for key in ("group", "document", "index") if key in items]
+    keys = [key for key in names if key in items]
     group = items[keys[0]] if keys else items.index
     values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)
     return values.groupby(group, sort=False).sum()

@@ -269,7 +269,8 @@ class Divergence(NamedTuple):
         """
         are_survivors = self.total or pairs < self.seeds - self.missing
         missing = f", {self.missing} of {self.seeds} seeds missing" if self.missing else ""
-        return (", of survivors" if are_survivors else "") + missing
+        why = ", of survivors" if pairs else ", no pair has the metric"
+        return (why if are_survivors else "") + missing
 
     @property
     def worse(self) -> bool:

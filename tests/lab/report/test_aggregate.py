@@ -7,7 +7,7 @@ import pytest
 from made_records import scheme, table, table_files, throughput, training
 from packmamba.lab.records import append_record, read_records, write_sweep
 from packmamba.lab.report import aggregate
-from packmamba.lab.report.aggregate import Arm, item_difference
+from packmamba.lab.report.aggregate import Arm, item_difference, natural
 from written import write_rows
 
 
@@ -122,3 +122,14 @@ def test_items_are_paired_by_what_they_are_and_by_group(tmp_path):
     grouped = [documents(name, *nats, group=["x", "y", "x"]) for name, nats in (("d", (4, 6, 8)), ("e", (2, 6, 5)))]
     found = minus({0: grouped[0]}, {0: grouped[1]})
     assert (found.mean, found.groups) == (pytest.approx(5 / 9), 2)
+    mixtures = [pd.DataFrame({"items": [side], "config.evaluation.data.sources": [["a"]]}) for side in grouped]
+    assert item_difference(*(Arm("", (), side) for side in mixtures), "loss").groups == 3, "sources are no sample"
+
+
+def test_numbers_are_sorted_by_size():
+    assert sorted(["lr=16", "lr=0.01", "lr=0.003", "lr=1e-05"], key=natural) == [
+        "lr=1e-05",
+        "lr=0.003",
+        "lr=0.01",
+        "lr=16",
+    ]
