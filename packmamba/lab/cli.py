@@ -203,8 +203,9 @@ def evaluate(words: list[str]) -> None:
         check(name, contexts[name])
     model = load_model(folder, config.device, config.dtype)
     for name, context in contexts.items():
-        # A checkpoint without a tokenizer is read by the one of the documents.
-        context.tokenizer = model.tokenizer or (load_tokenizer(config.data) if reads_text(config.data) else None)
+        # A checkpoint without a tokenizer is read by the one of the documents, if that is known.
+        is_known = reads_text(config.data) and config.data.tokenizer != str(Path(folder, TOKENIZER))
+        context.tokenizer = model.tokenizer or (load_tokenizer(config.data) if is_known else None)
         context.max_slots = config.max_slots or default_max_slots(model.model)
         check(name, context, len(model.model.lm_head.weight))
     with RunLock(output):

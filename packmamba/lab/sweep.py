@@ -266,8 +266,7 @@ def _untimed_arms(sweep: SweepConfig, arms: list[Config]) -> list[Config]:
     for record in records_of(sweep.output, "throughput"):
         if record["metrics"]["rounds"] >= sweep.throughput_rounds:
             timings.setdefault(record["config"]["run"], set()).add(id_of(record["arm"], record["config"]))
-    are_timed = any(timed.issuperset(map(run_id, arms)) for timed in timings.values())
-    return [] if are_timed or not sweep.throughput_rounds else arms
+    return [] if any(ids >= {*map(run_id, arms)} for ids in timings.values()) or not sweep.throughput_rounds else arms
 
 
 def _check_corpora(runs: list[Config], records: Sequence[Any], progress: bool) -> None:
