@@ -55,7 +55,10 @@ def recorded_config(config: Config) -> dict[str, Any]:
     return values
 
 
-DEFAULTS = flatten(to_dict(Config()))
+# Of earlier versions, with their defaults. A record in which one was not at its default is of no run
+# of today, so it is part of the id.
+REMOVED = {"trainer.average_snapshots": 1, "trainer.average_share": 0.1, "model.learned_initial_state": False}
+DEFAULTS = flatten(to_dict(Config())) | REMOVED
 # The values of later keys in records without them.
 LATER = {name: DEFAULTS[name] for name in LATER_KEYS} | {"data.cut_at_steps": False}
 

@@ -73,8 +73,7 @@ def muon(
     in_order = [weight for weight in model.parameters() if weight in projections]
     of_muon: Any = {"momentum": momentum, "ns_steps": ns_steps, "adjust_lr_fn": "match_rms_adamw"}
     matrices = torch.optim.Muon(in_order, lr=config.lr, weight_decay=config.weight_decay, **of_muon)
-    betas: Any = tuple(config.betas)
-    return Joint(matrices, torch.optim.AdamW(rest, lr=config.lr, betas=betas))
+    return Joint(matrices, torch.optim.AdamW(rest, lr=config.lr, betas=(config.betas[0], config.betas[1])))
 
 
 # Values of ``optimizer.name``: functions (model, config, fused, **optimizer.options) -> optimizer.

@@ -63,6 +63,8 @@ def test_a_record_without_later_keys_is_found(tmp_path):
     del values["model"]["recompute"]  # of a record from before the key
     values["data"]["gone"] = 1
     assert id_of(config.name, values) == run_id(config)
+    values["trainer"]["average_snapshots"] = 5
+    assert id_of(config.name, values) != run_id(config), "a removed key that changed the result"
 
 
 def test_a_raised_run_ends_as_one_that_was_as_long_from_the_start(tmp_path):
