@@ -55,7 +55,7 @@ def make_record(
 
 
 def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
-    """Append a record under a lock; cut off a last line that is not whole. Raises DiskFull."""
+    """Append a record under a lock. Raises DiskFull."""
     # ``read_records`` added it.
     plain = _plain({key: value for key, value in record.items() if key != "sweep"})
     line = json.dumps(plain, allow_nan=False, sort_keys=True).encode() + b"\n"
