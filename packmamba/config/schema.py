@@ -84,9 +84,7 @@ class DataConfig:
     task: Optional[str] = key(None, "Task of source task.", choices="packmamba.data.tasks:TASKS")
     task_options: dict[str, Any] = key({}, "Parameters of the task, such as num_pairs.")
     cache_dir: str = key("runs/corpora", "Folder for tokenized corpora.")
-    streaming: bool = key(
-        False, "Train while documents are tokenized: in the source's order, shuffled within shards."
-    )
+    streaming: bool = key(False, "Train while documents are tokenized: in source order, shuffled within shards.")
     num_proc: Optional[int] = key(None, "Threads that tokenize.", null="a core each, at most 16", low=1)
     batching: str = key("matched", "Arrange a step's documents, or stream into rows.", choices=("matched", "stream"))
     strategy: str = key("greedy", "How documents become rows.", choices=STRATEGIES)
@@ -159,9 +157,7 @@ class OptimizerConfig:
     weight_decay: float = key(0.1, "Only matrices decay.", low=0)
     warmup_steps: int = key(20, "Steps of linear warm-up.", low=0)
     schedule: str = key("cosine", "How the learning rate falls after the warm-up.", choices=SCHEDULES)
-    decay_fraction: float = key(
-        0.2, "Last fraction of the steps after the warm-up, in which wsd falls.", above=0, high=1
-    )
+    decay_fraction: float = key(0.2, "Last fraction of the steps after warm-up, in which wsd falls.", above=0, high=1)
     schedule_steps: Optional[int] = key(None, "Steps of the schedule.", null="max_steps", low=1)
     final_lr_fraction: float = key(0.1, "Of the peak, at the schedule's end.", low=0, high=1)
     grad_clip: Optional[float] = key(1.0, "Maximum gradient norm.", null="no clipping", above=0)
@@ -193,9 +189,7 @@ class TrainerConfig:
     cuda_graphs: bool = key(False, "Replay micro-batches as CUDA graphs (small models).")
     deterministic: bool = key(False, "The same bits again, on a CPU or one GPU.")
     init_from: Optional[str] = key(None, "Initial weights: folder of a run or checkpoint, or <sweep>:<arm>.")
-    threads: Optional[int] = key(
-        None, "CPU threads.", null="PyTorch's default, or 1 if deterministic", low=1, high=1024
-    )
+    threads: Optional[int] = key(None, "CPU threads.", null="PyTorch's, or 1 if deterministic", low=1, high=1024)
 
     def scheme(self) -> Any:
         """Make the boundary scheme, with its options. Raises ConfigError."""

@@ -431,6 +431,19 @@ def _decreasing(lengths: Integers, row_length: int, buffer: int, emptiest: bool 
     return row_of
 
 
+def _best_fit_decreasing(lengths: Integers, row_length: int, _: int) -> Integers:
+    return _decreasing(lengths, row_length, buffer=MAX_SLOTS)
+
+
+def _spfhp(lengths: Integers, row_length: int, _: int) -> Integers:
+    """Place the longest documents first, each in the emptiest row (SPFHP, arXiv 2107.02027).
+
+    That is worst fit decreasing. Equal documents share a new
+    row here, where the paper's histogram opens one for each.
+    """
+    return _decreasing(lengths, row_length, buffer=MAX_SLOTS, emptiest=True)
+
+
 def _by_length(lengths: Integers, *_: int) -> Integers:
     """Give each document a row of its own, shortest first."""
     # The second argsort turns an order into ranks.
@@ -445,10 +458,7 @@ STRATEGIES = {
     "next_fit": Strategy(_next_fit),
     "greedy": Strategy(_decreasing, keeps_order=False),
     "first_fit": Strategy(_first_fit, keeps_order=False),
-    # Of all documents at once, whatever the buffer.
-    "best_fit_decreasing": Strategy(lambda lengths, row, _: _decreasing(lengths, row, MAX_SLOTS), keeps_order=False),
-    # Worst fit decreasing (SPFHP, arXiv 2107.02027). Equal documents share a new row here, where
-    # the paper's histogram opens one for each.
-    "spfhp": Strategy(lambda lengths, row, _: _decreasing(lengths, row, MAX_SLOTS, emptiest=True), keeps_order=False),
+    "best_fit_decreasing": Strategy(_best_fit_decreasing, keeps_order=False),
+    "spfhp": Strategy(_spfhp, keeps_order=False),
     "concat_split": Strategy(_concat_split, splits_documents=True),
 }

@@ -134,6 +134,11 @@ def _edges_by_slots(widths: Integers, most_slots: int, most_rows: int) -> list[i
     return edges
 
 
+# Keys that decide the order of documents, by ``data.batching``.
+MATCHED = ("batching", "cut_at_steps", "cut_documents", "tokens_per_step")
+STREAM = (*MATCHED, "strategy", "row_length", "overlong", "buffer", "streams", "stagger", "shuffle_steps")
+
+
 class Window(NamedTuple):
     """Hold a window of documents, and where its steps lie in it.
 
@@ -171,9 +176,7 @@ class StepSchedule:
         self._check_row_length()
         self.exact = self.data.batching == "matched" and self.data.cut_at_steps
         if self.exact and self.corpus.has_answers:
-            warnings.warn(
-                "data.cut_at_steps: it cuts answers from their prompts at steps' ends; set false", stacklevel=2
-            )
+            warnings.warn("data.cut_at_steps: it cuts answers from prompts at steps' ends; set false", stacklevel=2)
         # Steps of exact size cut documents, so truncate comes before: else the ends that it leaves
         # out would begin later steps.
         self.longest = longest_trained(self.data) if self.exact else MAX_SLOTS
@@ -185,6 +188,19 @@ class StepSchedule:
         self._firsts = [0]
         # The last window used, by its number. Steps come in order, so one is enough.
         self._planned: dict[int, Window] = {}
+
+    @staticmethod
+    def order_of(data: DataConfig) -> dict[str, Any]:
+        """Return the keys that decide, beside corpus and seed, which documents a step holds.
+
+        With ``matched`` strategies may be exchanged, since they arrange the same documents; with
+        ``stream`` some of these keys decide nothing for some strategies.
+        """
+        names = STREAM if data.batching == "stream" else MATCHED
+        order = {f"data.{name}": getattr(data, name) for name in names}
+        if data.batching == "matched" and data.cut_at_steps:
+            order["data.row_length"] = longest_trained(data)  # what ``truncate`` leaves out is in no step
+        return order
 
     def _check_row_length(self) -> None:
         data = self.data

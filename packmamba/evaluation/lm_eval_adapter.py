@@ -84,8 +84,8 @@ class PackMambaLM(TemplateLM):
         return self.tokenizer.decode(list(tokens), skip_special_tokens=True)
 
     def _loglikelihood_tokens(self, requests: Any, *further: Any, **others: Any) -> list[tuple[float, bool]]:
-        # The harness moves a context of spaces into its continuation.
-        pairs = [(context or [self.prefix_token_id], rest) for _, context, rest in requests if rest]
+        prefix = [self.prefix_token_id]  # in place of a context of spaces, which the harness moves
+        pairs = [(context or prefix, continuation) for _, context, continuation in requests if continuation]
         scores = iter(score(self.model, pairs, self.max_slots))
         answers: list[Any] = []
         for key, _, continuation in requests:

@@ -63,8 +63,9 @@ def append_record(path: str | Path, record: Mapping[str, Any]) -> None:
     with space_for(path), FileLock(f"{path}.lock"):
         # The file is replaced, so readers see it without the new line or with it.
         written = path.read_bytes() if path.exists() else b""
-        # An editor may have left out the last line's end.
-        write_whole(path, (written and written.removesuffix(b"\n") + b"\n") + line)
+        if written and not written.endswith(b"\n"):
+            written += b"\n"  # which an editor has left out
+        write_whole(path, written + line)
 
 
 def read_records(folder: str | Path) -> list[dict[str, Any]]:

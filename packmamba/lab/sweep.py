@@ -152,14 +152,17 @@ def _runs(sweep: SweepConfig) -> Iterator[tuple[dict[str, Any], ...]]:
         suffix = "".join(f" {name}={value}" for name, value in shown.items())
         for arm, keys in sweep.arms.items():
             identity = {"name": arm + suffix, "output": sweep.output, "runs_dir": f"{sweep.output}/runs"}
-            yield dict(passed_on), flatten(sweep.common), flatten(keys), {**point, **identity}
+            yield passed_on, flatten(sweep.common), flatten(keys), {**point, **identity}
 
 
 def _layers(parts: Iterable[dict[str, Any]], origin: str) -> Iterator[tuple[DictConfig, str]]:
-    """Yield layers of a configuration; the name of a model's size goes before the keys beside it."""
+    """Yield layers of a configuration, each with its name in errors.
+
+    A named size, as in ``model: 130m``, goes before the keys of the model beside it.
+    """
     for keys in parts:
-        size = {name: keys.pop(name) for name in ("model",) if name in keys}
-        yield from ((_layer(size), origin), (_layer(keys), origin))
+        yield _layer({name: value for name, value in keys.items() if name == "model"}), origin
+        yield _layer({name: value for name, value in keys.items() if name != "model"}), origin
 
 
 def _layer(keys: dict[str, Any]) -> DictConfig:
@@ -266,7 +269,8 @@ def _untimed_arms(sweep: SweepConfig, arms: list[Config]) -> list[Config]:
     for record in records_of(sweep.output, "throughput"):
         if record["metrics"]["rounds"] >= sweep.throughput_rounds:
             timings.setdefault(record["config"]["run"], set()).add(id_of(record["arm"], record["config"]))
-    return [] if any(ids >= {*map(run_id, arms)} for ids in timings.values()) or not sweep.throughput_rounds else arms
+    are_timed = any(timed.issuperset(map(run_id, arms)) for timed in timings.values())
+    return [] if are_timed or not sweep.throughput_rounds else arms
 
 
 def _check_corpora(runs: list[Config], records: Sequence[Any], progress: bool) -> None:

@@ -259,9 +259,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         index = folder / f"{name}.index.json"
         if index.is_file():
             shards = set(read_json(index)["weight_map"].values())
-            return {
-                weight: tensor for shard in sorted(shards) for weight, tensor in _read_file(folder / shard).items()
-            }
+            return {name: tensor for shard in sorted(shards) for name, tensor in _read_file(folder / shard).items()}
     raise FileNotFoundError(f"directory: expected {' or '.join(WEIGHT_FILES)} in '{folder}', got neither")
 
 

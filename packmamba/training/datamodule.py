@@ -23,11 +23,6 @@ from packmamba.data.token_store import Corpora, evaluation_documents, load_corpo
 from packmamba.ops.context_parallel import ContextParallel
 from packmamba.training.boundary import BOUNDARIES
 
-# Keys that decide which documents a step holds. In another matched run strategies may be exchanged:
-# they arrange the same documents.
-MATCHED = ("batching", "cut_at_steps", "cut_documents", "tokens_per_step")
-STREAM = (*MATCHED, "strategy", "row_length", "overlong", "buffer", "streams", "stagger", "shuffle_steps")
-
 
 class PackedDataModule(lightning.LightningDataModule):
     """Train on a StepBatch per optimizer step; validate, test and predict on PackedBatches.
@@ -98,17 +93,16 @@ class PackedDataModule(lightning.LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the documents' hash and what decides their order, for checkpoints."""
-        names = STREAM if self.config.batching == "stream" else MATCHED
-        order = {f"data.{name}": getattr(self.config, name) for name in names}
-        return {"corpus_hash": self.corpora.corpus_hash, "seed": int(self.seed), **order}
+        return {"corpus_hash": self.corpora.corpus_hash, "seed": int(self.seed), **StepSchedule.order_of(self.config)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raise ConfigError if a checkpoint was trained on other documents, or in another order."""
         same = state_dict["corpus_hash"] == self.corpora.corpus_hash
         need(same, "data", "the documents that this run began with", "others; remove its folder")
-        # In another order some documents would be trained on twice, and others never; a test reads none.
-        trains = self.trainer is None or self.trainer.state.fn == "fit"
-        for name, value in self.state_dict().items() if trains else ():
+        if self.trainer is not None and self.trainer.state.fn != "fit":
+            return  # an evaluation reads no training documents
+        # In another order some documents would be trained on twice, and others never.
+        for name, value in self.state_dict().items():
             need(value == state_dict.get(name, value), name, f"{state_dict.get(name)}, as this run began", value)
 
     def setup(self, stage: str | None = None) -> None:

@@ -125,6 +125,8 @@ def test_arguments_of_generation(checkpoint):
         assert generate(max_gen_toks=9, **greedy) == generate(max_gen_toks=9)
     with pytest.raises(ValueError, match="generation_kwargs: .*num_beams"):
         generate(num_beams=3)
+    spaces, none = (model.loglikelihood([Instance("loglikelihood", {}, (of, " cat"), 0)]) for of in ("  ", ""))
+    assert spaces == none, "the harness moves spaces into the continuation"
 
 
 def test_a_stop_string_may_be_a_special_token(checkpoint, monkeypatch):

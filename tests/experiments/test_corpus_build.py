@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from experiments.corpus import build
+from experiments.corpus.minhash import clusters, signature
 from packmamba.config import ConfigError, DataConfig
 from packmamba.data.sources.packages import read_manifest
 from packmamba.data.token_store import load_corpora
@@ -33,6 +34,24 @@ def jaccard(a, b):
 
 def words(rng, count):
     return [f"word_{i}" for i in rng.integers(0, 500, count)]
+
+
+def test_clusters_are_those_of_all_pairs():
+    rng = np.random.default_rng(0)
+    texts = []
+    for _ in range(30):
+        base = words(rng, 200)
+        texts += [" ".join(base[cut:] + words(rng, cut)) for cut in (0, 10, 150)]
+        texts.append(" ".join(base))
+    signatures = np.stack([signature(text.encode()) for text in texts])
+    expected = np.arange(len(texts))
+    for i in range(len(texts)):
+        for j in range(i):
+            if (signatures[i] == signatures[j]).mean() >= 0.5:
+                expected[expected == expected[i]] = expected[j]
+    found = clusters(signatures)
+    assert (found == np.array([np.flatnonzero(expected == e)[0] for e in expected])).all()
+    assert len(np.unique(found)) == 60  # of each four, three are near-copies
 
 
 MODULE = """{doc}

@@ -19,12 +19,7 @@ NOISE = (0.0004, -0.0003, 0.0002, -0.0004, 0.0001, 0.0003, -0.0002, -0.0001)
 POOL = "data.strategy=concat_split data.streams=1024 data.stagger=true data.batching=stream model.d_model=512".split()
 POOL += "data.row_length=2048 data.tokens_per_step=65536 data.max_tokens_per_batch=65536".split()
 POOL += "data.cut_at_steps=false trainer.max_steps=1526".split()
-EFFECTS = {
-    "reset": (0.0, 0.0),
-    "state_passing": (0.001, -0.010),
-    "carry": (0.001, -0.030),
-    "fitted_noise": (0.0, -0.004),
-}
+EFFECTS = {"reset": (0, 0), "state_passing": (0.001, -0.01), "carry": (0.001, -0.03), "fitted_noise": (0, -0.004)}
 
 
 def parity_record(arm, seed, loss, config=None):

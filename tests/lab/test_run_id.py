@@ -62,6 +62,7 @@ def test_a_record_without_later_keys_is_found(tmp_path):
     assert "init_from" not in values["trainer"] and id_of(config.name, values) == run_id(config)
     del values["model"]["recompute"]  # of a record from before the key
     values["data"]["gone"] = 1
+    values["trainer"]["average_snapshots"] = 1
     assert id_of(config.name, values) == run_id(config)
     values["trainer"]["average_snapshots"] = 5
     assert id_of(config.name, values) != run_id(config), "a removed key that changed the result"

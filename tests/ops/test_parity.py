@@ -14,6 +14,7 @@ import operators
 from operators import AWKWARD, BACKENDS, LONG, PER_TOKEN, TOLERANCES, every_backend, every_operator, layouts, on
 from packmamba import SequenceLayout, ops
 
+random_case = operators.random_case
 # A multiple of the tokens that ssd_pack's states are carried over: a chunk's, and on a GPU a
 # segment's.
 CUTS = {"reference": 192, "cpu": 192, "cuda": 2048}
@@ -28,11 +29,11 @@ backend_and_dtype = pytest.mark.parametrize(
 @functools.lru_cache(maxsize=16)
 def specified(operator, layout, dtype, **options):
     """By the loops, once for all backends: they take most of this file's time."""
-    return operators.random_case(operator, LAYOUTS[layout], dtype, **options).specification()
+    return random_case(operator, LAYOUTS[layout], dtype, **options).specification()
 
 
 def assert_all_parity(operator, layout, dtype, backend, **options):
-    case = operators.random_case(operator, LAYOUTS[layout], dtype, operators.device_of(backend), **options)
+    case = random_case(operator, LAYOUTS[layout], dtype, operators.device_of(backend), **options)
     operators.assert_results(case, backend, dtype, specified(operator, layout, dtype, **options))
 
 
@@ -47,9 +48,8 @@ def test_awkward_layouts(operator, backend, dtype, layout, states):
 @every_operator
 @every_backend
 def test_rows_of_padding_only(operator, backend):
-    case = operators.random_case(
-        operator, SequenceLayout.from_lengths([[], []], row_length=3), torch.float32, operators.device_of(backend)
-    )
+    empty = SequenceLayout.from_lengths([[], []], row_length=3)
+    case = random_case(operator, empty, torch.float32, operators.device_of(backend))
     for name, value in case.run(backend).items():
         assert (value == 0).all(), name
 
@@ -70,9 +70,8 @@ def test_random_layouts(operator, backend, number):
         layout = data.draw(layouts().filter(lambda layout: layout.num_documents))
         options = {"channels": st.integers(1, 40), "seed": st.integers(0, 99), "optional": st.booleans()}
         options |= {"states": st.booleans(), "d_state": st.sampled_from([1, 3, 16]), "width": st.integers(2, 4)}
-        case = operators.random_case(
-            operator, layout, dtype, operators.device_of(backend), **data.draw(st.fixed_dictionaries(options))
-        )
+        drawn = data.draw(st.fixed_dictionaries(options))
+        case = random_case(operator, layout, dtype, operators.device_of(backend), **drawn)
         operators.assert_results(case, backend, dtype, case.specification())
 
     dtype = torch.float32 if backend == "cuda" else torch.float64
@@ -89,9 +88,7 @@ def test_long_documents(operator, backend):
 @backend_and_dtype
 def test_float32_convolution_parameters_beside_any_activations(backend, dtype):
     layout, wide = AWKWARD["splits"], torch.float32
-    case = operators.random_case(
-        "conv1d_pack", layout, dtype, operators.device_of(backend), parameter_dtype=wide, width=3
-    )
+    case = random_case("conv1d_pack", layout, dtype, operators.device_of(backend), parameter_dtype=wide, width=3)
     assert case.run(backend)["final_state"].dtype == torch.float32
     operators.assert_results(case, backend, dtype, case.specification())
 
@@ -99,7 +96,7 @@ def test_float32_convolution_parameters_beside_any_activations(backend, dtype):
 @every_operator
 def test_gradcheck_of_every_input(operator):
     """Of the loops, whose gradients the backends are held to in float64."""
-    case = operators.random_case(operator, SMALL, torch.float64, channels=2, d_state=2, headdim=2)
+    case = random_case(operator, SMALL, torch.float64, channels=2, d_state=2, headdim=2)
     names = list(case.tensors)
 
     def function(*tensors):
@@ -118,7 +115,7 @@ with_and_without_states = pytest.mark.parametrize("states", [False, True], ids=[
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), pytest.param(float("-inf"), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("layout", AWKWARD.values(), ids=AWKWARD.keys())
 def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, states, poison, layout):
-    case = operators.random_case(operator, layout, torch.float32, operators.device_of(backend), states=states)
+    case = random_case(operator, layout, torch.float32, operators.device_of(backend), states=states)
     operators.assert_poison_stays(case, backend, poison)
 
 
@@ -127,9 +124,7 @@ def test_a_poisoned_document_changes_no_bit_of_another(operator, backend, states
 @with_and_without_states
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
 def test_padding_is_never_looked_at(operator, backend, states, poison):
-    case = operators.random_case(
-        operator, AWKWARD["splits"], torch.float32, operators.device_of(backend), states=states
-    )
+    case = random_case(operator, AWKWARD["splits"], torch.float32, operators.device_of(backend), states=states)
     operators.assert_padding_is_unseen(case, backend, poison)
 
 
@@ -143,7 +138,7 @@ def test_padding_is_never_looked_at(operator, backend, states, poison):
     ],
 )
 def test_the_same_bits_twice(operator, backend, layout):
-    case = operators.random_case(operator, layout, torch.float32, operators.device_of(backend), channels=3)
+    case = random_case(operator, layout, torch.float32, operators.device_of(backend), channels=3)
     torch.testing.assert_close(case.run(backend), case.run(backend), rtol=0, atol=0)
 
 
@@ -153,7 +148,7 @@ def test_a_document_cut_in_two_with_its_state_is_the_whole(operator, backend):
     whole = SequenceLayout.from_lengths([[2, 9], [7]], row_length=13)
     first = SequenceLayout.from_lengths([[2, 1], [5]], row_length=5)
     second = SequenceLayout.from_lengths([[8], [2]], row_length=8, offsets=[[1], [5]])
-    case = operators.random_case(operator, whole, torch.float32, operators.device_of(backend), states=False)
+    case = random_case(operator, whole, torch.float32, operators.device_of(backend), states=False)
     case.options["return_final_state"] = True
 
     def call(layout, columns, **extra):
@@ -176,7 +171,7 @@ def test_a_document_cut_in_two_with_its_state_is_the_whole(operator, backend):
 @every_backend
 def test_no_layout_means_each_row_is_a_document(operator, backend):
     layout = SequenceLayout.from_rows(3, 11)
-    case = operators.random_case(operator, layout, torch.float32, operators.device_of(backend), states=False)
+    case = random_case(operator, layout, torch.float32, operators.device_of(backend), states=False)
     expected = case.run(backend)["y"]
     assert torch.equal(getattr(ops, operator)(**case.tensors, **case.options, backend=backend), expected)
     assert torch.equal(getattr(ops, operator)(**case.tensors, **case.options, layout=None, backend=backend), expected)
@@ -197,7 +192,7 @@ def test_a_document_has_the_same_bits_alone(operator, backend, channels, d_state
     device = operators.device_of(backend)
     offsets = [[first, *[0] * len(lengths[0][1:])], [0] * len(lengths[1])]
     layout = SequenceLayout.from_lengths(lengths, row_length=200, offsets=offsets)
-    case = operators.random_case(operator, layout, torch.float32, device, channels=channels, d_state=d_state, headdim=7)
+    case = random_case(operator, layout, torch.float32, device, channels=channels, d_state=d_state, headdim=7)
     together = case.run(backend)
     for s, (start, end, offset) in enumerate(zip(layout.starts, layout.ends, layout.offsets)):
         alone = copy.copy(case)
@@ -221,7 +216,7 @@ def test_a_pass_cut_between_chunks_has_the_bits_of_one_pass(backend, begin):
     device, cut = operators.device_of(backend), CUTS[backend]
     length = cut + 70
     layout = SequenceLayout.from_lengths([[length]], length)
-    case = operators.random_case("ssd_pack", layout, torch.float32, device, channels=4, d_state=16, states=False)
+    case = random_case("ssd_pack", layout, torch.float32, device, channels=4, d_state=16, states=False)
     case.options["return_final_state"] = True
 
     def call(a, b, state=None):
@@ -242,9 +237,7 @@ def test_step_sizes_may_be_float32_beside_narrower_activations(backend, dtype, o
     """Of ssd_pack, as Mamba-3 calls it: a decay then keeps bits which the activations' dtype has
     not.
     """
-    case = operators.random_case(
-        "ssd_pack", AWKWARD["chunk-edges"], dtype, operators.device_of(backend), optional=optional
-    )
+    case = random_case("ssd_pack", AWKWARD["chunk-edges"], dtype, operators.device_of(backend), optional=optional)
     rounded = case.tensors["delta"]
     case.tensors["delta"] = rounded.float() * (1 + 1e-3 * torch.rand_like(rounded.float()))
     expected = case.specification()

@@ -441,11 +441,7 @@ def with_items(folder: str | Path, records: Records) -> list[Record]:
 
 # A metric's numerator and denominator among the keys of an item; an evaluation's main metric goes
 # first.
-ITEM_MEASURES = {
-    "choice_accuracy": ("correct", "choices"),
-    "accuracy": ("right", "answers"),
-    "loss": ("nats", "targets"),
-}
+MEASURES = {"choice_accuracy": ("correct", "choices"), "accuracy": ("right", "answers"), "loss": ("nats", "targets")}
 
 
 def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
@@ -458,11 +454,11 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     # Models evaluated once each, under whatever seeds.
     if not pairs and len(ours) == len(theirs) == 1:
         pairs = [(ours.iloc[0], theirs.iloc[0])]
-    if not pairs or metric not in ITEM_MEASURES:
+    if not pairs or metric not in MEASURES:
         return None
     # A mixture's groups are its sources, which are fixed, and no sample of others.
-    names = ("document", "index") if arm.says("evaluation.data.sources") else ("group", "document", "index")
-    summed = [[_by_group(path, names, *ITEM_MEASURES[metric]) for path in pair] for pair in pairs]
+    units = ("document", "index") if arm.says("evaluation.data.sources") else ("group", "document", "index")
+    summed = [[_by_unit(path, units, *MEASURES[metric]) for path in pair] for pair in pairs]
     weights = summed[0][0]["weight"]
     alike = all(side["weight"].equals(weights) for pair in summed for side in pair)
     if weights.empty or not alike:
@@ -471,13 +467,13 @@ def item_difference(arm: Arm, baseline: Arm, metric: str) -> Estimate | None:
     return statistics.bootstrap(sums, weights) if len(sums) > 1 else statistics.over_items(sums[0], weights)
 
 
-def _by_group(path: Any, names: Sequence[str], value: str, weight: str) -> pd.DataFrame:
-    """Sum an item file's value and weight by the first of the keys that it has, else by item."""
+def _by_unit(path: Any, units: Sequence[str], value: str, weight: str) -> pd.DataFrame:
+    """Sum an item file's value and weight by the first of ``units`` among its keys, else by item."""
     items = pd.DataFrame(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
     if "choice" in items:
         items = items.assign(choices=1, correct=items["choice"] == items["answer"])
     # Items of one document are not independent, nor are documents of one package.
-    keys = [key for key in names if key in items]
+    keys = [key for key in units if key in items]
     group = items[keys[0]] if keys else items.index
     values = items[[value, weight]].astype(float).set_axis(["value", "weight"], axis=1)
     return values.groupby(group, sort=False).sum()

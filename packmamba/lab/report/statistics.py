@@ -267,10 +267,10 @@ class Divergence(NamedTuple):
 
         A run without a finite value of the metric did not survive, though its loss be finite.
         """
-        are_survivors = self.total or pairs < self.seeds - self.missing
+        are_lost = self.total or pairs < self.seeds - self.missing
         missing = f", {self.missing} of {self.seeds} seeds missing" if self.missing else ""
-        why = ", of survivors" if pairs else ", no pair has the metric"
-        return (why if are_survivors else "") + missing
+        left = ", of survivors" if pairs else ", no pair has a value"
+        return (left if are_lost else "") + missing
 
     @property
     def worse(self) -> bool:

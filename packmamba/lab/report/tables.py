@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
 from typing import Any, NamedTuple
@@ -107,9 +107,7 @@ def make_columns(text: str) -> list[Column]:
     return columns
 
 
-def make_table(
-    name: str, title: str, columns: str | Sequence[Column], rows: Iterable[Mapping[str, Any]], *notes: str
-) -> Table:
+def make_table(name: str, title: str, columns: str | Sequence[Column], rows: Iterable[Row], *notes: str) -> Table:
     """Make a table of rows, which map a column's first name to its value.
 
     ``columns`` are made by ``make_columns``; each has a format, as ``,.1f x``: Python's, then a
@@ -293,7 +291,7 @@ def evaluations_of(arms: Iterable[Arm]) -> dict[str, list[str]]:
 def main_first(metrics: Sequence[str]) -> list[str]:
     """Sort an evaluation's metrics: the main one, others by number, counts."""
     # The first that items can be compared by.
-    main = next((metric for metric in aggregate.ITEM_MEASURES if metric in metrics), "")
+    main = next((metric for metric in aggregate.MEASURES if metric in metrics), "")
     return sorted(metrics, key=lambda metric: (metric != main, metric in COUNTS, aggregate.natural(metric)))
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import re
+from functools import partial
 
 import numpy as np
 import pytest
@@ -54,15 +55,12 @@ def test_groups_are_paired_by_seed_and_summed():
     runs = ("padded", 0, 5.0), ("padded", 1, 6.0), ("packed-reset", 1, 6.5), ("packed-reset", 2, 9)
     records = [record(*run) for run in runs]
     padded, packed = aggregate.training_arms(records)
-    sums, weights = statistics.difference_by_group(packed, padded, "perplexity.by_group", "nats", "targets")
+    difference = partial(statistics.difference_by_group, packed, padded, "perplexity.by_group", "nats", "targets")
+    sums, weights = difference()
     assert sums.tolist() == [[1.0, 1.0]] and weights.tolist() == [20, 40]
-    sums, weights = statistics.difference_by_group(
-        packed, padded, "perplexity.by_group", "nats", "targets", "start == 2"
-    )
+    sums, weights = difference("start == 2")
     assert sums.tolist() == [[0.5, 0.5]] and weights.tolist() == [10, 20]
-    sums, weights = statistics.difference_by_group(
-        packed, padded, "perplexity.by_group", "nats", "targets", "group != 0"
-    )
+    sums, weights = difference("group != 0")
     assert sums.tolist() == [[1.0]] and weights.tolist() == [40]
     assert statistics.difference_by_group(packed, padded, "nothing", "nats", "targets")[0].size == 0
 
@@ -83,9 +81,8 @@ def test_p_of_equivalence_is_twice_that_of_two_one_sided_t_tests():
         sides = ((-margin, "greater"), (margin, "less"))
         expected = max(stats.ttest_1samp(values, edge, alternative=side).pvalue for edge, side in sides)
         assert statistics.p_of_equivalence(values, None, margin) == pytest.approx(min(1, 2 * expected), rel=1e-9)
-    assert statistics.p_of_equivalence([0.0, 0.0], None, 0.005) == 0 and math.isnan(
-        statistics.p_of_equivalence([0.1], None, 1)
-    )
+    assert statistics.p_of_equivalence([0.0, 0.0], None, 0.005) == 0
+    assert math.isnan(statistics.p_of_equivalence([0.1], None, 1))
 
 
 @pytest.mark.parametrize("seeds", [3, 8])
@@ -183,9 +180,12 @@ FEW = [0.001, -0.001, 0.0005, 0.0]
     [
         (Divergence(0, 8, 0, 8), "equivalent"),
         (Divergence(1, 8, 0, 8), "open, of survivors"),
+        (Divergence(0, 8, 1, 8), "open, of survivors"),
+        (Divergence(4, 8, 4, 8), "open, of survivors"),
         (Divergence(6, 8, 0, 8), "different (diverges)"),
         (Divergence(0, 8, 6, 8), "different (the other diverges)"),
-        (Divergence(3, 3, 0, 3), "open, of survivors"),  # three runs show nothing
+        (Divergence(3, 3, 0, 3), "open, of survivors"),  # three runs of each show nothing
+        (Divergence(0, 4, 0, 4, seeds=4), "equivalent"),
         (Divergence(0, 5, 0, 5, seeds=5), "open, of survivors"),  # a value of a fifth is not finite
         (Divergence(0, 4, 0, 5, seeds=5, missing=1), "open, 1 of 5 seeds missing"),
         (Divergence(0, 5, 0, 5, seeds=6, missing=1), "open, of survivors, 1 of 6 seeds missing"),
@@ -197,7 +197,7 @@ def test_lost_runs_make_no_verdict_easier(divergence, ruling):
     shifted = Comparison(np.add(FEW, 1.0), margin=MARGIN, divergence=divergence)
     expected = ruling if "diverges" in ruling else re.sub("open|equivalent", "different", ruling)
     assert rule({"one": shifted})["one"].claim == expected
-    assert Divergence(0, 8, 0, 8, seeds=8).lost(pairs=0) == ", no pair has the metric"
+    assert Divergence(0, 8, 0, 8, seeds=8).lost(pairs=0) == ", no pair has a value"
 
 
 def test_a_run_that_breaks_down_makes_an_equivalence_open():
